@@ -228,6 +228,13 @@ class AdmissionQueue(Generic[T]):
         """Tell whether nobody waits."""
         return not (self._lanes or self._resumed)
 
+    def has_room(self, request: QueuedRequest[T], requests_max: int) -> bool:
+        """Tell whether a request may enter and nobody has to give way, nor do more than ``requests_max`` wait then."""
+        return (
+            self._requests < min(self.requests_max, requests_max)
+            and self._prompt_tokens + request.prompt_tokens <= self.prompt_tokens_max
+        )
+
     def enter(self, request: QueuedRequest[T]) -> list[QueuedRequest[T]]:
         """Queue a request; return who gives way for it, out of the queue already.
 

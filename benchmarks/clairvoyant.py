@@ -93,14 +93,15 @@ class ClairvoyantPool(SimulatedPool):
         """Choose with all knowledge, and go on as any pool does."""
         policy = self._clairvoyant
         if not policy.together:
-            policy.row = self._place([request], now)[0]
+            policy.row = self._divide([request], now)[0]
         else:
             if request is self._moments[now][0]:
                 group = self._moments[now]
-                self._plan = {each.request_id: row for each, row in zip(group, self._place(group, now), strict=True)}
+                self._plan = {each.request_id: row for each, row in zip(group, self._divide(group, now), strict=True)}
             policy.row = self._plan[request.request_id]
         uncached = self._uncached(request)[policy.row]
         number = super().arrive(request, now)
+        assert number is not None, "this policy does not plan"
         self._prompts[number][request.request_id] = [now, uncached]
         return number
 
@@ -115,7 +116,7 @@ class ClairvoyantPool(SimulatedPool):
                     rows[number] = request.isl - block_size * min(depth, (request.isl - 1) // block_size)
         return rows
 
-    def _place(self, group: Sequence[SimulatedRequest], now: float) -> list[int]:
+    def _divide(self, group: Sequence[SimulatedRequest], now: float) -> list[int]:
         """Return the worker of each request of a group that comes now."""
         uncached = [self._uncached(request) for request in group]
         known: dict[tuple[int, tuple[int, ...]], float] = {}

@@ -1,11 +1,13 @@
 """Policies on equal and unlike workers, in virtual time: the tables of ``docs/predicted.md``.
 
     python -m benchmarks.predicted_times TRACE [--rows 4000] [--table equal] [--policies kv,predicted] [--jobs 2]
+        [--hold-limit-ms 0] [--spread-ms 3000]
 
 Tables: ``equal`` (load and caches), ``unlike`` (half of the workers three times slower, one at a quarter of its speed
 for a third of the time, both), ``targets`` (requests that are in a hurry, and not), ``bounds`` (what the unlike rows
 could be at all: routers that know everything, the fast workers alone, all at full speed, and a mean and a p99 that no
-router can pass). Nothing is timed, so a busy machine finds the same.
+router can pass). With ``--spread-ms`` each request comes up to so much later, evenly drawn: the trace has all that came
+within three seconds at one moment. Nothing is timed, so a busy machine finds the same.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
+
+import msgspec
 
 from benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_ttfts
-from poolgrid.loadgen.trace import read_trace
+from poolgrid.loadgen.trace import TraceRow, read_trace
 from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.policy import KvAware, Policy, make_policy
-from poolgrid.simulation.pool import RunResult, SimulatedPool
+from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.ttft_targets import TtftTargets
 from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
@@ -48,6 +54,8 @@ TARGETS_MS = (200.0, 1000.0, 4000.0)
 CLAIRVOYANT = (Clairvoyant().name, Clairvoyant(together=True).name)
 """Names of the routers that know everything."""
 
+SPREAD_SEED = 5
+
 LEAST = "no router"
 """In the place of a policy: what none can pass."""
 
@@ -68,6 +76,8 @@ class Run:
     labels: tuple[str, ...] = field(default=())
     targets: TtftTargets | None = None
     workers: int = WORKERS
+    hold_limit_ms: float = HOLD_LIMIT_MS
+    spread_ms: int = 0
 
 
 def policy_called(name: str) -> Policy:
@@ -87,7 +97,7 @@ def limits_of(workload: Workload, blocks: int) -> EngineLimits:
 
 def play(run: Run) -> tuple[Run, RunResult]:
     """Simulate one run."""
-    workload = build_workload(read_trace(run.trace, run.rows), run.speed, BLOCK_SIZE)
+    workload = build_workload(rows_of(run), run.speed, BLOCK_SIZE)
     timing = timing_model(run.timing)  # type: ignore[arg-type]
     limits = limits_of(workload, run.blocks)
     if run.policy == LEAST:
@@ -101,10 +111,21 @@ def play(run: Run) -> tuple[Run, RunResult]:
         run.workers,
         limits,
         timing,
+        routers=RouterFleet(hold_limit_ms=run.hold_limit_ms),
         speeds=run.speeds,
         targets=run.targets,
     )
     return run, pool.run()
+
+
+def rows_of(run: Run) -> list[TraceRow]:
+    """Return the rows of a run, in order, each as much later as was drawn for it."""
+    rows = read_trace(run.trace, run.rows)
+    if not run.spread_ms:
+        return rows
+    draw = Random(SPREAD_SEED)
+    later = [msgspec.structs.replace(row, timestamp=row.timestamp + draw.randrange(run.spread_ms)) for row in rows]
+    return sorted(later, key=lambda row: row.timestamp)
 
 
 def least_result(run: Run, workload: Workload, timing: TimingModel, step_tokens: int) -> RunResult:
@@ -222,10 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--loads", type=lambda text: tuple(map(float, text.split(","))), default=())
     parser.add_argument("--timing", default="published")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--hold-limit-ms", type=float, default=HOLD_LIMIT_MS)
+    parser.add_argument("--spread-ms", type=int, default=0)
     options = parser.parse_args(arguments)
     print(HEAD, flush=True)
     print(f"|{'---|' * (HEAD.count('|') - 1)}", flush=True)
-    runs = list(TABLES[options.table](options))
+    runs = [
+        replace(run, hold_limit_ms=options.hold_limit_ms, spread_ms=options.spread_ms)
+        for run in TABLES[options.table](options)
+    ]
     if options.jobs == 1:
         for run in runs:
             print(shown(*play(run)), flush=True)

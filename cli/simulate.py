@@ -105,6 +105,7 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
                     settings.separate_routers,
                     settings.crowding_retries,
                     settings.retention,
+                    settings.hold_limit_ms,
                 ),
                 speeds=None if speeds == WorkerSpeeds() else speeds,
                 targets=targets,

@@ -10,8 +10,9 @@ from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.reuse_sketch import ReuseSketch
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.inputs import Booked, Released
+from poolgrid.router.core.inputs import Booked, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import Chosen
 from poolgrid.router.ports import DecisionRecord
@@ -21,9 +22,6 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
 from poolgrid.wire.request_ids import dispatch_of
-
-PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
-"""Legs that compute a prompt."""
 
 
 class RequestBooks:
@@ -36,8 +34,10 @@ class RequestBooks:
         metrics: RouterMetrics,
         clock: Clock,
         on_ended: Callable[[Routed | None], None],
+        on_free: Callable[[], None],
     ) -> None:
-        """``on_ended`` is told of each request that is over; ``None`` for one that never was on a worker."""
+        """``on_ended`` is told of each request that is over; ``None`` for one that never was on a worker. ``on_free``
+        is told, where requests wait for workers without a prompt to compute, when one was seen to be computed."""
         self.active: dict[str, Routed] = {}
         """Requests that have been on a worker, by id."""
         self.decisions = DecisionLog(settings.decision_log_length, settings.decision_log_bytes)
@@ -49,6 +49,8 @@ class RequestBooks:
         self._metrics = metrics
         self._clock = clock
         self._on_ended = on_ended
+        self._on_free = on_free
+        self._plans = state.selector.can_plan
         self.reservations = Reservations(state, clock, self._under_way)
         if state.projection.paces is not None:
             state.projection.paces.on_first_token = self.first_token
@@ -132,6 +134,11 @@ class RequestBooks:
         if routed is not None:
             self._metrics.leg_times.heard(routed.watch, heard, perf_counter())
         cached_tokens = heard.delta.cached_tokens
+        if self._plans and heard.delta.token_ids:
+            # The worker's own event comes some milliseconds later, and whoever waits would come too late for a step.
+            computed = self._state.apply(PromptComputed(heard.dispatch.worker, heard.dispatch.id))
+            if computed:
+                self._on_free()
         if cached_tokens is not None:
             self.realised(heard.dispatch.id, cached_tokens)
             if heard.dispatch.number == machine.plan.encode_legs + machine.crowded:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from poolgrid.dispatch.legs import LegPlan
 from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
@@ -17,7 +17,7 @@ from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import PolicyFailed
+from poolgrid.router.core.selector import PROMPT_STAGES, PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
     ENCODE_LEG,
@@ -37,7 +37,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.router.targets import ttft_target_ms
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.hashing import hash_seed
-from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class Chooser:
         self._state = state
         self._selector = state.selector
         self._projection = state.projection
+        self._holds = settings.hold_limit_ms > 0
         self._learns = state.projection.retention is not None
         """Whether it is learned how long blocks should stay: of prompts with one seed, for prompts with that seed."""
         self._links = links
@@ -135,6 +136,7 @@ class Chooser:
                     machine.plan.dispatches,
                     leg.roles,
                     self._behind_records(),
+                    routed.behind,
                 )
             )
             if type(found) is Decision:
@@ -162,6 +164,54 @@ class Chooser:
                 routed.tried.clear()
             else:
                 return NotPlaced(Lack.NO_WORKER, found)
+
+    @property
+    def plans(self) -> bool:
+        """Tell whether requests may wait for the worker that is best for them, now."""
+        return self._holds and self._selector.plans
+
+    def takes_held(self, model: str) -> bool:
+        """Tell whether any worker of a model has so few prompt tokens to compute that one may go there that waits."""
+        return self._selector.takes_held(model, PROMPT_ROLES)
+
+    def can_be_planned(self, routed: Routed) -> bool:
+        """Tell whether some worker could compute a request's prompt, which may wait for a better one."""
+        wanted = self._wanted_by_plan(routed)
+        return wanted is not None and self._selector.serves(wanted)
+
+    def plan(self, waiting: Sequence[Routed]) -> list[tuple[Routed, Mapping[WorkerKey, int]]]:
+        """Return who of those that wait is to be placed now, in order, and what is planned behind each."""
+        due: list[tuple[Routed, Mapping[WorkerKey, int]]] = []
+        by_roles: dict[tuple[Role, ...], list[tuple[Routed, WorkerWanted]]] = {}
+        for routed in waiting:
+            wanted = self._wanted_by_plan(routed)
+            if wanted is None:
+                due.append((routed, {}))
+            else:
+                by_roles.setdefault(wanted.roles, []).append((routed, wanted))
+        for roles, group in by_roles.items():
+            if self._selector.takes_held(group[0][1].request.model, roles):
+                planned = self._selector.plan([wanted for _, wanted in group])
+                due += [(group[row][0], behind) for row, behind in planned]
+        return due
+
+    def _wanted_by_plan(self, routed: Routed) -> WorkerWanted | None:
+        """Return what a request wants whose next leg computes its prompt, ``None`` for another."""
+        machine = routed.machine
+        request = machine.request
+        block_size = self.block_size(request.model)
+        leg = self._next_leg(machine.plan, machine.delivery.tokens, routed.path, block_size)
+        if leg.stage not in PROMPT_STAGES:
+            return None
+        unreachable = self._links.unreachable
+        return WorkerWanted(
+            _routing(request, machine.delivery.tokens, block_size, leg, 0),
+            routed.path,
+            self._clock.monotonic_ms(),
+            0,
+            {**unreachable, **routed.tried} if routed.tried else unreachable,
+            roles=leg.roles,
+        )
 
     def preview(self, request: InferenceRequest) -> Decision | NotPlaced:
         """Return what a request would get now; nothing is booked, sent, counted or recorded."""

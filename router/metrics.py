@@ -121,8 +121,9 @@ class RouterMetrics:
         self.queue_seconds = Histogram(
             "poolgrid_router_queue_seconds",
             "Time requests waited for a worker with room, by cause: `workers_full`, `unreachable` (who could serve it "
-            "cannot be reached), `behind_others`, or, of requests whose clients are being served already, "
-            "`worker_lost` and `next_leg`. Only those that had to wait count.",
+            "cannot be reached), `behind_others`, `held` (with the policy predicted, for the worker that is best for a "
+            "request: all new ones count, most with next to nothing), or, of requests whose clients are being served "
+            "already, `worker_lost` and `next_leg`. Otherwise only those that had to wait count.",
             ["cause"],
             buckets=QUEUE_SECONDS_BUCKETS,
             registry=registry,

@@ -18,6 +18,7 @@ class WaitCause(StrEnum):
     WORKERS_FULL = "workers_full"
     UNREACHABLE = "unreachable"
     BEHIND_OTHERS = "behind_others"
+    HELD = "held"
     WORKER_LOST = "worker_lost"
     NEXT_LEG = "next_leg"
 

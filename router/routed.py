@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import msgspec
 
@@ -25,6 +26,8 @@ class Routed(msgspec.Struct, eq=False):
     """Workers that failed this request or refused it, and how: they come last."""
     queued: QueuedRequest[Routed] | None = None
     """Its place in the queue, while it waits."""
+    behind: Mapping[WorkerKey, int] = {}
+    """Those that wait and will be computed behind it on each worker, while it is placed by a plan."""
     resumed_for: WaitCause = WaitCause.WORKER_LOST
     """Why it waits, while its client is being served already."""
     dispatched: asyncio.Future[None] | None = None

@@ -85,7 +85,14 @@ class RouterService:
         self._not_kept = not_kept
         self._choosing_ms = 0.0
         """When the choice that is being made began, of a request whose trace is kept."""
-        self.books = RequestBooks(settings, state, metrics, clock, self._on_ended)
+        self.books = RequestBooks(
+            settings,
+            state,
+            metrics,
+            clock,
+            self._on_ended,
+            lambda: self.line.pump_soon(),  # noqa: PLW0108  (the line is made below)
+        )
         self.in_flight = InFlight(
             self.books,
             self._place_next,
@@ -199,7 +206,9 @@ class RouterService:
         delivery = TokenDelivery(request.request_id, self._on_client_left, self._loop)
         routed = Routed(RequestMachine(request, delivery, self._settings.migration_limit), path, watch)
         cause = WaitCause.BEHIND_OTHERS
-        if not self.line.is_before(request.model):
+        if chooser.plans and chooser.can_be_planned(routed):
+            cause = WaitCause.HELD
+        elif not self.line.is_before(request.model):
             missing = self._dispatch(routed)
             if missing is None:
                 return delivery

@@ -11,6 +11,7 @@ from poolgrid.dispatch.reuse_sketch import SKETCH_BYTES
 from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
+from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
 from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
 from poolgrid.runtime.http_settings import ServerSettings
@@ -156,6 +157,13 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
     )
     queue_timeout_ms: float = Field(
         30_000, gt=0, le=3_600_000, description="Longest wait for a worker; then the request is answered 429."
+    )
+    hold_limit_ms: float = Field(
+        HOLD_LIMIT_MS,
+        ge=0,
+        le=600_000,
+        description="With the policy predicted: how long a request may wait here for the worker that is best for it "
+        "to have no prompt to compute; then it goes to a worker as it is. 0 = none waits.",
     )
     migration_limit: int = Field(
         3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."

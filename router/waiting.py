@@ -6,6 +6,8 @@ Rules
     2. *Resumed* requests (their clients are being served already) go before all others, and are refused by time only.
     3. The head of each lane is placed as soon as it can be; nobody overtakes it in its lane.
     4. Once the line is closed nobody is placed any more.
+    5. With a policy that plans, new requests are *held* in the line (``poolgrid.router.held_requests``), and rule 3 is
+       not for them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from poolgrid.admission.drain_rate import DrainRate
 from poolgrid.admission.queue_view import QueueView
 from poolgrid.frontend.ports import Refused
 from poolgrid.router.choosing import Chooser
+from poolgrid.router.held_requests import HeldRequests, is_over
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import Lack, NotPlaced, WaitCause
 from poolgrid.router.routed import Routed
@@ -58,6 +61,7 @@ class WaitingLine:
         self._queue: AdmissionQueue[Routed] = AdmissionQueue(
             settings.queue_limit, settings.queue_prompt_tokens, self._order, settings.queue_aging_tokens_per_s
         )
+        self._held = HeldRequests(self._queue, chooser, clock, settings.hold_limit_ms, self._try)
         self._drain = DrainRate()
         self._pumping = False
         self._pump_scheduled = False
@@ -79,6 +83,8 @@ class WaitingLine:
         dispatched = routed.dispatched = asyncio.get_running_loop().create_future()
         try:
             self._enter(routed, now_ms)
+            if cause is WaitCause.HELD:
+                self.pump_soon()
             await within(self._settings.queue_timeout_ms, self._clock, dispatched)
         except TimeoutError:
             raise self._busy(f"no worker had room within {self._settings.queue_timeout_ms:.0f} ms") from None
@@ -116,6 +122,8 @@ class WaitingLine:
 
     def _enter(self, routed: Routed, now_ms: float) -> None:
         queued = self._queued(routed, now_ms)
+        if self._chooser.plans:
+            self._held.make_room(queued)
         for victim in self._queue.enter(queued):
             refusal = self._busy(
                 f"waiting already: {counted(len(self._queue), 'request')} with "
@@ -176,6 +184,9 @@ class WaitingLine:
                 if kind not in stuck and not self._try(routed):
                     stuck.add(kind)
             for lane in self._queue.lanes():
+                if self._chooser.plans:
+                    self._held.place(lane)
+                    continue
                 while (head := self._queue.head(lane)) is not None and self._try(head.item):
                     pass
         finally:
@@ -197,7 +208,7 @@ class WaitingLine:
         """Place a waiting request; return False when it goes on waiting, because every worker is busy."""
         queued, dispatched = routed.queued, routed.dispatched
         assert queued is not None, "it is in the line"
-        if routed.machine.ended or (dispatched is not None and dispatched.done()):
+        if is_over(routed):
             self.leave(routed)
             return True
         missing = self._place(routed)

@@ -4,17 +4,20 @@ A pool may have several routers: each has a projection of its own of the same st
 what an engine says reaches them ``event_delay_ms`` later. What a router has chosen it knows at once, the others do not.
 
 The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
-router; a request arrives and is routed; an idle engine begins a step. Nothing else happens, so a run is a function of
-workload, policy and limits. Several pools can share one time; who chooses among them is the caller's business.
+router; a request arrives and is routed; an idle engine begins a step. With a policy that plans, requests wait at their
+router: those that arrive at one moment are planned together, as a router does with what comes in one turn of its event
+loop, and again whenever an event reaches it. Nothing else happens, so a run is a function of workload, policy and
+limits. Several pools can share one time; who chooses among them is the caller's business.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -22,6 +25,8 @@ import msgspec
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.hold_plan import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
 from poolgrid.router.core.policy import EXPECTED_MS, POLICY_NAMES, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -50,6 +55,7 @@ Retention = Literal["off", "learned"]
 """What engines are told of how long blocks should stay: nothing, or what the router has learnt."""
 
 MODEL = "simulated"
+ROLES = (Role.AGGREGATED,)
 SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
 UNLIMITED_QUEUE = 10**9
 """Nothing is refused in a simulation: how requests pile up is what it measures."""
@@ -75,7 +81,8 @@ class RunResult:
     short_ttft_ms: list[float] = field(default_factory=list)
     """Of prompts below ``SHORT_PROMPT_TOKENS``."""
     predicted: list[tuple[float, int, float, float]] = field(default_factory=list)
-    """When a request came, its worker, the TTFT that the policy expected and what it was; in order of first tokens."""
+    """When a worker was chosen, which, what the policy expected until the first token and what it was, without what the
+    request had waited at its router before; in order of first tokens."""
     targets_met: int = 0
     """Requests whose TTFT was within their target."""
     itl_ms: list[tuple[float, int]] = field(default_factory=list)
@@ -108,6 +115,9 @@ class RouterFleet:
     retention: Retention = "off"
     """What engines are told of how long blocks should stay."""
 
+    hold_limit_ms: float = HOLD_LIMIT_MS
+    """How long a request waits at its router for a better worker, with a policy that plans; 0 = none does."""
+
     def make_state(self) -> Projection:
         """Return what one more router knows at the start."""
         index = PrefixIndex()
@@ -137,12 +147,15 @@ class SimulatedPool:
         self._policy = policy
         self._on_fact = on_fact
         fleet = routers or RouterFleet()
-        self._event_delay_ms = fleet.event_delay_ms
+        self.event_delay_ms = fleet.event_delay_ms
         self._selectors = [
             Selector(fleet.make_state(), policy, requests_per_worker_factor=UNLIMITED_QUEUE)
             for _ in range(fleet.routers)
         ]
         self._projections = [selector.projection for selector in self._selectors]
+        self._held: list[dict[str, SimulatedRequest]] = [{} for _ in range(fleet.routers)]
+        """Requests that wait at each router, in order of arrival."""
+        self._hold_limit_ms = fleet.hold_limit_ms
         self._under_way: deque[tuple[float, JournalRecord]] = deque()
         """Records that the routers have not received yet, in order."""
         self._turn = 0
@@ -163,8 +176,8 @@ class SimulatedPool:
         self._seq = [0] * workers
         self._offset = 0
         self._arrived: dict[str, SimulatedRequest] = {}
-        self._expected_ms: dict[str, float] = {}
-        """TTFT by request, of a policy that predicts it."""
+        self._expected_ms: dict[str, tuple[float, float]] = {}
+        """By request when it was chosen for and what was expected from then on, of a policy that predicts TTFTs."""
         self.result = RunResult(
             policy.name,
             worker_tokens=[0] * workers,
@@ -208,14 +221,63 @@ class SimulatedPool:
 
     def best_overlap_tokens(self, request: SimulatedRequest) -> int:
         """Return the most prompt tokens that a worker of the pool holds, as the pool's router knows; choose nothing."""
-        blocks = self._selectors[0].best_overlap_blocks(MODEL, (Role.AGGREGATED,), request.path)
+        blocks = self._selectors[0].best_overlap_blocks(MODEL, ROLES, request.path)
         return min(request.isl, blocks * self._workload.block_size)
 
-    def arrive(self, request: SimulatedRequest, now: float) -> int:
-        """Route a request and hand it to its engine; return the engine's number."""
+    def arrive(self, request: SimulatedRequest, now: float) -> int | None:
+        """Route a request and hand it to its engine; return the engine's number, or ``None`` where it waits for
+        ``place_held``."""
+        self._deliver(now)
+        router = self._turn % len(self._selectors)
+        self._turn += 1
+        if self._hold_limit_ms and self._selectors[router].plans:
+            self._held[router][request.request_id] = request
+            return None
+        return self._place(router, request, now, {})
+
+    @property
+    def holds(self) -> bool:
+        """Tell whether any request waits at a router."""
+        return any(self._held)
+
+    def place_held(self, now: float) -> list[int]:
+        """Hand on those whose worker is free now, or that have waited too long; return the numbers of the engines."""
+        if not self.holds:
+            return []
+        self._deliver(now)
+        return [
+            self._place(router, request, now, behind)
+            for router, held in enumerate(self._held)
+            if held
+            for request, behind in self._due(router, held, now)
+        ]
+
+    def _due(
+        self, router: int, held: dict[str, SimulatedRequest], now: float
+    ) -> Iterator[tuple[SimulatedRequest, Mapping[WorkerKey, int]]]:
+        """Yield who of those that wait at a router goes now, and take them out."""
+        selector = self._selectors[router]
+        while held:
+            oldest = next(iter(held.values()))
+            if len(held) <= HELD_MAX and now - oldest.arrival_ms < self._hold_limit_ms and selector.plans:
+                break
+            del held[oldest.request_id]
+            yield oldest, {}
+        while held and selector.takes_held(MODEL, ROLES):
+            wanted = [
+                WorkerWanted(self._routing(each), each.path, now, int(now))
+                for each in islice(held.values(), PLANNED_MAX)
+            ]
+            planned = selector.plan(wanted)
+            if not planned:
+                break
+            for row, behind in planned:
+                yield held.pop(wanted[row].request.request_id), behind
+
+    def _routing(self, request: SimulatedRequest) -> RoutingRequest:
         block_size = self._workload.block_size
         target_ms = 0.0 if self._targets is None else self._targets.of(request.request_id)
-        routing = RoutingRequest(
+        return RoutingRequest(
             request.request_id,
             MODEL,
             request.isl,
@@ -223,13 +285,16 @@ class SimulatedPool:
             -(-request.isl // block_size),
             ttft_target_ms=target_ms if self._targets is not None and self._targets.told else 0.0,
         )
-        self._deliver(now)
-        selector = self._selectors[self._turn % len(self._selectors)]
-        self._turn += 1
+
+    def _place(self, router: int, request: SimulatedRequest, now: float, behind: Mapping[WorkerKey, int]) -> int:
+        """Choose a worker and hand the request to its engine; return the engine's number."""
+        block_size = self._workload.block_size
+        routing = self._routing(request)
+        selector = self._selectors[router]
         ledger = selector.projection.ledger
         ledger.expire(now)
         for remaining in reversed(range(self._crowding_retries + 1)):
-            found = selector.select(routing, request.path, now, int(now))
+            found = selector.select(routing, request.path, now, int(now), behind=behind)
             if not isinstance(found, Decision):
                 raise RuntimeError(f"simulating request {request.request_id}: {found}")
             decision = found
@@ -249,7 +314,7 @@ class SimulatedPool:
         selector.book(decision, request.path, now)
         expected = decision.choice.terms.get(EXPECTED_MS)
         if expected is not None:
-            self._expected_ms[request.request_id] = float(expected[decision.choice.row])
+            self._expected_ms[request.request_id] = (now, float(expected[decision.choice.row]))
         overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
         self._books[number].accept(request.request_id, request.isl - overlap_tokens)
         self._arrived[request.request_id] = request
@@ -262,6 +327,8 @@ class SimulatedPool:
 
     def begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
         """Let an idle engine begin; ``None`` when it has nothing to do."""
+        if self.holds:
+            horizon = now  # whoever waits may be handed to this engine whenever something happens
         if self._speeds is not None:
             self._changing[number].speed = self._speeds.at(number, now)
             horizon = min(horizon, self._speeds.next_change_ms(number, now))
@@ -297,9 +364,10 @@ class SimulatedPool:
                     result.targets_met += ttft_ms <= self._targets.of(fact.request_id)
                 if arrived.isl < SHORT_PROMPT_TOKENS:
                     result.short_ttft_ms.append(ttft_ms)
-                expected_ms = self._expected_ms.pop(fact.request_id, None)
-                if expected_ms is not None:
-                    result.predicted.append((arrived.arrival_ms, number, expected_ms, ttft_ms))
+                expected = self._expected_ms.pop(fact.request_id, None)
+                if expected is not None:
+                    chosen_ms, expected_ms = expected
+                    result.predicted.append((chosen_ms, number, expected_ms, now - chosen_ms))
             elif isinstance(fact, RequestFinished):
                 result.requests += 1
                 result.output_tokens += self._arrived.pop(fact.request_id).osl
@@ -312,8 +380,8 @@ class SimulatedPool:
         )
         self._offset += 1
         self._seq[number] += 1
-        self._under_way.append((now + self._event_delay_ms, record))
-        if not self._event_delay_ms:
+        self._under_way.append((now + self.event_delay_ms, record))
+        if not self.event_delay_ms:
             self._deliver(now)
 
     def _deliver(self, now: float) -> None:
@@ -335,7 +403,8 @@ def play_workload(
     ``on_progress`` is called with the number of requests finished, now and then.
     """
     requests = workload.requests
-    running: list[tuple[float, int, int, StepOutcome]] = []
+    running: list[tuple[float, int, int, StepOutcome | None]] = []
+    """Steps by their ends; without an outcome, what was said reaches the routers of a pool."""
     idle = [[True] * len(pool.engines) for pool in pools]
     arrivals = 0
 
@@ -345,6 +414,11 @@ def play_workload(
         if started is not None:
             heappush(running, (started.ended_ms, place, number, started))
 
+    def begin_idle(place: int, numbers: Sequence[int], now: float, horizon: float) -> None:
+        for number in numbers:
+            if idle[place][number]:
+                begin(place, number, now, horizon)
+
     def finished() -> int:
         return sum(pool.result.requests for pool in pools)
 
@@ -352,20 +426,28 @@ def play_workload(
         next_arrival = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
         if running and running[0][0] <= next_arrival:
             now, place, number, outcome = heappop(running)
-            before = pools[place].result.requests
-            pools[place].step_ended(number, now, outcome)
-            begin(place, number, now, next_arrival)
-            if pools[place].result.requests != before:
+            pool = pools[place]
+            before = pool.result.requests
+            if outcome is not None:
+                pool.step_ended(number, now, outcome)
+                if pool.event_delay_ms and pool.holds:
+                    heappush(running, (now + pool.event_delay_ms, place, number, None))
+            touched = pool.place_held(now)
+            if outcome is not None:
+                begin(place, number, now, next_arrival)
+            begin_idle(place, touched, now, next_arrival)
+            if pool.result.requests != before:
                 on_progress(finished())
             continue
         now = next_arrival
-        touched: list[tuple[int, int]] = []
+        arrived: list[list[int]] = [[] for _ in pools]
         while arrivals < len(requests) and requests[arrivals].arrival_ms == now:
             place = choose(requests[arrivals], now)
-            touched.append((place, pools[place].arrive(requests[arrivals], now)))
+            engine = pools[place].arrive(requests[arrivals], now)
+            if engine is not None:
+                arrived[place].append(engine)
             arrivals += 1
         horizon = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
-        for place, number in touched:
-            if idle[place][number]:
-                begin(place, number, now, horizon)
+        for place, engines in enumerate(arrived):
+            begin_idle(place, engines + pools[place].place_held(now), now, horizon)
     on_progress(finished())

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.runtime.settings import Settings
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
@@ -53,6 +54,13 @@ class SimulationSettings(Settings):
         0.0, ge=0.0, le=60_000.0, description="How long a worker's events take to reach the routers."
     )
     temperature: float = Field(0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost.")
+    hold_limit_ms: float = Field(
+        HOLD_LIMIT_MS,
+        ge=0,
+        le=600_000,
+        description="With the policy predicted: how long a request may wait at its router for the worker that is best "
+        "for it to have no prompt to compute. 0 = none waits.",
+    )
     retention: Literal["off", "learned"] = Field(
         "off", description="What engines are told of how long blocks should stay: nothing, or what the router learns."
     )

@@ -161,7 +161,8 @@ ROUTING = Board(
                     (Query(WAITS, "{{cause}}"),),
                     "How long requests waited that had to wait, and for what.",
                     "`workers_full`, `pools_full`: more workers. `unreachable`: the network, or workers that hang. "
-                    "`worker_lost`: workers die.",
+                    "`worker_lost`: workers die. `held`: nothing, they wait for the worker that is best for them; near "
+                    "`hold_limit_ms` it is load.",
                     "queue-filling",
                     no_value="nobody waited",
                 ),

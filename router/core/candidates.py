@@ -75,14 +75,19 @@ class Engines:
     """What a prompt took of them at pace 1, on average."""
 
     def prompt_ms(self, tokens: FloatArray) -> FloatArray:
-        """Return how long each would take at pace 1 to compute so many prompt tokens."""
+        """Return how long each would take at pace 1 to compute so many prompt tokens: one number a worker, or a row
+        of them for each of several prompts."""
         if len(self.curves) == 1:
             return self.curves[0].prompt_ms(tokens, self.step_tokens)
-        times = np.zeros(len(tokens))
+        times = np.zeros(tokens.shape)
         for place, curve in enumerate(self.curves):
             rows = self.curve == place
-            times[rows] = curve.prompt_ms(tokens[rows], self.step_tokens[rows])
+            times[..., rows] = curve.prompt_ms(tokens[..., rows], self.step_tokens[rows])
         return times
+
+    def step_ms(self, row: int, tokens: float) -> float:
+        """Return how long a step of one of them takes at pace 1 that computes so many prompt tokens."""
+        return float(self.curves[self.curve[row]].step_ms(np.array((tokens,)))[0])
 
     def joined_ms(self, queued: FloatArray, tokens: FloatArray) -> FloatArray:
         """Return how much longer at pace 1 the last step of so many queued tokens takes when others join it.
@@ -122,6 +127,8 @@ class Candidates:
     disk_overlap: FloatArray
     engines: Engines | None = None
     """Given to policies that say ``needs_paces``."""
+    behind: FloatArray | None = None
+    """Requests that wait at the router and will be computed behind this one, by worker; ``None`` = none anywhere."""
 
     def __len__(self) -> int:
         """Return the number of candidates (at least 1 when a policy is asked)."""

@@ -52,6 +52,8 @@ class WorkerWanted(msgspec.Struct, frozen=True, gc=False):
     roles: tuple[Role, ...] = (Role.AGGREGATED,)
     behind_records: int = 0
     """Records that the pool's journal is known to hold beyond those applied; marks the decision, changes nothing."""
+    behind: Mapping[WorkerKey, int] = {}
+    """Requests that wait at the router, to be computed behind this one, by worker; for policies that plan."""
 
 
 @final

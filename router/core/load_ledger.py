@@ -6,7 +6,8 @@ Rules
        blocks, ``RequestFinished`` (or ``release``, or the worker's end) removes it.
     2. A worker's sums are always the sums over its entries; an entry that is never confirmed expires.
     3. Requests of other routers appear through the workers' events alone: so routers agree without talking to each
-       other, except for predictions in flight.
+       other, except for predictions in flight. ``others_share`` says how many there are of late; it is no part of what
+       decisions depend on.
 
 Sums live in arrays addressed by the worker's slot in the prefix index, so that a decision over many workers reads them
 without a loop. They are arrays of the standard library, whose numbers are read and moved one by one in a fifth of the
@@ -42,6 +43,10 @@ millisecond, and spares a wait behind somebody else's prompt."""
 
 CROWDING_LEASE_MS = 50.0
 """How long a worker's word for what others sent it counts: longer than its events take, shorter than most prompts."""
+
+OTHERS_STEP = 0.02
+"""What the latest request counts in the share of others: it is an average over some fifty requests. One whose client
+left before its worker said that it began looks like another router's, so a single one must not count much."""
 
 OTHERS = "~others~"
 """Beginning of such entries' ids; no request has one like it (``poolgrid.wire.request_ids``: a name is never empty)."""
@@ -81,6 +86,8 @@ class LoadLedger:
         """When what workers said of others runs out, in order, for all of it lasts the same; ``expire`` takes away."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
+        self.others_share = 0.0
+        """How many of the requests that began of late were not reserved here: those of other routers, mostly."""
         self.expired_reservations = 0
         self.refused_entries = 0
 
@@ -135,6 +142,8 @@ class LoadLedger:
         self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
     ) -> None:
         """Replace the prediction (if any) by what the worker says."""
+        is_others = (worker, request_id) not in self._entries
+        self.others_share += (is_others - self.others_share) * OTHERS_STEP
         self._put(worker, request_id, LoadEntry(slot, prefill_tokens, active_blocks, True, now_ms))
 
     def crowded(self, worker: WorkerKey, slot: int, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:

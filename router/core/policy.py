@@ -137,7 +137,8 @@ class Predicted:
         own      = prompt_ms(uncached)                             who comes behind it waits for that, too
         joined   = pace · (who is in the last step) · (how much longer that step takes)
         crowding = rate · (after² − before²) / 2                   and so do those who would have been free of a queue
-        cost     = expected + own + joined + crowding
+        behind   = pace · own · (who waits at the router, to be computed behind it)
+        cost     = expected + own + joined + crowding + behind
 
     What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
     ``prompt_ms`` and ``decode_ms`` are the step times of a worker's card, its pace is learned from its first tokens
@@ -150,6 +151,9 @@ class Predicted:
     by the prompt, or the next worker is the shortest; until either is worked off, ``rate`` requests a millisecond find
     a queue of ``after`` in the place of ``before``. So a long prompt does not take the last free worker from short ones
     where it can as well wait behind another long one.
+
+    It plans: requests wait at the router until the worker that is best for them has nothing to compute, and those that
+    wait are placed with a view to each other (``poolgrid.router.core.hold_plan``).
     """
 
     name = "predicted"
@@ -166,9 +170,27 @@ class Predicted:
             step = paces * engines.decode_ms(blocks + request.blocks)
             row, reason = lowest(step, request.tie_key)
             return Choice(row, reason, step, {"step_ms": step, PACE: paces})
-        held = candidates.device_overlap + HOST_WORTH * candidates.host_overlap + DISK_WORTH * candidates.disk_overlap
-        # Engines compute at least one token, or there would be no next one.
-        uncached = np.maximum(1.0, request.isl - held * request.block_size)
+        uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
+        costs, terms = self.reckon(np.array((request.ttft_target_ms,)), uncached, candidates)
+        if candidates.behind is not None:
+            behind = candidates.behind * paces * terms[OWN_MS]
+            costs = costs + behind
+            terms["behind_ms"] = behind
+        row, reason = lowest(costs, request.tie_key)
+        return Choice(row, reason, costs, terms)
+
+    def reckon(
+        self, targets_ms: FloatArray, uncached: FloatArray, candidates: Candidates
+    ) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """Return what prompts would cost on each worker, and the terms of that, without those who would come behind.
+
+        ``uncached`` are the tokens that each worker would compute, at least one: one number a worker, or a row of them
+        for each of several prompts; ``targets_ms`` are within how long each prompt's first token is wanted, or 0.
+        Overlaps of ``candidates`` are not looked at.
+        """
+        engines = candidates.engines
+        assert engines is not None, "candidates of a policy that needs paces have engines"
+        paces, blocks = engines.paces, candidates.active_blocks
         ahead = candidates.prefill_tokens + uncached
         own = engines.prompt_ms(uncached)
         queue = np.maximum(own, engines.prompt_ms(ahead) - engines.done_ms)
@@ -184,31 +206,40 @@ class Predicted:
         joined = paces * in_last_step * engines.joined_ms(candidates.prefill_tokens, uncached)
         others = own + joined + crowding
         costs = expected + others
-        if request.ttft_target_ms > 0.0:
+        if targets_ms.any():
             # In time is in time: what counts then is the others, and of those in time the place that is worth least.
-            late = np.maximum(0.0, expected * TARGET_MARGIN - request.ttft_target_ms)
-            costs = EARLY_WORTH * expected + others + LATE_WORTH * late
-        row, reason = lowest(costs, request.tie_key)
+            wanted = targets_ms if uncached.ndim == 1 else targets_ms[:, np.newaxis]
+            late = np.maximum(0.0, expected * TARGET_MARGIN - wanted)
+            costs = np.where(wanted > 0.0, EARLY_WORTH * expected + others + LATE_WORTH * late, costs)
         terms = {
             "uncached_tokens": uncached, EXPECTED_MS: expected, OWN_MS: own,
             "joined_ms": joined, "crowding_ms": crowding, PACE: paces,
         }  # fmt: skip
-        return Choice(row, reason, costs, terms)
+        return costs, terms
+
+
+def uncached_tokens(request: RoutingRequest, device: FloatArray, host: FloatArray, disk: FloatArray) -> FloatArray:
+    """Return the tokens of a prompt that each worker would compute, which holds so many of its blocks on each tier."""
+    held = device + HOST_WORTH * host + DISK_WORTH * disk
+    # Engines compute at least one token, or there would be no next one.
+    tokens: FloatArray = np.maximum(1.0, request.isl - held * request.block_size)
+    return tokens
 
 
 def _crowding(queues: FloatArray, own: FloatArray, typical: FloatArray, rate_per_ms: float) -> FloatArray:
     """Return what a prompt costs those who come next, by worker; all in milliseconds.
 
-    ``queues`` are what each has to do, ``own`` is what the prompt adds, ``typical`` what a typical next one would.
+    ``queues`` are what each has to do, ``own`` is what the prompt adds (or a row for each of several prompts),
+    ``typical`` what a typical next one would.
     """
-    crowding = np.zeros(len(queues))
+    crowding = np.zeros(own.shape)
     if len(queues) > 1:
         soonest = queues + typical
         order = np.argsort(soonest, kind="stable")
         first, second = int(order[0]), int(order[1])
         before = float(queues[first])
-        after = min(before + float(own[first]), float(soonest[second] - typical[first]))
-        crowding[first] = rate_per_ms * (after * after - before * before) / 2.0
+        after = np.minimum(before + own[..., first], float(soonest[second] - typical[first]))
+        crowding[..., first] = rate_per_ms * (after * after - before * before) / 2.0
     return crowding
 
 

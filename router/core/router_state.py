@@ -146,4 +146,5 @@ class RouterState:
             wanted.roles,
             dry_run,
             wanted.behind_records,
+            wanted.behind,
         )

@@ -17,10 +17,21 @@ import numpy as np
 from poolgrid.router.core.candidates import Candidates, Engines, FewCandidates, IndexArray, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.hold_plan import OTHERS_SHARE_MAX, Waiting, plan
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import Pick
 from poolgrid.router.core.media_affinity import MediaAffinity
 from poolgrid.router.core.paces import Paces
-from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Choice, KvAware, Policy
+from poolgrid.router.core.policy import (
+    EXPECTED_MS,
+    OWN_MS,
+    PACE,
+    Choice,
+    KvAware,
+    Policy,
+    Predicted,
+    uncached_tokens,
+)
 from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.step_curve import PUBLISHED, FloatArray, StepCurve
@@ -164,12 +175,13 @@ class Selector:
         roles: tuple[Role, ...] = (Role.AGGREGATED,),
         dry_run: bool = False,
         behind_records: int = 0,
+        behind: Mapping[WorkerKey, int] | None = None,
     ) -> Found:
         """Choose a worker for a request whose prompt has the sequence hashes ``path``, or say why there is none.
 
         ``now_ms`` is monotonic, ``time_ms`` wall clock for the record; ``unavailable`` names workers that the caller
-        knows it cannot use, and why; ``behind_records`` marks the decision and changes nothing else. A ``dry_run``
-        leaves no trace: a policy that counts is asked on a copy.
+        knows it cannot use, and why; ``behind_records`` marks the decision and changes nothing else; ``behind`` is of
+        the plan that the choice is part of. A ``dry_run`` leaves no trace: a policy that counts is asked on a copy.
         """
         group = self._group(request.model, roles)
         projection = self._projection
@@ -201,13 +213,8 @@ class Selector:
         everyone = rows is group.all_rows
         slots = group.slots if everyone else group.slots[rows]
         ledger = projection.ledger
-        device = np.zeros(len(group.workers))
-        host = disk = np.zeros(len(group.workers))
         policy = self._encode_policy if request.stage is Stage.ENCODE else self._policy
-        if policy.needs_overlap and path:
-            host, disk = self._fill_overlap(group, path, device)
-            if untrusted:
-                self._predict_overlap(group, path, untrusted, now_ms, device, host, disk)
+        device, host, disk = self._overlap(group, path if policy.needs_overlap else (), untrusted, now_ms)
         candidates = Candidates(
             group.workers if everyone else tuple(group.workers[row] for row in rows),
             ledger.prefill_tokens[slots].astype(np.float64),
@@ -219,7 +226,11 @@ class Selector:
         )
         if projection.paces is not None and group.engines is not None:
             candidates = replace(
-                candidates, engines=_engines(group.engines, projection.paces, candidates.workers, rows, now_ms)
+                candidates,
+                engines=_engines(group.engines, projection.paces, candidates.workers, rows, now_ms),
+                behind=np.array([behind.get(worker, 0) for worker in candidates.workers], np.float64)
+                if behind
+                else None,
             )
         if dry_run:
             policy = copy.deepcopy(policy)
@@ -320,6 +331,84 @@ class Selector:
         rows = [row for row, worker in enumerate(group.workers) if worker not in missing]
         slots = group.slots[rows]
         return len(rows), int(ledger.requests[slots].sum()), int(group.limits[rows].sum())
+
+    @property
+    def can_plan(self) -> bool:
+        """Tell whether the policy is one that plans."""
+        return isinstance(self._policy, Predicted)
+
+    @property
+    def plans(self) -> bool:
+        """Tell whether requests wait for the worker that is best for them, by ``plan``: where the policy can tell who
+        that is, and workers have few requests of other routers."""
+        return self.can_plan and self._projection.ledger.others_share <= OTHERS_SHARE_MAX
+
+    def takes_held(self, model: str, roles: tuple[Role, ...]) -> bool:
+        """Tell whether any worker of these roles has so few prompt tokens to compute that ``plan`` may place one."""
+        group = self._group(model, roles)
+        ledger = self._projection.ledger
+        ledger.ensure_slot(group.last_slot)
+        assert group.engines is not None, "only a policy that plans is asked, and it needs paces"
+        return bool((ledger.prefill_tokens[group.slots] < group.engines.step_tokens).any())
+
+    def serves(self, wanted: WorkerWanted) -> bool:
+        """Tell whether any worker could serve a request now."""
+        group = self._group(wanted.request.model, wanted.roles)
+        self._projection.ledger.ensure_slot(group.last_slot)
+        return bool(group.workers) and bool(len(self._eligible(group, wanted.request, wanted.unavailable, {})))
+
+    def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, dict[WorkerKey, int]]]:
+        """Return which of some requests that wait go to a worker now, in order, and what is planned behind each.
+
+        They are of one model and want the same roles, at one time. One whom no worker can serve now is the first, so
+        that it is told why. Only a policy that plans is asked. Nothing is changed: ``select`` with what is behind
+        chooses.
+        """
+        policy, projection = self._policy, self._projection
+        first = wanted[0]
+        group = self._group(first.request.model, first.roles)
+        assert isinstance(policy, Predicted), "only a policy that plans is asked"
+        assert projection.paces is not None, "a policy that needs paces has them"
+        assert group.engines is not None, "and its groups have engines"
+        if not group.workers:
+            return [(0, {})]
+        ledger, untrusted, now_ms = projection.ledger, projection.trust.untrusted, first.now_ms
+        ledger.ensure_slot(group.last_slot)
+        nothing = np.zeros(len(group.workers))
+        engines = _engines(group.engines, projection.paces, group.workers, group.all_rows, now_ms)
+        candidates = Candidates(
+            group.workers,
+            ledger.prefill_tokens[group.slots].astype(np.float64),
+            ledger.active_blocks[group.slots].astype(np.float64),
+            ledger.requests[group.slots].astype(np.float64),
+            nothing,
+            nothing,
+            nothing,
+            engines,
+        )
+        tokens = np.stack(
+            [uncached_tokens(each.request, *self._overlap(group, each.path, untrusted, now_ms)) for each in wanted]
+        )
+        targets_ms = np.array([each.request.ttft_target_ms for each in wanted])
+        costs, terms = policy.reckon(targets_ms, tokens, candidates)
+        for row, each in enumerate(wanted):
+            eligible = self._eligible(group, each.request, each.unavailable, {})
+            if eligible is not group.all_rows:
+                cannot = np.ones(len(group.workers), np.bool_)
+                cannot[eligible] = False
+                costs[row, cannot] = np.inf
+        waiting = Waiting(
+            costs,
+            terms[OWN_MS] * engines.paces,
+            tokens,
+            [each.request.tie_key for each in wanted],
+            [each.request.priority for each in wanted],
+        )
+        placed = plan(waiting, candidates.prefill_tokens, engines.step_tokens, engines.step_ms)
+        nowhere = np.flatnonzero(np.isinf(costs).all(axis=1))[:1].tolist()
+        due: list[tuple[int, dict[WorkerKey, int]]] = [(row, {}) for row in nowhere]
+        due += [(goes.request, {group.workers[row]: n for row, n in goes.behind.items()}) for goes in placed]
+        return due
 
     def best_overlap_blocks(self, model: str, roles: tuple[Role, ...], path: Sequence[int]) -> int:
         """Return the most leading blocks of a path that any worker of these roles holds."""
@@ -422,6 +511,18 @@ class Selector:
                 limit = int(group.max_sequence_length[row])
                 filtered[worker] = f"prompt of {request.isl} tokens, room for {limit - 1}" if short[row] else BUSY
         return np.flatnonzero(~out)
+
+    def _overlap(
+        self, group: _Group, path: Sequence[int], untrusted: Mapping[WorkerKey, str], now_ms: float
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return the leading blocks of a path that the workers of a group hold, by tier."""
+        device = np.zeros(len(group.workers))
+        host = disk = np.zeros(len(group.workers))
+        if path:
+            host, disk = self._fill_overlap(group, path, device)
+            if untrusted:
+                self._predict_overlap(group, path, untrusted, now_ms, device, host, disk)
+        return device, host, disk
 
     def _fill_overlap(self, group: _Group, path: Sequence[int], device: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fill in leading blocks per row of the group; return the host and disk columns."""

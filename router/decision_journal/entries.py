@@ -38,7 +38,7 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 2
+INPUTS_VERSION = 3
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -226,6 +226,8 @@ class DecisionMade(JournalEntry, frozen=True):
     """Records that the pool's journal was known to hold beyond ``offset``."""
     retention: KvRetention | None = None
     """How long the prompt's blocks should stay, as far as that was learned."""
+    behind: list[tuple[int, int]] = []
+    """Workers, and how many requests waited at the router that were to be computed behind this one there."""
 
 
 class DecisionBooked(JournalEntry, frozen=True):
@@ -411,4 +413,5 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
         [(number_of[worker], why) for worker, why in decision.untrusted.items()],
         decision.behind_records,
         decision.retention,
+        [(number_of[worker], count) for worker, count in wanted.behind.items()],
     )

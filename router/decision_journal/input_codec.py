@@ -108,6 +108,7 @@ class InputWriter:
                 return item
             case Decided(wanted, decision):
                 workers = [*decision.candidates.workers, *decision.filtered, *wanted.unavailable, *decision.untrusted]
+                workers += wanted.behind
                 return made_of(wanted, decision, self._named(workers, out))
             case Booked():
                 return DecisionBooked(item.decision.request.request_id, item.dispatch_id, item.now_ms, item.lease_ms)
@@ -249,4 +250,5 @@ def wanted_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> WorkerWanted:
         made.attempt,
         tuple(Role(role) for role in made.roles),
         made.behind_records,
+        {workers[number]: count for number, count in made.behind},
     )

@@ -494,3 +494,16 @@ def test_trying_in_vain_again_and_again_takes_no_memory() -> None:
     assert len(band.turns) < 50
     assert sum(len(backlog.heap) for backlog in band.backlogs.values()) == 6
     assert drained(queue) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_there_is_room_where_nobody_has_to_give_way_and_not_more_wait_than_are_wanted() -> None:
+    queue: AdmissionQueue[str] = AdmissionQueue(3, 1000)
+    short, long = QueuedRequest("short", "m", prompt_tokens=400), QueuedRequest("long", "m", prompt_tokens=700)
+    assert queue.has_room(long, 1)
+    assert not queue.has_room(long, 0)
+
+    queue.enter(short)
+
+    assert not queue.has_room(long, 10), "its tokens are too many"
+    assert queue.has_room(QueuedRequest("another", "m", prompt_tokens=600), 10)
+    assert not queue.has_room(QueuedRequest("another", "m", prompt_tokens=1), 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_assignment, least_ttfts
 from poolgrid.loadgen.trace import read_trace
 from poolgrid.router.core.policy import make_policy
-from poolgrid.simulation.pool import SimulatedPool
+from poolgrid.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
 from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.workers.core.timing import PolynomialTiming
@@ -57,7 +57,13 @@ def test_who_knows_everything_is_faster_and_still_above_what_nobody_can_pass(
 
     known = ClairvoyantPool(conversations, Clairvoyant(together), 8, limits(conversations), timing, UNLIKE).run()
     predicted = SimulatedPool(
-        conversations, make_policy("predicted"), 8, limits(conversations), timing, speeds=UNLIKE
+        conversations,
+        make_policy("predicted"),
+        8,
+        limits(conversations),
+        timing,
+        routers=RouterFleet(hold_limit_ms=0.0),
+        speeds=UNLIKE,
     ).run()
 
     assert known.requests == predicted.requests == 200

@@ -209,7 +209,8 @@ class RecordedRouter:
         routing = RoutingRequest(request_id, "m", len(path) * BLOCK_SIZE + 3, BLOCK_SIZE, len(path) + 1)
         down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
         now_ms = self.clock.monotonic_ms()
-        wanted = WorkerWanted(routing, path, now_ms, self.clock.wall_ms(), down)
+        behind = {worker_key(NAMES[self.requests % len(NAMES)]): 3} if self.requests % 3 == 0 else {}
+        wanted = WorkerWanted(routing, path, now_ms, self.clock.wall_ms(), down, behind=behind)
         if chance.random() < 0.2 and not isinstance(self.state.preview(wanted), Decision):  # somebody only asks
             return
         decision = self.state.apply(wanted)

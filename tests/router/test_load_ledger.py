@@ -82,3 +82,21 @@ def test_a_word_for_others_that_runs_out_is_no_missing_event() -> None:
     assert ledger.expired_reservations == 0
     ledger.expire(1000)
     assert ledger.expired_reservations == 1
+
+
+def test_the_share_of_others_is_that_of_requests_which_were_not_reserved_here() -> None:
+    ledger = ledger_with()
+
+    def begin(number: int, others: bool) -> None:
+        if not others:
+            ledger.reserve(W, 0, f"r{number}", 10, 1, 0.0)
+        ledger.started(W, 0, f"r{number}", 10, 1, 0.0)
+
+    begin(0, others=True)
+    assert ledger.others_share < 0.05, "one may be a request whose client left"
+    for number in range(1, 200):
+        begin(number, others=number % 2 == 0)
+    assert 0.4 < ledger.others_share < 0.6
+    for number in range(200, 400):
+        begin(number, others=False)
+    assert ledger.others_share < 0.02

@@ -8,6 +8,7 @@ import pytest
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.paces import KEPT, PRIOR_MS
 from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Predicted
 from poolgrid.router.core.selector import Selector
@@ -196,3 +197,43 @@ def test_who_has_time_goes_where_others_lose_least_and_who_has_none_where_it_is_
     assert chosen(0.0) == b
     assert chosen(100.0) == b
     assert chosen(5000.0) == a, "there is less to compute, and time to wait for it"
+
+
+def wanted(request_id: str, path: list[int], blocks: int = 250) -> WorkerWanted:
+    request = RoutingRequest(request_id, "m", blocks * BLOCK_SIZE, BLOCK_SIZE, blocks)
+    return WorkerWanted(request, path, 0.0, 0)
+
+
+def test_a_plan_waits_for_the_worker_that_holds_the_prompt_and_says_who_comes_behind() -> None:
+    pool, selector = make_pool("a", "b")
+    a = worker_key("a")
+    path = list(range(1000, 2500))
+    pool.say(a, stored(path[:1200]), RequestStarted("x", 1000, 0, 0))
+
+    assert selector.plan([wanted("r", path, 1500)]) == [], "the other one would compute all of it"
+
+    pool.say(a, PrefillCompleted("x"))
+    assert selector.plan([wanted("longer", path[:1100], 1500), wanted("r", path, 1500)]) == [(1, {a: 1})]
+
+
+def test_a_choice_counts_what_it_costs_those_who_wait_behind_it() -> None:
+    pool, selector = make_pool("a", "b")
+    a, b = worker_key("a"), worker_key("b")
+    pool.say(a, stored(PATH[:20]))
+    assert choose(selector, 0.0).worker == a
+
+    behind = decided(selector.select(LONG, PATH, 0.0, 0, behind={a: 3}))
+
+    assert behind.worker == b
+    own_ms = behind.choice.terms[OWN_MS]
+    assert list(behind.choice.terms["behind_ms"]) == [pytest.approx(3 * own_ms[0]), 0.0]
+
+
+def test_a_plan_begins_with_one_whom_nobody_can_serve_now() -> None:
+    _, selector = make_pool("a")
+    a = worker_key("a")
+    too_long = msgspec.structs.replace(wanted("r", []), unavailable={a: "unreachable"})
+
+    assert selector.plan([wanted("s", PATH), too_long]) == [(1, {}), (0, {})]
+    assert not selector.serves(too_long)
+    assert Pool().selector(Predicted()).plan([too_long]) == [(0, {})]

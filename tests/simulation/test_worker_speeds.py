@@ -6,7 +6,7 @@ import pytest
 
 from poolgrid.loadgen.trace import read_trace
 from poolgrid.router.core.policy import make_policy
-from poolgrid.simulation.pool import RunResult, SimulatedPool
+from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.ttft_targets import TargetError, TtftTargets
 from poolgrid.simulation.worker_speeds import ChangingTiming, SpeedChange, SpeedError, WorkerSpeeds
@@ -120,3 +120,20 @@ def test_targets_are_drawn_by_the_request_and_what_is_none_is_named() -> None:
     for text in ("soon", "0", "nan", "100,"):
         with pytest.raises(TargetError, match="allowed is a finite number"):
             TtftTargets.parse(text, told=True)
+
+
+def test_requests_that_wait_for_their_worker_have_their_first_tokens_sooner(conversations: Workload) -> None:
+    slow = WorkerSpeeds((1.0, 1.0, 1.0, 0.25))
+
+    def ttfts_ms(hold_limit_ms: float, routers: int = 1, delay_ms: float = 0.0) -> list[float]:
+        fleet = RouterFleet(routers, delay_ms, hold_limit_ms=hold_limit_ms)
+        pool = SimulatedPool(
+            conversations, make_policy("predicted"), 4, limits(conversations), routers=fleet, speeds=slow
+        )
+        return pool.run().ttft_ms
+
+    never, held, late = ttfts_ms(0.0), ttfts_ms(4000.0), ttfts_ms(4000.0, delay_ms=3.0)
+    assert len(held) == len(late) == len(never) == 300
+    assert sum(held) < 0.9 * sum(never)
+    assert sum(late) < 0.92 * sum(never), "also where a worker's word takes a while"
+    assert sum(ttfts_ms(4000.0, routers=2)) < 1.05 * sum(ttfts_ms(0.0, routers=2)), "several do not wait"
