@@ -408,7 +408,9 @@ class RequestMachine:
         plan = self.plan
         if dispatch is not plan.current:
             return Standing.KEPT
-        return Standing.AWAITING if plan.awaits_embeddings else STANDING_OF[dispatch.stage]
+        if plan.encode_params is not None and plan.awaits_embeddings:
+            return Standing.AWAITING
+        return STANDING_OF[dispatch.stage]
 
     def _follow(
         self, dispatch: Dispatch, happened: Happened, why: str, delta: TokenDelta | None = None
@@ -501,7 +503,10 @@ class RequestMachine:
 
 
 def _hear(machine: RequestMachine, event: _Event) -> None:
-    event.effects.append(Heard(event.dispatch, event.word, not machine.delivery.output))
+    leg, delta = event.leg, event.delta
+    assert leg is not None, "it happened to a leg"
+    assert delta is not None, "a worker said something"
+    event.effects.append(Heard(leg, delta, not machine.delivery.output))
 
 
 def _deliver(machine: RequestMachine, event: _Event) -> None:

@@ -100,6 +100,16 @@ class Job(msgspec.Struct):
     """The field of the body that it is from."""
     output_model: PromptModel
     """``model``, with those special tokens shown that the parsers of the output look for."""
+    choices_per_prompt: int
+    """``n``."""
+    client_salt: str
+    """The cache salt that the client wrote, or an empty one."""
+    max_sequence_length: int
+    """How many tokens a prompt and its answer may have together."""
+    prompt_only: bool = False
+    """Whether the answer is the prompt (``echo``) and no token more (``max_tokens`` 0)."""
+    has_text: bool = True
+    """Whether the tokenizer has work to do: packing a token array is not worth a thread."""
     output_format: OutputFormat | None = None
     """How the output is taken apart; ``None`` = it is content as it is."""
     tool_use: ToolUse | None = None
@@ -123,27 +133,6 @@ class Job(msgspec.Struct):
     """Prompts as ``look_up`` left them for ``tokenize``, in order."""
 
     @property
-    def choices_per_prompt(self) -> int:
-        """Return ``n``."""
-        return self.body.n or 1
-
-    @property
-    def client_salt(self) -> str:
-        """Return the cache salt that the client wrote, or an empty one."""
-        nvext = self.body.nvext
-        return self.body.cache_salt or (nvext.cache_salt if nvext is not None else None) or ""
-
-    @property
-    def stream(self) -> bool:
-        """Return whether the answer is a stream of events."""
-        return bool(self.body.stream)
-
-    @property
-    def prompt_only(self) -> bool:
-        """Return whether the answer is the prompt (``echo``) and no token more (``max_tokens`` 0)."""
-        return isinstance(self.body, CompletionBody) and self.body.max_tokens == 0
-
-    @property
     def include_usage(self) -> bool:
         """Return whether a stream ends with a usage chunk."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
@@ -158,19 +147,6 @@ class Job(msgspec.Struct):
     def prompt_param(self) -> str:
         """Return the field that the prompt came from."""
         return "messages" if self.chat else "prompt"
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Return how many tokens a prompt and its answer may have together."""
-        return min(self.served.max_sequence_length, self.model.max_position_embeddings)
-
-    @property
-    def has_text(self) -> bool:
-        """Return whether the tokenizer has work to do: packing a token array is not worth a thread."""
-        body = self.body
-        if isinstance(body, CompletionBody) and isinstance(body.prompt, list) and not body.echo:
-            return any(isinstance(item, str) for item in body.prompt[:1])
-        return True
 
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
@@ -268,7 +244,7 @@ class Job(msgspec.Struct):
             # Without a seed of their own the choices of one request could all be the same text.
             seed = stable_u64(name_of(request_ids[0])) & 0x7FFF_FFFF
         # As ``SequenceOutput`` collects: neither events, nor stop strings to look for, nor log probabilities.
-        read_whole = not self.stream and not self.stops and self.logprobs is None
+        read_whole = not body.stream and not self.stops and self.logprobs is None
         requests: list[InferenceRequest] = []
         for position, prompt in enumerate(prompts):
             sampling = self._sampling(prompt)
@@ -564,11 +540,11 @@ class Preparation:
         served, lora_name, form = self._found(body.model)
         model = form.model
         limit = self._settings.max_choices
-        sequences = (body.n or 1) * prompts
+        choices = body.n or 1
+        nvext = body.nvext
+        sequences = choices * prompts
         if sequences > limit:
-            raise invalid(
-                "n", f"n is {body.n or 1} for {prompts} prompt(s): allowed are {limit} sequences in one request"
-            )
+            raise invalid("n", f"n is {choices} for {prompts} prompt(s): allowed are {limit} sequences in one request")
         if body.stop_token_ids:
             check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
         if body.logit_bias:
@@ -589,10 +565,13 @@ class Preparation:
             guide=guide,
             guide_param=guide_param,
             output_model=output_model,
+            choices_per_prompt=choices,
+            client_salt=body.cache_salt or (nvext.cache_salt if nvext is not None else None) or "",
+            max_sequence_length=min(served.max_sequence_length, model.max_position_embeddings),
             output_format=output_format,
             tool_use=use,
-            retention=_retention(body.nvext) if body.nvext is not None else None,
-            **(_of_messages(body, served) if isinstance(body, ChatBody) else {}),
+            retention=_retention(nvext) if nvext is not None else None,
+            **(_of_messages(body, served) if isinstance(body, ChatBody) else _of_completion(body)),
         )
 
     def _stops(self, stop: str | list[str]) -> tuple[str, ...]:
@@ -616,6 +595,18 @@ def _of_messages(body: ChatBody, served: ServedModel) -> dict[str, Any]:
         "media": find_media(body.messages, served.media, body.model),
         "earlier_calls": sum(len(message.tool_calls) for message in body.messages if message.tool_calls),
         "continued": (last if isinstance(last, str) else "") if body.continue_final_message else None,
+    }
+
+
+def _of_completion(body: InferenceBody) -> dict[str, Any]:
+    """Return what a job must know of a completion's prompts once they are forgotten."""
+    assert isinstance(body, CompletionBody), "there are two kinds of body"
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return {"prompt_only": True} if body.max_tokens == 0 else {}
+    return {
+        "prompt_only": body.max_tokens == 0,
+        "has_text": body.echo or any(isinstance(item, str) for item in prompt[:1]),
     }
 
 

@@ -188,7 +188,7 @@ class Chooser:
 
     def _next_leg(self, plan: LegPlan, output_tokens: int, path: list[int], block_size: int) -> Leg:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
-        if plan.wants_decode:
+        if plan.prefill_params is not None:
             return SECOND_LEG
         request = plan.request
         staff = self._staff_of(request.model)

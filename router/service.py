@@ -102,7 +102,7 @@ class RouterService:
             objection,
         )
         self.catching_up = CatchingUp(state, clock, BulkWork(clock), self._on_applied, self._on_loaded, feed.resync)
-        self.chooser = Chooser(settings, state, self.links, clock, lambda: self.behind_records)
+        self.chooser = Chooser(settings, state, self.links, clock, self.known_behind)
         self.line = WaitingLine(settings, self.chooser, metrics, clock, self._dispatch, self._give_up)
         self._fleet_version = -1
         self._housekeeping: asyncio.Task[None] | None = None
@@ -311,10 +311,14 @@ class RouterService:
         """Return the models that some worker serves now; the front end asks with every request."""
         return self.view.models()
 
+    def known_behind(self) -> int:
+        """Return how many records the pool's journal is known to hold beyond those applied; 0 when level with it."""
+        return self.catching_up.behind() + self._feed.behind()
+
     @property
     def behind_records(self) -> int:
-        """Return how many records the pool's journal is known to hold beyond those applied; 0 when level with it."""
-        return self.catching_up.behind_records + self._feed.behind()
+        """Return the same, for views."""
+        return self.known_behind()
 
     @property
     def trouble(self) -> str:
