@@ -255,7 +255,9 @@ WELL = {
 LAST_WORDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
 """What an answer ends with."""
 
-_ENCODE, _INVALID = Stage.ENCODE, RefusalKind.INVALID
+_ENCODE, _PREFILL, _INVALID = Stage.ENCODE, Stage.PREFILL, RefusalKind.INVALID
+_ENCODED, _PREFILLED = FinishReason.ENCODED, FinishReason.PREFILLED
+_FINISHED = Happened.FINISHED
 _ERROR, _CANCELLED = FinishReason.ERROR, FinishReason.CANCELLED
 
 HAPPENED_OF = {
@@ -381,7 +383,7 @@ class RequestMachine:
         said = self._read(dispatch, delta)
         if said is None:
             return self._follow(dispatch, Happened.OUT_OF_PLACE, "its stream broke", delta)
-        return self._steps(standing, dispatch, WELL.get(finish, Happened.FINISHED), "", delta, said)
+        return self._steps(standing, dispatch, WELL.get(finish, _FINISHED), "", delta, said)
 
     def on_lost(self, dispatch_id: str, happened: Happened, why: str) -> tuple[Effect, ...]:
         """Take note that the worker of one of this request's legs is ``LOST``, or has ``LEFT``."""
@@ -468,9 +470,7 @@ class RequestMachine:
             # It makes no tokens, and ends well in one way only, which is no other leg's.
             if tokens or finish not in (None, FinishReason.ENCODED, FinishReason.ERROR):
                 return None
-        elif finish is FinishReason.ENCODED or (
-            finish is FinishReason.PREFILLED and dispatch.stage is not Stage.PREFILL
-        ):
+        elif finish is _ENCODED or (finish is _PREFILLED and dispatch.stage is not _PREFILL):
             return None
         logprobs = delta.logprobs
         # Once: a later worker's prompt has the output so far in it.
@@ -613,7 +613,7 @@ def _end(machine: RequestMachine, event: _Event) -> None:
 
 def _finish(machine: RequestMachine, event: _Event, last: StreamDelta) -> None:
     machine.ended = True
-    event.effects.append(End(last, event.happened is Happened.FINISHED))
+    event.effects.append(End(last, event.happened is _FINISHED))
     machine.delivery.finish(last)
 
 

@@ -127,6 +127,7 @@ class InferenceEndpoint:
         self._domains = domains
         self._traffic = traffic
         self._tracing = tracing
+        self._isolates = settings.isolate_tenants
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
         self.body_bytes_max = settings.max_body_bytes
@@ -158,24 +159,6 @@ class InferenceEndpoint:
 class _Exchange:
     """One request and its answer."""
 
-    done = False
-    """The last byte has been handed over: that the client leaves is no longer news."""
-    left = False
-    _started = False
-    """The status line has been sent."""
-    _lease: MediaLease | None = None
-    _encoder: AnswerEncoder | None = None
-    streaming = False
-    model = ""
-    """What was asked for, once the body is read."""
-    _series: ModelSeries | None = None
-    """The instruments of its model, once there is a token."""
-    error = ""
-    """Code of the error that it was answered with."""
-    first_token_ms: float | None = None
-    trace: TraceRecord | None = None
-    """What happens to it, where its trace is kept."""
-
     def __init__(
         self,
         endpoint: InferenceEndpoint,
@@ -197,7 +180,24 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._outputs: list[SequenceOutput] = []
+        self.done = False
+        """The last byte has been handed over: that the client leaves is no longer news."""
+        self.left = False
+        self._started = False
+        """The status line has been sent."""
+        self._lease: MediaLease | None = None
+        self._encoder: AnswerEncoder | None = None
         self.status = CLIENT_LEFT
+        self.streaming = False
+        self.model = ""
+        """What was asked for, once the body is read."""
+        self._series: ModelSeries | None = None
+        """The instruments of its model, once there is a token."""
+        self.error = ""
+        """Code of the error that it was answered with."""
+        self.first_token_ms: float | None = None
+        self.trace: TraceRecord | None = None
+        """What happens to it, where its trace is kept."""
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
@@ -314,7 +314,7 @@ class _Exchange:
         pool = self._endpoint._tokenization
         began_s = perf_counter()
         began_ms = 0.0 if self.trace is None else self._clock.monotonic_ms()
-        fast = job.model.tokenizes_fast
+        fast = job.model.tokenizes_fast()
         if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
             prompts = job.tokenize()
         else:
@@ -353,13 +353,13 @@ class _Exchange:
             if len(requests) > 1:
                 # Others come between the sequences of this one: 128 of them take 40 ms.
                 await asyncio.sleep(0)
-        observe_isl = self._metrics.isl.observe
+        isl_seen = self._metrics.isl
         for prompt in prompts:
-            observe_isl(prompt.isl)
+            isl_seen.observe(len(prompt.token_ids) // TOKEN_BYTES)
         encoder = job.encoder(prompts, request_ids, self._clock.wall_ms() // 1000)
         encoder.outputs = outputs
         self._encoder = encoder
-        if job.counts_in_chunks:
+        if job.body.stream_options is not None and job.counts_in_chunks:
             encoder.count_in_chunks(
                 lambda index: counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
             )
@@ -490,7 +490,7 @@ class _Exchange:
             stream = output.stream
             assert stream is not None, "submitted before anything is awaited from it"
             while output.finish_reason is None:
-                self._absorb(output, await stream.next(output.waits_for_end))
+                self._absorb(output, await stream.next(output.waits_for_end()))
             if output.finish_reason == "error":
                 raise _generation_failed(output)
         else:
@@ -528,7 +528,7 @@ class _Exchange:
             return complete()
         pool = self._endpoint._tokenization
         generated_bytes = TOKEN_BYTES * sum(output.completion_tokens for output in self._outputs)
-        if form.counts_reasoning and not pool.is_short(generated_bytes, job.model.tokenizes_fast):
+        if form.counts_reasoning and not pool.is_short(generated_bytes, job.model.tokenizes_fast()):
             end = await pool.run_in_thread(complete, is_due=True)
         else:
             end = complete()
@@ -576,7 +576,7 @@ class _Exchange:
         """Return the counts: every prompt once, with the reuse that its first choice found."""
         if len(self._outputs) == 1:
             [output] = self._outputs
-            return usage(prompts[0].isl, output.completion_tokens, output.cached_tokens or 0)
+            return usage(len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0)
         first_choices = self._outputs[:: job.choices_per_prompt]
         return usage(
             sum(prompt.isl for prompt in prompts),
@@ -586,7 +586,7 @@ class _Exchange:
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
         named = self._endpoint._dialect.headers(self._wanted_id)
-        if self._endpoint._settings.isolate_tenants:
+        if self._endpoint._isolates:
             return [*named]
         streams = [output.stream for output in self._outputs if output.stream is not None]
         if len(streams) == 1:
@@ -632,7 +632,7 @@ class _Exchange:
     async def _answer_error(self, error: RequestError) -> None:
         self._give_up()
         self.error = error.code
-        if self._endpoint._settings.isolate_tenants:
+        if self._endpoint._isolates:
             error = without_others(error)
         if error.is_refusal:
             self._metrics.refused(error.code, self._caller.tenant if self._caller is not None else "")
@@ -680,9 +680,10 @@ class _Exchange:
         """Count what the request has got at its end, and return it."""
         metrics = self._metrics
         account = account_of(self)
-        metrics.prompt_tokens.value += account.prompt_tokens
-        metrics.cached_tokens.value += account.cached_tokens
-        metrics.output_tokens.value += account.output_tokens
+        prompt_tokens, cached_tokens, output_tokens = account
+        metrics.prompt_tokens.value += prompt_tokens
+        metrics.cached_tokens.value += cached_tokens
+        metrics.output_tokens.value += output_tokens
         for output in self._outputs:
             if output.stream is None:
                 continue
@@ -778,7 +779,7 @@ class _Pumps:
         assert stream is not None, "submitted before the pumps begin"
         while True:
             try:
-                deltas = await stream.next(output.waits_for_end)
+                deltas = await stream.next(output.waits_for_end())
             except Exception as error:
                 request = output.request
                 log.exception(

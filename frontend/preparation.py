@@ -54,7 +54,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import beside_calls, tool_use
 from poolgrid.runtime.tenant_caches import CacheDomain
 from poolgrid.wire.card import MediaSpec
-from poolgrid.wire.hashing import pack_tokens, stable_u64
+from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.multimodal import MediaItem
 from poolgrid.wire.request_ids import name_of
@@ -133,11 +133,6 @@ class Job(msgspec.Struct):
     """Prompts as ``look_up`` left them for ``tokenize``, in order."""
 
     @property
-    def include_usage(self) -> bool:
-        """Return whether a stream ends with a usage chunk."""
-        return self.body.stream_options is not None and self.body.stream_options.include_usage
-
-    @property
     def counts_in_chunks(self) -> bool:
         """Return whether each chunk of a stream carries the usage so far; only beside ``include_usage``."""
         options = self.body.stream_options
@@ -150,8 +145,10 @@ class Job(msgspec.Struct):
 
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
-        self.media = self.items = ()
-        self.sighted = []
+        if self.media:
+            self.media = self.items = ()
+        if self.sighted:
+            self.sighted = []
         if isinstance(self.body, ChatBody):
             self.body.messages = []
         elif isinstance(self.body, CompletionBody):
@@ -183,6 +180,8 @@ class Job(msgspec.Struct):
         if isinstance(body, ChatBody):
             return [self._chat_prompt(body)]
         assert isinstance(body, CompletionBody), "there are two kinds of body"
+        if isinstance(body.prompt, str):
+            return [self._completion_prompt(body, body.prompt, "prompt", self.sighted[0] if self.sighted else None)]
         sighted = iter(self.sighted)
         return [
             self._completion_prompt(body, prompt, param, next(sighted, None) if isinstance(prompt, str) else None)
@@ -196,11 +195,12 @@ class Job(msgspec.Struct):
             parser = None if self.output_format is None else self._parser(prompts[0])
             call_ids = self._call_ids(request_id)
             return self.form.encoder(request_ids, created_s, prompts[0].isl, self.output_model, parser, call_ids)
+        options = self.body.stream_options
         envelope: dict[str, Any] = {
             "model_name": self.body.model,
             "created_s": created_s,
             "model": self.output_model,
-            "include_usage": self.include_usage,
+            "include_usage": options is not None and options.include_usage,
         }
         if self.output_format is None:
             return AnswerEncoder(chat=self.chat, request_id=request_id, **envelope)
@@ -361,7 +361,7 @@ class Job(msgspec.Struct):
         )
 
     def _sampling(self, prompt: Prompt) -> Sampling:
-        body, isl = self.body, prompt.isl
+        body, isl = self.body, len(prompt.token_ids) // TOKEN_BYTES
         room = self.max_sequence_length - isl
         if isl < 1:
             raise invalid(self.prompt_param, f"{self.prompt_param} is empty: allowed is a prompt of at least one token")
@@ -429,6 +429,11 @@ class Preparation:
         self._backend = backend
         self._settings = settings
         self.forms = ModelForms(models, settings)
+        self._choices_max = settings.max_choices
+        self._served: Sequence[ServedModel] = ()
+        """What is served, as the backend said last: it says so with the same object until that changes."""
+        self._known: dict[str, tuple[ServedModel, str, ModelForm]] = {}
+        """What clients have meant by a name since then."""
 
     def chat(self, raw: bytes) -> Job:
         """Check the body of a chat request; raises ``RequestError``."""
@@ -511,6 +516,13 @@ class Preparation:
         return served, form.model
 
     def _found(self, name: str) -> tuple[ServedModel, str, ModelForm]:
+        served_now = self._backend.models()
+        if served_now is not self._served:
+            self._served = served_now
+            self._known.clear()
+        known = self._known.get(name)
+        if known is not None:
+            return known
         found = self.served(name)
         if found is None:
             if self.forms.loads(name):
@@ -524,7 +536,8 @@ class Preparation:
             raise RequestError(
                 503, "no_prompt_model", f"model {quoted(served.name)} is served, but no tokenizer is loaded for it"
             )
-        return served, lora_name, form
+        known = self._known[name] = served, lora_name, form
+        return known
 
     def _job(
         self,
@@ -539,7 +552,7 @@ class Preparation:
     ) -> Job:
         served, lora_name, form = self._found(body.model)
         model = form.model
-        limit = self._settings.max_choices
+        limit = self._choices_max
         choices = body.n or 1
         nvext = body.nvext
         sequences = choices * prompts

@@ -139,7 +139,6 @@ class PromptModel:
         assert self.encoder is not None, "it made the lookup"
         return self.encoder.complete(lookup)
 
-    @property
     def tokenizes_fast(self) -> bool:
         """Return whether a fast tokenizer does the work."""
         return self.encoder is not None and not self.encoder.slow_because

@@ -123,7 +123,6 @@ class SequenceOutput:
         """Return the stop string that ended the sequence."""
         return None if self._stops is None else self._stops.matched
 
-    @property
     def waits_for_end(self) -> bool:
         """Return whether nothing becomes of its tokens before the last of them: only the first is waited for."""
         return self._collected is not None and self.last_token_at_ms is not None

@@ -119,7 +119,7 @@ class Chooser:
         block_size = self.block_size(request.model)
         if not routed.path and block_size:
             routed.path = self.path_now(request)
-        output_tokens = machine.delivery.tokens
+        output_tokens = len(machine.delivery.output) // 4
         seed = hash_seed(request.lora_name, request.cache_salt) if self._learns else 0
         leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
         forgiven = False
@@ -191,15 +191,15 @@ class Chooser:
         if plan.prefill_params is not None:
             return SECOND_LEG
         request = plan.request
-        staff = self._staff_of(request.model)
-        if staff.encode and plan.wants_encode:
+        whole, prefill, decode, encode = self._staff_of(request.model)
+        if encode and plan.wants_encode:
             return ENCODE_LEG
-        if not (staff.prefill and staff.decode):
-            return first_leg(staff.whole, staff.prefill, staff.decode, 0, NEVER_LOCAL)
+        if not (prefill and decode):
+            return first_leg(whole, prefill, decode, 0, NEVER_LOCAL)
         uncached = len(request.token_ids) // 4 + output_tokens
         uncached -= block_size * self._selector.best_overlap_blocks(request.model, DECODE_ROLES, path)
         local_max = self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL
-        return first_leg(staff.whole, True, True, uncached, local_max)
+        return first_leg(whole, True, True, uncached, local_max)
 
     def _staff_of(self, model: str) -> Staff:
         """Return which roles of a model have anyone who takes requests."""

@@ -115,7 +115,8 @@ class AwakeClock:
     def monotonic_ms(self) -> float:
         """Return milliseconds that grow while this process is awake."""
         # As ``AwakeTime.at``, without a further call: this is asked several times a request.
-        time, now_ms = self._time, self._monotonic_ms()
+        read = self._monotonic_ms  # called at once it would be looked up as a method
+        time, now_ms = self._time, read()
         return (now_ms if now_ms <= time.until_ms else time.until_ms) - time.left_out_ms
 
     def hold(self) -> None:

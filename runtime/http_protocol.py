@@ -105,7 +105,10 @@ class _DirectCycle(RequestResponseCycle):
     task: asyncio.Task[None] | None = None
     """Which serves it."""
     _head: bytes = b""
-    _event: asyncio.Event | None = None
+    access_log = False
+    waiting_for_100_continue = False
+    more_body = True
+    expected_content_length = 0
 
     def __init__(self, protocol: DirectProtocol, endpoint: Any, keep_alive: bool) -> None:
         """Take what uvicorn's own takes, from the connection and the scope that it has now."""
@@ -114,19 +117,16 @@ class _DirectCycle(RequestResponseCycle):
         self.flow = protocol.flow
         self.logger = protocol.logger
         self.access_logger = protocol.access_logger
-        self.access_log = False
         self.default_headers = headers = protocol.server_state.default_headers
         self.default_lines = protocol.default_lines.of(headers)
         self.on_response = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.waiting_for_100_continue = False
         self.body = bytearray()
-        self.more_body = True
         self.response_started = False
         self.response_complete = False
         self.chunked_encoding: bool | None = None
-        self.expected_content_length = 0
+        self._event: asyncio.Event | None = None
         self.endpoint = endpoint
         self.parts: list[bytes] = []
         """What has come of the body, until it is whole."""

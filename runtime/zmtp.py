@@ -94,6 +94,7 @@ class Session:
     def __init__(self, kind: Kind, frame_bytes_max: int) -> None:
         """Be a socket of a kind, which takes frames of so many bytes."""
         self._kind = kind
+        self._joins = kind.joins
         self.is_ready = False
         """Whether the handshake has succeeded: messages may be sent."""
         self.outgoing = GREETING
@@ -130,7 +131,7 @@ class Session:
             self.outgoing += self._kind.ready
             at = GREETING_BYTES
         messages: list[Any] = []
-        joins = self._kind.joins
+        joins = self._joins
         message = self._message
         wanted = _SHORT_HEADER_BYTES
         while end - at >= _SHORT_HEADER_BYTES:

@@ -99,15 +99,15 @@ def block_hashes(
 
 def sequence_hashes(hashes: Sequence[int], parent: int | None = None) -> list[int]:
     """Chain block hashes into sequence hashes, as a continuation of ``parent`` or from the root."""
-    chained: list[int] = []
-    append = chained.append
+    if not hashes:
+        return []
     pack = _pair.pack
     digest = xxh3_64_intdigest
-    previous = parent
-    for block_hash in hashes:
-        previous = block_hash if previous is None else digest(pack(previous, block_hash), BASE_SEED)
-        append(previous)
-    return chained
+    if parent is not None:
+        previous = parent
+        return [previous := digest(pack(previous, block_hash), BASE_SEED) for block_hash in hashes]
+    previous = hashes[0]
+    return [previous, *[previous := digest(pack(previous, block_hash), BASE_SEED) for block_hash in hashes[1:]]]
 
 
 def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
