@@ -51,6 +51,8 @@ class StreamConversation(asyncio.Protocol):
         self._begun = False
         self._lost = False
         self._told_ready = False
+        self._is_long = False
+        """Whether a frame is among ``_out`` that is not to be copied."""
         self._call_soon = asyncio.get_running_loop().call_soon
         self._transport: asyncio.Transport | None = None
 
@@ -75,10 +77,21 @@ class StreamConversation(asyncio.Protocol):
             self._call_soon(self._flush)
         out.append(frame)
 
+    def send_long(self, header: bytes, frame: bytes) -> None:
+        """Send a frame that is too long to be copied, behind its header."""
+        self._is_long = True
+        self.send(header)
+        self._out.append(frame)
+
     def _flush(self) -> None:
         out, self._out = self._out, []
         if out and not self._lost:  # nothing is left where ``abort`` came first
-            self.write(out[0] if len(out) == 1 else b"".join(out))
+            if self._is_long:
+                assert self._transport is not None, "frames are sent over it"
+                self._transport.writelines(out)
+                self._is_long = False
+            else:
+                self.write(out[0] if len(out) == 1 else b"".join(out))
 
     def pause_writing(self) -> None:
         """Refuse to send."""

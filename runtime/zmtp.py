@@ -54,7 +54,12 @@ def framed(message: bytes) -> bytes:
     size = len(message)
     if size <= _SHORT_BYTES_MAX:
         return _SHORT_HEADERS[size] + message
-    return _LONG_HEADER.pack(_LONG, size) + message
+    return long_header(size) + message
+
+
+def long_header(size: int) -> bytes:
+    """Return what is sent before a frame of so many bytes, more than a short one has."""
+    return _LONG_HEADER.pack(_LONG, size)
 
 
 def command(name: bytes, body: bytes) -> bytes:
