@@ -99,15 +99,19 @@ def block_hashes(
 
 def sequence_hashes(hashes: Sequence[int], parent: int | None = None) -> list[int]:
     """Chain block hashes into sequence hashes, as a continuation of ``parent`` or from the root."""
-    if not hashes:
-        return []
+    chained: list[int] = []
+    append = chained.append
+    if parent is None:
+        if not hashes:
+            return chained
+        parent, hashes = hashes[0], hashes[1:]
+        append(parent)
     pack = _pair.pack
     digest = xxh3_64_intdigest
-    if parent is not None:
-        previous = parent
-        return [previous := digest(pack(previous, block_hash), BASE_SEED) for block_hash in hashes]
-    previous = hashes[0]
-    return [previous, *[previous := digest(pack(previous, block_hash), BASE_SEED) for block_hash in hashes[1:]]]
+    for block_hash in hashes:
+        parent = digest(pack(parent, block_hash), BASE_SEED)
+        append(parent)
+    return chained
 
 
 def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
