@@ -114,10 +114,8 @@ class AwakeClock:
 
     def monotonic_ms(self) -> float:
         """Return milliseconds that grow while this process is awake."""
-        # As ``AwakeTime.at``, without a further call: this is asked several times a request.
         read = self._monotonic_ms  # called at once it would be looked up as a method
-        time, now_ms = self._time, read()
-        return (now_ms if now_ms <= time.until_ms else time.until_ms) - time.left_out_ms
+        return self._time.at(read())
 
     def hold(self) -> None:
         """Stand still until ``go_on``: what others say is not read."""
