@@ -21,6 +21,8 @@ TOKENS_TOGETHER = 32
 """Tokens that come together where the answer is read whole: a worker that dies takes at most so many with it, which is
 a few tenths of a second's work, and a message's cost is spread so thin that more would gain nothing."""
 
+_ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
+
 
 class Dispatch(msgspec.Struct):
     """One leg of a request on one worker."""
@@ -86,7 +88,7 @@ class LegPlan:
         return (
             self.encode_params is not None
             and current is not None
-            and current.stage not in (Stage.ENCODE, Stage.DECODE)
+            and current.stage not in (_ENCODE, _DECODE)
             and current.position == 0
         )
 
@@ -131,17 +133,19 @@ class LegPlan:
         """
         request = self.request
         may_be_crowded = expected_prefill_tokens is not None
-        dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage, may_be_crowded)
+        dispatch = Dispatch(
+            dispatch_id(request.request_id, self.dispatches), self.dispatches, worker, endpoint, stage, may_be_crowded
+        )
         self.dispatches += 1
         self.current = dispatch
         emitted = len(output) // 4
-        if stage is Stage.DECODE:
+        if stage is _DECODE:
             # It continues the prompt that the prefill leg was given, whose first token is out already. Some engines
             # leave that token to whoever decodes.
             if self.prefill_emitted:
                 emitted -= 1
                 dispatch.repeated = bytes(output[-4:])
-        elif stage is Stage.ENCODE:
+        elif stage is _ENCODE:
             self.encode_legs += 1
             emitted = 0
         return Generate(
@@ -168,16 +172,16 @@ class LegPlan:
 
     def _params_for(self, stage: Stage) -> bytes | None:
         """Return what the leg before returned."""
-        if stage is Stage.DECODE:
+        if stage is _DECODE:
             return self.prefill_params
-        return None if stage is Stage.ENCODE else self.encode_params
+        return None if stage is _ENCODE else self.encode_params
 
     def _media_for(self, stage: Stage) -> bytes | None:
         """Return the media as a leg gets them: none for a decode leg, no image bytes where embeddings replace them."""
         media = self.request.multimodal
-        if media is None or stage is Stage.DECODE:
+        if media is None or stage is _DECODE:
             return None
-        if self.encode_params is not None and stage is not Stage.ENCODE:
+        if self.encode_params is not None and stage is not _ENCODE:
             media = MultimodalInput(
                 media.prompt_text,
                 tuple(

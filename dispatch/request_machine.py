@@ -255,7 +255,9 @@ WELL = {
 LAST_WORDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
 """What an answer ends with."""
 
-_ENCODE, _INVALID = Stage.ENCODE, RefusalKind.INVALID
+_ENCODE, _PREFILL, _INVALID = Stage.ENCODE, Stage.PREFILL, RefusalKind.INVALID
+_ENCODED, _PREFILLED = FinishReason.ENCODED, FinishReason.PREFILLED
+_FINISHED = Happened.FINISHED
 _ERROR, _CANCELLED = FinishReason.ERROR, FinishReason.CANCELLED
 
 HAPPENED_OF = {
@@ -381,7 +383,7 @@ class RequestMachine:
         said = self._read(dispatch, delta)
         if said is None:
             return self._follow(dispatch, Happened.OUT_OF_PLACE, "its stream broke", delta)
-        return self._steps(standing, dispatch, WELL.get(finish, Happened.FINISHED), "", delta, said)
+        return self._steps(standing, dispatch, WELL.get(finish, _FINISHED), "", delta, said)
 
     def on_lost(self, dispatch_id: str, happened: Happened, why: str) -> tuple[Effect, ...]:
         """Take note that the worker of one of this request's legs is ``LOST``, or has ``LEFT``."""
@@ -408,7 +410,9 @@ class RequestMachine:
         plan = self.plan
         if dispatch is not plan.current:
             return Standing.KEPT
-        return Standing.AWAITING if plan.awaits_embeddings else STANDING_OF[dispatch.stage]
+        if plan.encode_params is not None and plan.awaits_embeddings:
+            return Standing.AWAITING
+        return STANDING_OF[dispatch.stage]
 
     def _follow(
         self, dispatch: Dispatch, happened: Happened, why: str, delta: TokenDelta | None = None
@@ -466,9 +470,7 @@ class RequestMachine:
             # It makes no tokens, and ends well in one way only, which is no other leg's.
             if tokens or finish not in (None, FinishReason.ENCODED, FinishReason.ERROR):
                 return None
-        elif finish is FinishReason.ENCODED or (
-            finish is FinishReason.PREFILLED and dispatch.stage is not Stage.PREFILL
-        ):
+        elif finish is _ENCODED or (finish is _PREFILLED and dispatch.stage is not _PREFILL):
             return None
         logprobs = delta.logprobs
         # Once: a later worker's prompt has the output so far in it.
@@ -501,7 +503,10 @@ class RequestMachine:
 
 
 def _hear(machine: RequestMachine, event: _Event) -> None:
-    event.effects.append(Heard(event.dispatch, event.word, not machine.delivery.output))
+    leg, delta = event.leg, event.delta
+    assert leg is not None, "it happened to a leg"
+    assert delta is not None, "a worker said something"
+    event.effects.append(Heard(leg, delta, not machine.delivery.output))
 
 
 def _deliver(machine: RequestMachine, event: _Event) -> None:
@@ -608,7 +613,7 @@ def _end(machine: RequestMachine, event: _Event) -> None:
 
 def _finish(machine: RequestMachine, event: _Event, last: StreamDelta) -> None:
     machine.ended = True
-    event.effects.append(End(last, event.happened is Happened.FINISHED))
+    event.effects.append(End(last, event.happened is _FINISHED))
     machine.delivery.finish(last)
 
 

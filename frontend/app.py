@@ -131,10 +131,16 @@ class Application(FastAPI):
         self.traffic = traffic
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
         """Inference endpoints by path, each behind the gate when there is one."""
+        self._layers_seen = 0
+        self._short = True
 
     def _is_short(self) -> bool:
-        gate: object = AccessGate
-        return all(each.cls is gate for each in self.user_middleware)
+        layers = self.user_middleware  # which only grows
+        if len(layers) != self._layers_seen:
+            gate: object = AccessGate
+            self._layers_seen = len(layers)
+            self._short = all(each.cls is gate for each in layers)
+        return self._short
 
     def direct_endpoint(self, url: bytes) -> InferenceEndpoint | AccessGate | None:
         """Return the endpoint that a server may call past this application, for ``poolgrid.runtime.http_protocol``."""

@@ -50,7 +50,7 @@ from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.frontend.traffic import Account, EndedRequest, Traffic
+from poolgrid.frontend.traffic import NOTHING_YET, Account, EndedRequest, Traffic
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.http_protocol import CONNECTION, SERVER_ENDS
 from poolgrid.runtime.http_protocol import Connection as DirectConnection
@@ -83,19 +83,6 @@ Prepare = Callable[[bytes, Caller | None], Job | Awaitable[Job]]
 """Returns the job that a body asks for, given whose it is; raises ``RequestError``."""
 
 Arrivals = Sequence[tuple[SequenceOutput, Sequence[StreamDelta]]]
-
-
-class _Connection:
-    """What the request's task and its watcher share."""
-
-    __slots__ = ("done", "left", "started")
-
-    def __init__(self) -> None:
-        self.done = False
-        """The last byte has been handed over: leaving is no longer news."""
-        self.left = False
-        self.started = False
-        """The status line has been sent."""
 
 
 class InferenceEndpoint:
@@ -140,6 +127,7 @@ class InferenceEndpoint:
         self._domains = domains
         self._traffic = traffic
         self._tracing = tracing
+        self._isolates = settings.isolate_tenants
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
         self.body_bytes_max = settings.max_body_bytes
@@ -148,22 +136,20 @@ class InferenceEndpoint:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Return what serves one POST: a coroutine around it would be woken with it every time."""
         arrived_ms = self._clock.monotonic_ms()
-        headers = _Headers(scope)
-        wanted_id = self._request_ids.wanted(headers.request_id)
         extensions = scope.get("extensions")
         direct = extensions.get(CONNECTION) if extensions else None
-        return _Exchange(self, wanted_id, headers, arrived_ms, caller_of(scope), receive, send, direct).run()
+        return _Exchange(self, scope, arrived_ms, receive, send, direct).run()
 
     def begin(self, exchange: _Exchange) -> None:
         """Take note of a request that begins."""
         if self._tracing is not None:
-            exchange.trace = self._tracing.begin_request(self.name, exchange._headers.all, exchange._arrived_ms)
+            exchange.trace = self._tracing.begin_request(self.name, exchange._scope["headers"], exchange._arrived_ms)
         self._in_flight.value += 1
         self._traffic.running.add(exchange)
 
-    def end(self, exchange: _Exchange) -> None:
-        """Take note of a request that is over."""
-        self._traffic.end(exchange)
+    def end(self, exchange: _Exchange, account: Account) -> None:
+        """Take note of a request that is over, and of what it has got."""
+        self._traffic.end(exchange, account)
         self._in_flight.value -= 1
         self._metrics.answered(self.name, exchange.status, exchange.streaming)
         if exchange.trace is not None and self._tracing is not None:
@@ -176,10 +162,8 @@ class _Exchange:
     def __init__(
         self,
         endpoint: InferenceEndpoint,
-        wanted_id: str,
-        headers: _Headers,
+        scope: Scope,
         arrived_ms: float,
-        caller: Caller | None,
         receive: Receive,
         send: Send,
         direct: DirectConnection | None,
@@ -188,14 +172,19 @@ class _Exchange:
         self._endpoint = endpoint
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
-        self._wanted_id = wanted_id
-        self._headers = headers
+        self._scope = scope
+        self._headers = headers = _headers_of(scope, direct)
+        self._wanted_id = endpoint._request_ids.wanted(headers.request_id)
         self._arrived_ms = arrived_ms
-        self._caller = caller
+        self._caller = caller_of(scope)
         self._receive = receive
         self._send = send
-        self._connection = _Connection()
         self._outputs: list[SequenceOutput] = []
+        self.done = False
+        """The last byte has been handed over: that the client leaves is no longer news."""
+        self.left = False
+        self._started = False
+        """The status line has been sent."""
         self._lease: MediaLease | None = None
         self._encoder: AnswerEncoder | None = None
         self.status = CLIENT_LEFT
@@ -212,14 +201,17 @@ class _Exchange:
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
-        connection = self._connection
         watcher: asyncio.Task[None] | None = None
         task = asyncio.current_task() if self._direct is None else self._direct.task
         assert task is not None, "servers call applications in a task"
         self._endpoint.begin(self)
         try:
             limit = self._endpoint.body_bytes_max
-            check_announced(self._headers.content_type, self._headers.content_length, limit)
+            headers = self._headers
+            if not headers.is_taken:
+                check_announced(headers.content_type, headers.content_length, limit)
+                # Of another with this head only the length is another's, at which the server has looked.
+                headers.is_taken = True
             body: bytes | None
             if self._direct is None:
                 body = await receive_body(self._receive, limit)
@@ -231,19 +223,19 @@ class _Exchange:
             if self.trace is not None:
                 self.trace.add("receive", self._arrived_ms)
             if self._direct is None:
-                watcher = detached(_watch(self._receive, connection, task), f"client of {self._wanted_id}")
+                watcher = detached(_watch(self._receive, self, task), f"client of {self._wanted_id}")
             else:
-                self._direct.on_left = partial(_leave, connection, task)
-            if self._headers.content_encoding:
+                self._direct.on_left = partial(_leave, self, task)
+            if headers.content_encoding:
                 body = await self._inflate(body)
             if len(body) > SHORT_BYTES:
                 await check_shape(body, self._endpoint._settings.max_body_values, self._endpoint._tokenization)
             job = await self._prepared(body)
-            self.streaming = job.stream
+            self.streaming = bool(job.body.stream)
             self.model = job.body.model
             if self._caller is not None:
                 self._caller.check_model(job.body.model)
-            self._endpoint._domains.claim(job, self._caller, self._headers.all)
+            self._endpoint._domains.claim(job, self._caller, self._scope["headers"])
             if job.guide:
                 await self._try_guide(job)
             if job.media:
@@ -265,7 +257,7 @@ class _Exchange:
         except Refused as refusal:
             await self._answer_error(refused(refusal))
         except asyncio.CancelledError as cancelled:
-            if connection.left:
+            if self.left:
                 task.uncancel()
                 self._left()
             elif cancelled.args == (SERVER_ENDS,):
@@ -283,18 +275,19 @@ class _Exchange:
             message = "serving the request failed inside the router; its log says where"
             await self._answer_error(RequestError(500, "internal_error", message))
         finally:
-            connection.done = True
+            self.done = True
             if watcher is not None:
                 watcher.cancel()
             if self._direct is not None:
                 self._direct.on_left = None
+            account = NOTHING_YET
             try:
                 self._give_up()
                 if self._lease is not None:
                     self._lease.close()
-                self._count_tokens()
+                account = self._count_tokens()
             finally:
-                self._endpoint.end(self)
+                self._endpoint.end(self, account)
 
     async def _prepared(self, body: bytes) -> Job:
         """Return the job that a body asks for; raises ``RequestError``."""
@@ -314,15 +307,14 @@ class _Exchange:
         await self._endpoint._guides.check(job.guide, job.guide_param, job.domain)
 
     async def _inflate(self, body: bytes) -> bytes:
-        connection = self._connection
         encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
-        return await self._endpoint._inflation.inflated(body, encoding, lambda: connection.left)
+        return await self._endpoint._inflation.inflated(body, encoding, lambda: self.left)
 
     async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
         began_s = perf_counter()
         began_ms = 0.0 if self.trace is None else self._clock.monotonic_ms()
-        fast = job.model.tokenizes_fast
+        fast = job.model.tokenizes_fast()
         if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
             prompts = job.tokenize()
         else:
@@ -361,13 +353,13 @@ class _Exchange:
             if len(requests) > 1:
                 # Others come between the sequences of this one: 128 of them take 40 ms.
                 await asyncio.sleep(0)
-        observe_isl = self._metrics.isl.observe
+        isl_seen = self._metrics.isl
         for prompt in prompts:
-            observe_isl(prompt.isl)
+            isl_seen.observe(len(prompt.token_ids) // TOKEN_BYTES)
         encoder = job.encoder(prompts, request_ids, self._clock.wall_ms() // 1000)
         encoder.outputs = outputs
         self._encoder = encoder
-        if job.counts_in_chunks:
+        if job.body.stream_options is not None and job.counts_in_chunks:
             encoder.count_in_chunks(
                 lambda index: counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
             )
@@ -498,7 +490,7 @@ class _Exchange:
             stream = output.stream
             assert stream is not None, "submitted before anything is awaited from it"
             while output.finish_reason is None:
-                self._absorb(output, await stream.next(output.waits_for_end))
+                self._absorb(output, await stream.next(output.waits_for_end()))
             if output.finish_reason == "error":
                 raise _generation_failed(output)
         else:
@@ -522,7 +514,7 @@ class _Exchange:
                 headers.append((b"content-encoding", b"gzip"))
         self._begin(200, headers)
         if self._direct is not None and self._direct.answer(200, headers, body):
-            self._connection.done = True
+            self.done = True
             return
         headers.append((b"content-length", b"%d" % len(body)))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -536,7 +528,7 @@ class _Exchange:
             return complete()
         pool = self._endpoint._tokenization
         generated_bytes = TOKEN_BYTES * sum(output.completion_tokens for output in self._outputs)
-        if form.counts_reasoning and not pool.is_short(generated_bytes, job.model.tokenizes_fast):
+        if form.counts_reasoning and not pool.is_short(generated_bytes, job.model.tokenizes_fast()):
             end = await pool.run_in_thread(complete, is_due=True)
         else:
             end = complete()
@@ -584,7 +576,7 @@ class _Exchange:
         """Return the counts: every prompt once, with the reuse that its first choice found."""
         if len(self._outputs) == 1:
             [output] = self._outputs
-            return usage(prompts[0].isl, output.completion_tokens, output.cached_tokens or 0)
+            return usage(len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0)
         first_choices = self._outputs[:: job.choices_per_prompt]
         return usage(
             sum(prompt.isl for prompt in prompts),
@@ -594,7 +586,7 @@ class _Exchange:
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
         named = self._endpoint._dialect.headers(self._wanted_id)
-        if self._endpoint._settings.isolate_tenants:
+        if self._endpoint._isolates:
             return [*named]
         streams = [output.stream for output in self._outputs if output.stream is not None]
         if len(streams) == 1:
@@ -620,7 +612,7 @@ class _Exchange:
         self.status = status
         if self._caller is not None:
             headers += limit_headers(self._caller.standing(self._clock.monotonic_ms()))
-        self._connection.started = True
+        self._started = True
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._begin(status, headers)
@@ -630,17 +622,17 @@ class _Exchange:
         await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
 
     async def _write(self, body: bytes) -> None:
-        if not self._connection.done:
+        if not self.done:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _end(self, body: bytes) -> None:
-        self._connection.done = True
+        self.done = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _answer_error(self, error: RequestError) -> None:
         self._give_up()
         self.error = error.code
-        if self._endpoint._settings.isolate_tenants:
+        if self._endpoint._isolates:
             error = without_others(error)
         if error.is_refusal:
             self._metrics.refused(error.code, self._caller.tenant if self._caller is not None else "")
@@ -648,7 +640,7 @@ class _Exchange:
         error = dialect.named(error)
         body = dialect.error_body(error, self._wanted_id)
         try:
-            if self._connection.started:
+            if self._started:
                 self.status = error.status
                 assert self._encoder is not None, "a stream has begun, so there is an encoder"
                 await self._end(self._encoder.error(error))
@@ -665,7 +657,7 @@ class _Exchange:
             self._left()
         except asyncio.CancelledError:
             # The watcher saw the client leave while its error was being written.
-            if not self._connection.left:
+            if not self.left:
                 raise
             task = asyncio.current_task()
             if task is not None:
@@ -684,15 +676,18 @@ class _Exchange:
         self.status = CLIENT_LEFT
         self._metrics.disconnects.inc()
 
-    def _count_tokens(self) -> None:
+    def _count_tokens(self) -> Account:
+        """Count what the request has got at its end, and return it."""
         metrics = self._metrics
+        account = account_of(self)
+        prompt_tokens, cached_tokens, output_tokens = account
+        metrics.prompt_tokens.value += prompt_tokens
+        metrics.cached_tokens.value += cached_tokens
+        metrics.output_tokens.value += output_tokens
         for output in self._outputs:
             if output.stream is None:
                 continue
             completion_tokens = output.completion_tokens
-            metrics.prompt_tokens.value += len(output.request.token_ids) // TOKEN_BYTES
-            metrics.cached_tokens.value += output.cached_tokens or 0
-            metrics.output_tokens.value += completion_tokens
             metrics.osl.observe(completion_tokens)
             # Of the tokens that came after the first ones: those came together.
             later_tokens = completion_tokens - output.first_tokens
@@ -704,6 +699,7 @@ class _Exchange:
             self._caller.generated(sum(output.completion_tokens for output in self._outputs))
             if all(output.stream is None for output in self._outputs):
                 self._caller.not_dispatched(self._clock.monotonic_ms())
+        return account
 
 
 def account_of(exchange: _Exchange) -> Account:
@@ -783,7 +779,7 @@ class _Pumps:
         assert stream is not None, "submitted before the pumps begin"
         while True:
             try:
-                deltas = await stream.next(output.waits_for_end)
+                deltas = await stream.next(output.waits_for_end())
             except Exception as error:
                 request = output.request
                 log.exception(
@@ -804,17 +800,17 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
 ]
 
 
-async def _watch(receive: Receive, connection: _Connection, task: asyncio.Task[Any]) -> None:
+async def _watch(receive: Receive, exchange: _Exchange, task: asyncio.Task[Any]) -> None:
     """Wait until the client leaves, then cancel the request's task."""
     while (await receive())["type"] != "http.disconnect":
         pass  # a server may repeat the end of the body
-    _leave(connection, task)
+    _leave(exchange, task)
 
 
-def _leave(connection: _Connection, task: asyncio.Task[Any]) -> None:
+def _leave(exchange: _Exchange, task: asyncio.Task[Any]) -> None:
     """Cancel the request of a client that has left, unless it has its answer."""
-    if not connection.done:
-        connection.left = True
+    if not exchange.done:
+        exchange.left = True
         task.cancel()
 
 
@@ -824,10 +820,19 @@ _HINT_HEADERS = {name.encode(): name for name in HINT_HEADERS}
 class _Headers:
     """The request headers that matter here."""
 
-    __slots__ = ("accept_encoding", "all", "content_encoding", "content_length", "content_type", "hints", "request_id")
+    __slots__ = (
+        "accept_encoding",
+        "content_encoding",
+        "content_length",
+        "content_type",
+        "hints",
+        "is_taken",
+        "request_id",
+    )
 
     def __init__(self, scope: Scope) -> None:
-        self.all = scope["headers"]
+        self.is_taken = False
+        """Whether what they announce was looked at."""
         self.content_type = self.content_length = self.content_encoding = self.accept_encoding = b""
         self.request_id: bytes | None = None
         self.hints: dict[str, str] | None = None
@@ -845,6 +850,20 @@ class _Headers:
             elif name in _HINT_HEADERS:
                 self.hints = self.hints or {}
                 self.hints[_HINT_HEADERS[name]] = value.decode("latin-1")
+
+
+def _headers_of(scope: Scope, direct: DirectConnection | None) -> _Headers:
+    """Return the headers of a request: read once where a connection sends the same head again and again."""
+    of_head = None if direct is None else direct.of_head
+    if of_head is None:
+        return _Headers(scope)
+    headers: _Headers | None = of_head.get(_OF_HEAD)
+    if headers is None:
+        headers = of_head[_OF_HEAD] = _Headers(scope)
+    return headers
+
+
+_OF_HEAD = "poolgrid.inference_endpoint"
 
 
 def _listed(values: list[str]) -> str:

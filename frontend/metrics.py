@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -57,7 +58,7 @@ MODEL_LABELS_MAX = 100
 a pool may have thousands, and each has 40 series of latencies."""
 
 
-class ModelSeries(NamedTuple):
+class ModelSeries(msgspec.Struct):
     """The instruments of one model."""
 
     ttft: Histogram

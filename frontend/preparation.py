@@ -54,7 +54,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import beside_calls, tool_use
 from poolgrid.runtime.tenant_caches import CacheDomain
 from poolgrid.wire.card import MediaSpec
-from poolgrid.wire.hashing import pack_tokens, stable_u64
+from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.multimodal import MediaItem
 from poolgrid.wire.request_ids import name_of
@@ -100,6 +100,16 @@ class Job(msgspec.Struct):
     """The field of the body that it is from."""
     output_model: PromptModel
     """``model``, with those special tokens shown that the parsers of the output look for."""
+    choices_per_prompt: int
+    """``n``."""
+    client_salt: str
+    """The cache salt that the client wrote, or an empty one."""
+    max_sequence_length: int
+    """How many tokens a prompt and its answer may have together."""
+    prompt_only: bool = False
+    """Whether the answer is the prompt (``echo``) and no token more (``max_tokens`` 0)."""
+    has_text: bool = True
+    """Whether the tokenizer has work to do: packing a token array is not worth a thread."""
     output_format: OutputFormat | None = None
     """How the output is taken apart; ``None`` = it is content as it is."""
     tool_use: ToolUse | None = None
@@ -123,32 +133,6 @@ class Job(msgspec.Struct):
     """Prompts as ``look_up`` left them for ``tokenize``, in order."""
 
     @property
-    def choices_per_prompt(self) -> int:
-        """Return ``n``."""
-        return self.body.n or 1
-
-    @property
-    def client_salt(self) -> str:
-        """Return the cache salt that the client wrote, or an empty one."""
-        nvext = self.body.nvext
-        return self.body.cache_salt or (nvext.cache_salt if nvext is not None else None) or ""
-
-    @property
-    def stream(self) -> bool:
-        """Return whether the answer is a stream of events."""
-        return bool(self.body.stream)
-
-    @property
-    def prompt_only(self) -> bool:
-        """Return whether the answer is the prompt (``echo``) and no token more (``max_tokens`` 0)."""
-        return isinstance(self.body, CompletionBody) and self.body.max_tokens == 0
-
-    @property
-    def include_usage(self) -> bool:
-        """Return whether a stream ends with a usage chunk."""
-        return self.body.stream_options is not None and self.body.stream_options.include_usage
-
-    @property
     def counts_in_chunks(self) -> bool:
         """Return whether each chunk of a stream carries the usage so far; only beside ``include_usage``."""
         options = self.body.stream_options
@@ -159,23 +143,12 @@ class Job(msgspec.Struct):
         """Return the field that the prompt came from."""
         return "messages" if self.chat else "prompt"
 
-    @property
-    def max_sequence_length(self) -> int:
-        """Return how many tokens a prompt and its answer may have together."""
-        return min(self.served.max_sequence_length, self.model.max_position_embeddings)
-
-    @property
-    def has_text(self) -> bool:
-        """Return whether the tokenizer has work to do: packing a token array is not worth a thread."""
-        body = self.body
-        if isinstance(body, CompletionBody) and isinstance(body.prompt, list) and not body.echo:
-            return any(isinstance(item, str) for item in body.prompt[:1])
-        return True
-
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
-        self.media = self.items = ()
-        self.sighted = []
+        if self.media:
+            self.media = self.items = ()
+        if self.sighted:
+            self.sighted = []
         if isinstance(self.body, ChatBody):
             self.body.messages = []
         elif isinstance(self.body, CompletionBody):
@@ -207,6 +180,8 @@ class Job(msgspec.Struct):
         if isinstance(body, ChatBody):
             return [self._chat_prompt(body)]
         assert isinstance(body, CompletionBody), "there are two kinds of body"
+        if isinstance(body.prompt, str):
+            return [self._completion_prompt(body, body.prompt, "prompt", self.sighted[0] if self.sighted else None)]
         sighted = iter(self.sighted)
         return [
             self._completion_prompt(body, prompt, param, next(sighted, None) if isinstance(prompt, str) else None)
@@ -220,11 +195,12 @@ class Job(msgspec.Struct):
             parser = None if self.output_format is None else self._parser(prompts[0])
             call_ids = self._call_ids(request_id)
             return self.form.encoder(request_ids, created_s, prompts[0].isl, self.output_model, parser, call_ids)
+        options = self.body.stream_options
         envelope: dict[str, Any] = {
             "model_name": self.body.model,
             "created_s": created_s,
             "model": self.output_model,
-            "include_usage": self.include_usage,
+            "include_usage": options is not None and options.include_usage,
         }
         if self.output_format is None:
             return AnswerEncoder(chat=self.chat, request_id=request_id, **envelope)
@@ -268,7 +244,7 @@ class Job(msgspec.Struct):
             # Without a seed of their own the choices of one request could all be the same text.
             seed = stable_u64(name_of(request_ids[0])) & 0x7FFF_FFFF
         # As ``SequenceOutput`` collects: neither events, nor stop strings to look for, nor log probabilities.
-        read_whole = not self.stream and not self.stops and self.logprobs is None
+        read_whole = not body.stream and not self.stops and self.logprobs is None
         requests: list[InferenceRequest] = []
         for position, prompt in enumerate(prompts):
             sampling = self._sampling(prompt)
@@ -385,7 +361,7 @@ class Job(msgspec.Struct):
         )
 
     def _sampling(self, prompt: Prompt) -> Sampling:
-        body, isl = self.body, prompt.isl
+        body, isl = self.body, len(prompt.token_ids) // TOKEN_BYTES
         room = self.max_sequence_length - isl
         if isl < 1:
             raise invalid(self.prompt_param, f"{self.prompt_param} is empty: allowed is a prompt of at least one token")
@@ -453,6 +429,11 @@ class Preparation:
         self._backend = backend
         self._settings = settings
         self.forms = ModelForms(models, settings)
+        self._choices_max = settings.max_choices
+        self._served: Sequence[ServedModel] = ()
+        """What is served, as the backend said last: it says so with the same object until that changes."""
+        self._known: dict[str, tuple[ServedModel, str, ModelForm]] = {}
+        """What clients have meant by a name since then."""
 
     def chat(self, raw: bytes) -> Job:
         """Check the body of a chat request; raises ``RequestError``."""
@@ -535,6 +516,13 @@ class Preparation:
         return served, form.model
 
     def _found(self, name: str) -> tuple[ServedModel, str, ModelForm]:
+        served_now = self._backend.models()
+        if served_now is not self._served:
+            self._served = served_now
+            self._known.clear()
+        known = self._known.get(name)
+        if known is not None:
+            return known
         found = self.served(name)
         if found is None:
             if self.forms.loads(name):
@@ -548,7 +536,8 @@ class Preparation:
             raise RequestError(
                 503, "no_prompt_model", f"model {quoted(served.name)} is served, but no tokenizer is loaded for it"
             )
-        return served, lora_name, form
+        known = self._known[name] = served, lora_name, form
+        return known
 
     def _job(
         self,
@@ -563,12 +552,12 @@ class Preparation:
     ) -> Job:
         served, lora_name, form = self._found(body.model)
         model = form.model
-        limit = self._settings.max_choices
-        sequences = (body.n or 1) * prompts
+        limit = self._choices_max
+        choices = body.n or 1
+        nvext = body.nvext
+        sequences = choices * prompts
         if sequences > limit:
-            raise invalid(
-                "n", f"n is {body.n or 1} for {prompts} prompt(s): allowed are {limit} sequences in one request"
-            )
+            raise invalid("n", f"n is {choices} for {prompts} prompt(s): allowed are {limit} sequences in one request")
         if body.stop_token_ids:
             check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
         if body.logit_bias:
@@ -589,10 +578,13 @@ class Preparation:
             guide=guide,
             guide_param=guide_param,
             output_model=output_model,
+            choices_per_prompt=choices,
+            client_salt=body.cache_salt or (nvext.cache_salt if nvext is not None else None) or "",
+            max_sequence_length=min(served.max_sequence_length, model.max_position_embeddings),
             output_format=output_format,
             tool_use=use,
-            retention=_retention(body.nvext) if body.nvext is not None else None,
-            **(_of_messages(body, served) if isinstance(body, ChatBody) else {}),
+            retention=_retention(nvext) if nvext is not None else None,
+            **(_of_messages(body, served) if isinstance(body, ChatBody) else _of_completion(body)),
         )
 
     def _stops(self, stop: str | list[str]) -> tuple[str, ...]:
@@ -616,6 +608,18 @@ def _of_messages(body: ChatBody, served: ServedModel) -> dict[str, Any]:
         "media": find_media(body.messages, served.media, body.model),
         "earlier_calls": sum(len(message.tool_calls) for message in body.messages if message.tool_calls),
         "continued": (last if isinstance(last, str) else "") if body.continue_final_message else None,
+    }
+
+
+def _of_completion(body: InferenceBody) -> dict[str, Any]:
+    """Return what a job must know of a completion's prompts once they are forgotten."""
+    assert isinstance(body, CompletionBody), "there are two kinds of body"
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return {"prompt_only": True} if body.max_tokens == 0 else {}
+    return {
+        "prompt_only": body.max_tokens == 0,
+        "has_text": body.echo or any(isinstance(item, str) for item in prompt[:1]),
     }
 
 

@@ -139,10 +139,9 @@ class PromptModel:
         assert self.encoder is not None, "it made the lookup"
         return self.encoder.complete(lookup)
 
-    @property
     def tokenizes_fast(self) -> bool:
         """Return whether a fast tokenizer does the work."""
-        return self.encoder is not None and self.encoder.is_fast
+        return self.encoder is not None and not self.encoder.slow_because
 
     def decode(self, packed: bytes) -> str:
         """Return the text of u32 little-endian token ids, special tokens left out."""

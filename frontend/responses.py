@@ -44,7 +44,9 @@ def escape_line_ends(encoded: bytes) -> bytes:
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Return OpenAI's usage object."""
     return {
-        **counts_so_far(prompt_tokens, completion_tokens),
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
@@ -56,6 +58,19 @@ def counts_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+def _parts(chat: bool, include_usage: bool) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    """Return what chunks of one form have in common: key, close, suffix, the middle without log probabilities, and all
+    that follows plain content."""
+    key = b',"delta":{"content":' if chat else b',"text":'
+    close = b'},"logprobs":' if chat else b',"logprobs":'
+    suffix = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+    middle = close + b'null,"finish_reason":'
+    return key, close, suffix, middle, middle + b"null" + suffix
+
+
+_PARTS = {(chat, counts): _parts(chat, counts) for chat in (False, True) for counts in (False, True)}
 
 
 class AnswerEncoder:
@@ -76,11 +91,7 @@ class AnswerEncoder:
             "created": created_s,
             "model": model_name,
         }
-        self._key = b',"delta":{"content":' if chat else b',"text":'
-        self._close = b'},"logprobs":' if chat else b',"logprobs":'
-        self._suffix = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._middle_plain = self._close + b'null,"finish_reason":'
-        self._plain = self._middle_plain + b"null" + self._suffix
+        self._key, self._close, self._suffix, self._middle_plain, self._plain = _PARTS[chat, include_usage]
         self._heads: dict[int, bytes] = {}
         self._counts: Callable[[int], Mapping[str, int]] | None = None
 

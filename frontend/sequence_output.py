@@ -40,7 +40,6 @@ class SequenceOutput:
     __slots__ = (
         "_collected",
         "_detokenizer",
-        "_failed_here",
         "_logprobs",
         "_min_tokens",
         "_model",
@@ -62,6 +61,7 @@ class SequenceOutput:
         "request",
         "shutdown",
         "started",
+        "stopped_here",
         "stream",
         "text",
         "text_length",
@@ -107,7 +107,9 @@ class SequenceOutput:
         self._min_tokens = request.sampling.min_tokens
         self._logprobs = request.sampling.logprobs is not None
         self._model = model
-        self._failed_here = False
+        self.stopped_here = False
+        """Whether the sequence ended here and not at its worker, which must be told: a stop string was found, or the
+        worker left out what was asked for."""
         self._prompt_only = prompt_only
         self._prompt_logprobs_due = request.sampling.prompt_logprobs is not None
         self._stops = StopStrings(stops) if stops else None
@@ -117,17 +119,10 @@ class SequenceOutput:
         """Whether tokens become text as they come, with nothing to look for in them."""
 
     @property
-    def stopped_here(self) -> bool:
-        """Return whether the sequence ended here and not at its worker, which must be told: a stop string was found,
-        or the worker left out what was asked for."""
-        return self._failed_here or (self._stops is not None and self._stops.matched is not None)
-
-    @property
     def matched_stop(self) -> str | None:
         """Return the stop string that ended the sequence."""
         return None if self._stops is None else self._stops.matched
 
-    @property
     def waits_for_end(self) -> bool:
         """Return whether nothing becomes of its tokens before the last of them: only the first is waited for."""
         return self._collected is not None and self.last_token_at_ms is not None
@@ -186,7 +181,7 @@ class SequenceOutput:
         token_ids = unpack_tokens(self.request.token_ids)
         if given is None or len(given) != len(token_ids) - 1:
             self._fail("the worker did not report log probabilities of the prompt")
-            self._failed_here = True
+            self.stopped_here = True
             return
         detokenizer = self._model.detokenizer()
         offset = 0
@@ -228,6 +223,8 @@ class SequenceOutput:
         self.text_length += len(text)
         if self._stops is not None and self.completion_tokens > self._min_tokens:
             text = self._stops.feed(text)
+            if self._stops.matched is not None:
+                self.stopped_here = True
         self.text += text
 
     def _finish(self, delta: StreamDelta) -> None:
@@ -238,6 +235,8 @@ class SequenceOutput:
             self._show(self._detokenizer.flush())
             if self._stops is not None:
                 self.text += self._stops.flush()
+                if self._stops.matched is not None:
+                    self.stopped_here = True
             self.finish_reason = "stop" if self.stopped_here else reason
         elif reason == "cancelled":
             self._fail(delta.error or "the request was cancelled by the server")

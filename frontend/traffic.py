@@ -39,6 +39,9 @@ class Account(NamedTuple):
     output_tokens: int = 0
 
 
+NOTHING_YET = Account()
+
+
 class Totals(NamedTuple):
     """What a front end has served since it began."""
 
@@ -85,10 +88,10 @@ class Traffic(Generic[R]):
         if each_request:
             log.setLevel(logging.INFO)
 
-    def end(self, request: R) -> None:
-        """Take note that a request is over."""
+    def end(self, request: R, account: Account) -> None:
+        """Take note that a request is over, and of what it has got."""
         self.running.remove(request)
-        prompt_tokens, cached_tokens, output_tokens = self._account_of(request)
+        prompt_tokens, cached_tokens, output_tokens = account
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += cached_tokens
         self._output_tokens += output_tokens

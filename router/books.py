@@ -20,8 +20,11 @@ from poolgrid.router.reservations import Reservations
 from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.instruments import Counter
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
 from poolgrid.wire.request_ids import dispatch_of
+
+_ENCODE = Stage.ENCODE
 
 
 class RequestBooks:
@@ -45,6 +48,8 @@ class RequestBooks:
         """What prompts were seen, of requests with a worker."""
         self.record: DecisionRecord | None = None
         """Where decisions are kept beyond ``decisions``; whoever sets it also makes it the log of the state."""
+        self._counters: dict[tuple[str, str, Stage, str], tuple[Counter, Counter]] = {}
+        """Of a decision and of its leg, by policy and reason of the one, stage and reason of the other."""
         self._state = state
         self._metrics = metrics
         self._clock = clock
@@ -68,11 +73,16 @@ class RequestBooks:
         self.active[plan.request.request_id] = routed
         metrics = self._metrics
         metrics.leg_times.sent(routed.watch, decision.attempt, perf_counter())
-        metrics.decisions.labels(decision.policy, routed.machine.delivery.decision_reason).value += 1
+        kind = (decision.policy, routed.machine.delivery.decision_reason, leg.stage, leg.reason)
+        counters = self._counters.get(kind)
+        if counters is None:
+            of_decisions = metrics.decisions.labels(decision.policy, kind[1])
+            counters = self._counters[kind] = of_decisions, metrics.legs.labels(STAGE_WORD[leg.stage], leg.reason)
+        counters[0].value += 1
+        counters[1].value += 1
         if decision.behind_records:
             metrics.decisions_behind.inc()
-        metrics.legs.labels(STAGE_WORD[leg.stage], leg.reason).value += 1
-        if leg.stage is not Stage.ENCODE and decision.attempt == plan.encode_legs:
+        if leg.stage is not _ENCODE and decision.attempt == plan.encode_legs:
             self._count_prompt(decision, routed.path)
 
     def reserved(self, decision: Decision, path: Sequence[int]) -> None:

@@ -109,8 +109,7 @@ class CatchingUp:
         while len(self._arrived) > ARRIVED_RECORDS_MAX:
             self._step()
 
-    @property
-    def behind_records(self) -> int:
+    def behind(self) -> int:
         """Return how many of the records that arrived are not applied yet, or would be in a snapshot."""
         if self._loading is None and not self._arrived and not self._lost:
             return 0

@@ -67,7 +67,8 @@ class Chooser:
         self._state = state
         self._selector = state.selector
         self._projection = state.projection
-        self._holds = settings.hold_limit_ms > 0
+        self.can_plan = settings.hold_limit_ms > 0 and state.selector.can_plan
+        """Whether requests may ever wait for the worker that is best for them."""
         self._learns = state.projection.retention is not None
         """Whether it is learned how long blocks should stay: of prompts with one seed, for prompts with that seed."""
         self._links = links
@@ -120,7 +121,7 @@ class Chooser:
         block_size = self.block_size(request.model)
         if not routed.path and block_size:
             routed.path = self.path_now(request)
-        output_tokens = machine.delivery.tokens
+        output_tokens = len(machine.delivery.output) // 4
         seed = hash_seed(request.lora_name, request.cache_salt) if self._learns else 0
         leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
         forgiven = False
@@ -168,7 +169,7 @@ class Chooser:
     @property
     def plans(self) -> bool:
         """Tell whether requests may wait for the worker that is best for them, now."""
-        return self._holds and self._selector.plans
+        return self.can_plan and self._selector.plans
 
     def takes_held(self, model: str) -> bool:
         """Tell whether any worker of a model has so few prompt tokens to compute that one may go there that waits."""
@@ -238,18 +239,18 @@ class Chooser:
 
     def _next_leg(self, plan: LegPlan, output_tokens: int, path: list[int], block_size: int) -> Leg:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
-        if plan.wants_decode:
+        if plan.prefill_params is not None:
             return SECOND_LEG
         request = plan.request
-        staff = self._staff_of(request.model)
-        if staff.encode and plan.wants_encode:
+        whole, prefill, decode, encode = self._staff_of(request.model)
+        if encode and plan.wants_encode:
             return ENCODE_LEG
-        if not (staff.prefill and staff.decode):
-            return first_leg(staff.whole, staff.prefill, staff.decode, 0, NEVER_LOCAL)
+        if not (prefill and decode):
+            return first_leg(whole, prefill, decode, 0, NEVER_LOCAL)
         uncached = len(request.token_ids) // 4 + output_tokens
         uncached -= block_size * self._selector.best_overlap_blocks(request.model, DECODE_ROLES, path)
         local_max = self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL
-        return first_leg(staff.whole, True, True, uncached, local_max)
+        return first_leg(whole, True, True, uncached, local_max)
 
     def _staff_of(self, model: str) -> Staff:
         """Return which roles of a model have anyone who takes requests."""

@@ -138,7 +138,7 @@ class RemoteFeed:
 
     def behind(self) -> int:
         """Return how many records are still to come of those that the consolidator has named."""
-        return self._follower.behind if self._follower is not None else 0
+        return self._follower.behind() if self._follower is not None else 0
 
     async def stop(self) -> None:
         """Stop following."""

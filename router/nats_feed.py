@@ -71,7 +71,7 @@ class NatsFeed:
 
     def behind(self) -> int:
         """Return how many messages are still to come of those that are known to be stored."""
-        return self._follower.behind if self._follower is not None else 0
+        return self._follower.behind() if self._follower is not None else 0
 
     async def stop(self) -> None:
         """Stop following."""

@@ -11,6 +11,8 @@ from poolgrid.router.core.selector import NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import Leg
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
 
+_WHOLE = Stage.WHOLE
+
 
 class WaitCause(StrEnum):
     """Why a request waits, as metrics say it."""
@@ -57,14 +59,12 @@ class Chosen(msgspec.Struct, frozen=True):
     leg: Leg
     now_ms: float
 
-    @property
     def reason(self) -> str:
         """Return the short reason code, with the stage where there are several."""
         reason = self.decision.reason
         stage = self.leg.stage
-        return reason if stage is Stage.WHOLE else f"{STAGE_WORD[stage]}-{reason}"
+        return reason if stage is _WHOLE else f"{STAGE_WORD[stage]}-{reason}"
 
-    @property
     def overlap_tokens(self) -> int:
         """Return the tokens of the request that the worker is believed to hold."""
         request = self.decision.request

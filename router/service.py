@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from poolgrid.dispatch.effects import PlaceNext
@@ -33,6 +33,7 @@ from poolgrid.router.catching_up import CatchingUp
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.router.decision_span import tell_decision
 from poolgrid.router.fleet_links import FleetLinks, Objection, OpenLink
 from poolgrid.router.metrics import RouterMetrics
@@ -47,13 +48,14 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 from poolgrid.runtime.tracing.record import TraceRecord
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
-from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_FRACTION = 4
 """Links are checked and reservations expired four times per worker timeout."""
+
+_BEHIND_OTHERS = WaitCause.BEHIND_OTHERS
 
 REBUILDING = "the router is still rebuilding its state; try again"
 SHUTTING_DOWN = "the router is shutting down"
@@ -79,6 +81,8 @@ class RouterService:
         self.ready = False
         self._not_ready = REBUILDING
         self._settings = settings
+        self._migration_limit = settings.migration_limit
+        self._crowding_retries = settings.crowding_retries
         self._feed = feed
         self._metrics = metrics
         self._clock = clock
@@ -109,7 +113,9 @@ class RouterService:
             objection,
         )
         self.catching_up = CatchingUp(state, clock, BulkWork(clock), self._on_applied, self._on_loaded, feed.resync)
-        self.chooser = Chooser(settings, state, self.links, clock, lambda: self.behind_records)
+        catching_up = self.catching_up
+        self._behind_records: Callable[[], int] = lambda: catching_up.behind() + feed.behind()
+        self.chooser = Chooser(settings, state, self.links, clock, self._behind_records)
         self.line = WaitingLine(settings, self.chooser, metrics, clock, self._dispatch, self._give_up)
         self._fleet_version = -1
         self._housekeeping: asyncio.Task[None] | None = None
@@ -204,9 +210,9 @@ class RouterService:
         path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
         self._metrics.hash_seconds.observe(perf_counter() - started)
         delivery = TokenDelivery(request.request_id, self._on_client_left, self._loop)
-        routed = Routed(RequestMachine(request, delivery, self._settings.migration_limit), path, watch)
-        cause = WaitCause.BEHIND_OTHERS
-        if chooser.plans and chooser.can_be_planned(routed):
+        routed = Routed(RequestMachine(request, delivery, self._migration_limit), path, watch)
+        cause = _BEHIND_OTHERS
+        if chooser.can_plan and chooser.plans and chooser.can_be_planned(routed):
             cause = WaitCause.HELD
         elif not self.line.is_before(request.model):
             missing = self._dispatch(routed)
@@ -249,21 +255,21 @@ class RouterService:
         machine, decision, leg = routed.machine, chosen.decision, chosen.leg
         link = self.links.to_worker(decision.worker)
         believed = (
-            decision.prefill_tokens
-            if leg.stage in (Stage.WHOLE, Stage.PREFILL) and machine.crowded < self._settings.crowding_retries
+            int(decision.candidates.prefill_tokens[decision.choice.row])
+            if leg.stage in PROMPT_STAGES and machine.crowded < self._crowding_retries
             else None
         )
         trace = machine.request.trace
         context = self._not_kept if trace is None else self._begin_leg(trace, machine, chosen)
         generate = machine.begin(
-            decision.worker, link.endpoint, leg.stage, chosen.overlap_tokens, believed, context, decision.retention
+            decision.worker, link.endpoint, leg.stage, chosen.overlap_tokens(), believed, context, decision.retention
         )
         if not link.generate(generate):
             machine.not_sent()
             if trace is not None:
                 trace.close(generate.request_id, "not sent")
             return False
-        machine.delivery.decision_reason = chosen.reason
+        machine.delivery.decision_reason = chosen.reason()
         self.books.enter(routed, chosen, generate.request_id)
         self.in_flight.sent(machine)
         return True
@@ -323,7 +329,7 @@ class RouterService:
     @property
     def behind_records(self) -> int:
         """Return how many records the pool's journal is known to hold beyond those applied; 0 when level with it."""
-        return self.catching_up.behind_records + self._feed.behind()
+        return self._behind_records()
 
     @property
     def trouble(self) -> str:

@@ -100,7 +100,7 @@ class RouterView:
 
     def models(self) -> Sequence[ServedModel]:
         """Return the models that some worker serves now; the front end asks with every request."""
-        fleet = self.projection.fleet
+        fleet = self._service.projection.fleet
         if self._served_version != fleet.version:
             self._served = [
                 ServedModel(

@@ -114,7 +114,8 @@ class AwakeClock:
 
     def monotonic_ms(self) -> float:
         """Return milliseconds that grow while this process is awake."""
-        return self._time.at(self._monotonic_ms())
+        read = self._monotonic_ms  # called at once it would be looked up as a method
+        return self._time.at(read())
 
     def hold(self) -> None:
         """Stand still until ``go_on``: what others say is not read."""

@@ -300,7 +300,9 @@ class BoundedProtocol(HeldConnection):
         elif self._half_closed:
             self._close()
         else:
-            self.flow.resume_reading()
+            flow = self.flow
+            if flow.full or flow.read_paused:
+                flow.resume_reading()
             self._settle()
 
     def _head_too_large(self) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from uvicorn.protocols.http.flow_control import FlowControl
 
 
 class Reading(FlowControl):
     """uvicorn's flow control, which endpoints resume as they like, with a word of ours in it."""
 
-    blocked = False
-    """Nothing is read, whoever asks for it."""
-    full = False
-    """The endpoint has enough for now."""
+    def __init__(self, transport: asyncio.Transport) -> None:
+        """Read what comes over a transport."""
+        super().__init__(transport)
+        self.blocked = False
+        """Nothing is read, whoever asks for it."""
+        self.full = False
+        """The endpoint has enough for now."""
 
     def block(self) -> None:
         """Stop reading until it is released."""

@@ -64,6 +64,9 @@ class HeldConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = Reading(transport)
         self._parts = []
+        # What is asked with every request is found sooner in an object than in its class.
+        self._waiting = None
+        self._discarding = self._half_closed = False
         if not self.source:
             source = source_of(self._client())
             reason = self.table.admit(source, self.loop.time())

@@ -19,11 +19,10 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
-from uvicorn._types import HTTPScope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from poolgrid.runtime.bounded_protocol import BoundedProtocol
@@ -49,15 +48,39 @@ HEADS_TRIED_MAX = 4
 """Heads in a row that a connection keeps to know them again, and that did not come again; then it keeps none: each of
 its requests has a head of its own."""
 
-Answer = Callable[[int, Iterable[tuple[bytes, bytes]], bytes], bool]
+_CLOSE = (b"connection", b"close")
+_line = b": ".join
+"""Returns the line of a header, without its end."""
+
+Headers = Sequence[tuple[bytes, bytes]]
+Answer = Callable[[int, Headers, bytes], bool]
+
+
+class DefaultLines:
+    """The lines of the headers that a server puts into every answer; uvicorn makes a new list of them each second."""
+
+    __slots__ = ("_headers", "_lines")
+
+    def __init__(self) -> None:
+        self._headers: Headers | None = None
+        self._lines = b""
+
+    def of(self, headers: Headers) -> bytes:
+        """Return the lines of a list of headers, made once for each list."""
+        if headers is not self._headers:
+            self._lines = b"".join([_line(header) + b"\r\n" for header in headers])
+            self._headers = headers
+        return self._lines
 
 
 class Connection:
     """What a direct endpoint gets beside ASGI."""
 
-    __slots__ = ("answer", "body", "on_left", "task", "write")
+    __slots__ = ("answer", "body", "of_head", "on_left", "task", "write")
 
-    def __init__(self, body: bytes, write: Callable[[bytes], bool], answer: Answer) -> None:
+    def __init__(
+        self, body: bytes, write: Callable[[bytes], bool], answer: Answer, of_head: dict[str, Any] | None
+    ) -> None:
         self.body = body
         """The whole body."""
         self.answer = answer
@@ -70,6 +93,9 @@ class Connection:
         """Which serves it; there is one as soon as the endpoint runs."""
         self.on_left: Callable[[], None] | None = None
         """Called once when the client leaves before the answer is complete."""
+        self.of_head = of_head
+        """What an endpoint keeps of a head that comes again, all but its length, for the next request with it; ``None``
+        where it is not known whether it does."""
 
 
 class _DirectCycle(RequestResponseCycle):
@@ -79,7 +105,10 @@ class _DirectCycle(RequestResponseCycle):
     task: asyncio.Task[None] | None = None
     """Which serves it."""
     _head: bytes = b""
-    _event: asyncio.Event | None = None
+    access_log = False
+    waiting_for_100_continue = False
+    more_body = True
+    expected_content_length = 0
 
     def __init__(self, protocol: DirectProtocol, endpoint: Any, keep_alive: bool) -> None:
         """Take what uvicorn's own takes, from the connection and the scope that it has now."""
@@ -88,18 +117,16 @@ class _DirectCycle(RequestResponseCycle):
         self.flow = protocol.flow
         self.logger = protocol.logger
         self.access_logger = protocol.access_logger
-        self.access_log = False
-        self.default_headers = protocol.server_state.default_headers
+        self.default_headers = headers = protocol.server_state.default_headers
+        self.default_lines = protocol.default_lines.of(headers)
         self.on_response = protocol.on_response_complete
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.waiting_for_100_continue = False
         self.body = bytearray()
-        self.more_body = True
         self.response_started = False
         self.response_complete = False
         self.chunked_encoding: bool | None = None
-        self.expected_content_length = 0
+        self._event: asyncio.Event | None = None
         self.endpoint = endpoint
         self.parts: list[bytes] = []
         """What has come of the body, until it is whole."""
@@ -148,28 +175,21 @@ class _DirectCycle(RequestResponseCycle):
     def _begin(self, message: Any) -> None:
         self.response_started = True
         self.waiting_for_100_continue = False
-        content = self._status_and_headers(message["status"], message.get("headers", ()))
+        headers = [(name, value) for name, value in message.get("headers", ())]
+        head = self._status_and_headers(message["status"], headers)
+        self.chunked_encoding = b"content-length" not in dict(headers)
         if self.chunked_encoding:
-            content.append(b"transfer-encoding: chunked\r\n\r\n")
-            self.transport.write(b"".join(content))
+            self.transport.write(head + b"transfer-encoding: chunked\r\n\r\n")
         else:
-            content.append(b"\r\n")
-            self._head = b"".join(content)
+            self._head = head + b"\r\n"
 
-    def _status_and_headers(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-        """Return the lines of a head, all but the last; it is chunked unless its headers say how long the body is."""
-        content = [STATUS_LINE[status]]
-        self.chunked_encoding = True
-        for name, value in (*self.default_headers, *headers):
-            if name == b"content-length":
-                self.chunked_encoding = False
-            elif name == b"connection" and value == b"close":
-                self.keep_alive = False
-                continue
-            content += (name, b": ", value, b"\r\n")
-        if not self.keep_alive:
-            content.append(b"connection: close\r\n")
-        return content
+    def _status_and_headers(self, status: int, headers: Headers) -> bytes:
+        """Return a head up to where it says how long the body is."""
+        if _CLOSE in headers:
+            self.keep_alive = False
+            headers = [header for header in headers if header != _CLOSE]
+        last = b"" if self.keep_alive else b"connection: close\r\n"
+        return b"".join((STATUS_LINE[status], self.default_lines, b"\r\n".join((*map(_line, headers), last))))
 
     def _continue(self, message: Any) -> None:
         # Both may be left out (ASGI, "Response Body").
@@ -196,7 +216,7 @@ class _DirectCycle(RequestResponseCycle):
         self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return True
 
-    def answer_now(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
         """Write a whole answer without waiting; return False where that has to wait."""
         if self.disconnected:
             return True
@@ -205,8 +225,7 @@ class _DirectCycle(RequestResponseCycle):
         self.response_started = self.response_complete = True
         self.waiting_for_100_continue = False
         head = self._status_and_headers(status, headers)
-        head += (b"content-length: %d\r\n\r\n" % len(body), body)
-        self.transport.write(b"".join(head))
+        self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._complete()
         return True
 
@@ -239,7 +258,7 @@ def _is_over(_: bytes) -> bool:
     return True
 
 
-def _is_answered(_: int, __: Iterable[tuple[bytes, bytes]], ___: bytes) -> bool:
+def _is_answered(_: int, __: Headers, ___: bytes) -> bool:
     """In the place of ``Connection.answer`` after the last byte."""
     return True
 
@@ -258,6 +277,10 @@ class DirectProtocol(BoundedProtocol):
     """The head of the request before."""
     _repeated_scope: dict[str, Any]
     """What of its scope is the connection's, as it was before anybody else put something there."""
+    _of_head: dict[str, Any]
+    """What its endpoint keeps of it."""
+    default_lines = DefaultLines()
+    """Those of its server."""
     _heads_tried = 0
 
     @classmethod
@@ -266,6 +289,7 @@ class DirectProtocol(BoundedProtocol):
 
         class Serving(cls):  # type: ignore[misc, valid-type]
             table = HttpConnections(limits, registry)
+            default_lines = DefaultLines()
             invalid_requests = InvalidRequests(registry)
 
         return Serving
@@ -277,10 +301,8 @@ class DirectProtocol(BoundedProtocol):
             super().data_received(data)
             return
         head = self._repeated
-        if head is not None:
-            digits = head.length_digits(data)
-            if digits and self._begin_again(head, digits, data):
-                return
+        if head is not None and self._begin_again(head, data):
+            return
         before = self.cycle
         super().data_received(data)
         cycle = self._serving
@@ -292,22 +314,31 @@ class DirectProtocol(BoundedProtocol):
                 scope = cycle.scope
                 self._repeated = RepeatedHead.of(data, list(scope["headers"]), table.limits.header_line_bytes)
                 self._repeated_scope = {name: value for name, value in scope.items() if name not in _OF_A_REQUEST}
+                self._of_head = {}
 
-    def _begin_again(self, head: RepeatedHead, digits: bytes, data: bytes) -> bool:
-        """Call the endpoint with a request that needs no parser; return False where it goes another way now."""
+    def _begin_again(self, head: RepeatedHead, data: bytes) -> bool:
+        """Call the endpoint with a request that needs no parser; return False where it goes another way."""
         last = self._serving
         if last is None or self.cycle is not last or self.limit_concurrency is not None:
             return False
         endpoint = self.app.direct_endpoint(last.scope["raw_path"])
-        if endpoint is not last.endpoint or int(digits) > getattr(endpoint, "body_bytes_max", BODY_BYTES_MAX_DEFAULT):
+        if endpoint is not last.endpoint:
+            return False
+        taken = head.taken(data)
+        if taken is None:
+            return False
+        headers, body = taken
+        if len(body) > getattr(endpoint, "body_bytes_max", BODY_BYTES_MAX_DEFAULT):
             return False
         self._heads_tried = 0
-        self._move(None)
-        own = {"headers": head.headers(digits), "state": self.app_state.copy()}
-        self.scope = cast(HTTPScope, {**self._repeated_scope, **own})
+        queue = self._queue
+        if queue is not None:  # as ``_move`` does
+            self._queue = None
+            queue.pop(self, None)
+        self.scope = {**self._repeated_scope, "headers": headers, "state": self.app_state.copy()}  # type: ignore[typeddict-item]
         cycle = _DirectCycle(self, endpoint, keep_alive=True)
         self.cycle = cycle
-        self._serve(cycle, head.body(data, digits))
+        self._serve(cycle, body, self._of_head)
         return True
 
     def begin(self) -> None:
@@ -360,10 +391,10 @@ class DirectProtocol(BoundedProtocol):
         parts, cycle.parts = cycle.parts, []
         self._serve(cycle, parts[0] if len(parts) == 1 else b"".join(parts))
 
-    def _serve(self, cycle: _DirectCycle, body: bytes) -> None:
+    def _serve(self, cycle: _DirectCycle, body: bytes, of_head: dict[str, Any] | None = None) -> None:
         """Start the endpoint. As uvicorn starts a task, which takes itself from the running ones: a callback of its end
         is a turn more."""
-        cycle.connection = connection = Connection(body, cycle.write_now, cycle.answer_now)
+        cycle.connection = connection = Connection(body, cycle.write_now, cycle.answer_now, of_head)
         cycle.more_body = False
         cycle.scope["extensions"] = {CONNECTION: connection}  # type: ignore[dict-item]
         self._serving = cycle

@@ -53,26 +53,21 @@ class RepeatedHead:
         if len(places) != 1 or headers[places[0]][1] != head[begin:end] or not head[begin:end].isdigit():
             return None
         made = cls(head[:begin], head[end:], headers, places[0])
-        return made if made.length_digits(request) else None
+        return made if made.taken(request) else None
 
-    def length_digits(self, request: bytes) -> bytes:
-        """Return the digits of the length if this is a whole request with this head, and nothing else: not even a
-        part of a request behind it. Otherwise nothing."""
+    def taken(self, request: bytes) -> tuple[Headers, bytes] | None:
+        """Return the headers, as the parser would, and the body of a whole request with this head; ``None`` for
+        anything else, or more: not even a part of a request may be behind it."""
         if not request.startswith(self._before):
-            return b""
+            return None
         begin = self._before_bytes
         end = request.find(b"\r", begin, begin + LENGTH_DIGITS_MAX + 1)
         digits = request[begin:end]
         if end < 0 or not digits.isdigit() or not request.startswith(self._after, end):
-            return b""
-        return digits if int(digits) == len(request) - end - self._after_bytes else b""
-
-    def body(self, request: bytes, digits: bytes) -> bytes:
-        """Return the body of a request that it recognized."""
-        return request[self._before_bytes + len(digits) + self._after_bytes :]
-
-    def headers(self, digits: bytes) -> Headers:
-        """Return the headers of a request that it recognized, as the parser would."""
+            return None
+        body = request[end + self._after_bytes :]
+        if int(digits) != len(body):
+            return None
         headers = self._headers.copy()
         headers[self._place] = (_LENGTH, digits)
-        return headers
+        return headers, body

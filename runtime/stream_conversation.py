@@ -50,6 +50,9 @@ class StreamConversation(asyncio.Protocol):
         """Messages for further turns of the loop, and before the owner knows of the connection."""
         self._begun = False
         self._lost = False
+        self._told_ready = False
+        self._is_long = False
+        """Whether a frame is among ``_out`` that is not to be copied."""
         self._call_soon = asyncio.get_running_loop().call_soon
         self._transport: asyncio.Transport | None = None
 
@@ -74,10 +77,21 @@ class StreamConversation(asyncio.Protocol):
             self._call_soon(self._flush)
         out.append(frame)
 
+    def send_long(self, header: bytes, frame: bytes) -> None:
+        """Send a frame that is too long to be copied, behind its header."""
+        self._is_long = True
+        self.send(header)
+        self._out.append(frame)
+
     def _flush(self) -> None:
         out, self._out = self._out, []
         if out and not self._lost:  # nothing is left where ``abort`` came first
-            self.write(out[0] if len(out) == 1 else b"".join(out))
+            if self._is_long:
+                assert self._transport is not None, "frames are sent over it"
+                self._transport.writelines(out)
+                self._is_long = False
+            else:
+                self.write(out[0] if len(out) == 1 else b"".join(out))
 
     def pause_writing(self) -> None:
         """Refuse to send."""
@@ -114,9 +128,10 @@ class StreamConversation(asyncio.Protocol):
         if session.outgoing:
             self._send_words()
         if self._begun and not self._waiting and len(messages) <= WITHOUT_A_CLOCK:
+            hand_over = self._hand_over
             for message in messages:
                 try:
-                    self._hand_over(message)
+                    hand_over(message)
                 except Exception:  # one message must not end the reading of all others
                     log.exception("handling a message failed; it was dropped")
                 if not self._begun:
@@ -126,7 +141,8 @@ class StreamConversation(asyncio.Protocol):
             self._waiting.extend(messages)
             if self._begun and not is_taking:
                 self._take_waiting()
-        if session.is_ready and not self.ready_or_ended.is_set():
+        if not self._told_ready and session.is_ready:
+            self._told_ready = True
             self.ready_or_ended.set()
 
     def connection_lost(self, exc: Exception | None) -> None:

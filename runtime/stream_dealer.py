@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from poolgrid.runtime.dealer import DealerOwner
 from poolgrid.runtime.stream_client import StreamClient
-from poolgrid.runtime.zmtp import DEALER, framed
+from poolgrid.runtime.zmtp import DEALER, framed, long_header
+
+JOINED_BYTES_MAX = 8 * 1024
+"""Longest frame that is copied behind its header; handing both to the kernel by themselves costs as much."""
 
 
 class StreamDealer(StreamClient):
@@ -19,5 +22,9 @@ class StreamDealer(StreamClient):
         conversation = self.conversation
         if conversation is None or conversation.is_full:
             return False
-        conversation.send(framed(frame))
+        size = len(frame)
+        if size > JOINED_BYTES_MAX:
+            conversation.send_long(long_header(size), frame)
+        else:
+            conversation.send(framed(frame))
         return True

@@ -54,7 +54,12 @@ def framed(message: bytes) -> bytes:
     size = len(message)
     if size <= _SHORT_BYTES_MAX:
         return _SHORT_HEADERS[size] + message
-    return _LONG_HEADER.pack(_LONG, size) + message
+    return long_header(size) + message
+
+
+def long_header(size: int) -> bytes:
+    """Return what is sent before a frame of so many bytes, more than a short one has."""
+    return _LONG_HEADER.pack(_LONG, size)
 
 
 def command(name: bytes, body: bytes) -> bytes:
@@ -94,6 +99,7 @@ class Session:
     def __init__(self, kind: Kind, frame_bytes_max: int) -> None:
         """Be a socket of a kind, which takes frames of so many bytes."""
         self._kind = kind
+        self._joins = kind.joins
         self.is_ready = False
         """Whether the handshake has succeeded: messages may be sent."""
         self.outgoing = GREETING
@@ -130,7 +136,8 @@ class Session:
             self.outgoing += self._kind.ready
             at = GREETING_BYTES
         messages: list[Any] = []
-        joins = self._kind.joins
+        joins = self._joins
+        message = self._message
         wanted = _SHORT_HEADER_BYTES
         while end - at >= _SHORT_HEADER_BYTES:
             flags = data[at]
@@ -158,26 +165,28 @@ class Session:
                 raise ZmtpError("reading a frame: it came before the peer's READY; the connection is closed")
             elif not joins:
                 messages.append(data[begin:stop])
-            elif flags & _MORE:
-                self._hold(data[begin:stop])
             else:
-                messages.append([*self._message, data[begin:stop]])
-                self._message, self._message_bytes = [], 0
+                message.append(data[begin:stop])
+                if flags & _MORE:
+                    self._message_bytes += size
+                    if len(message) >= MESSAGE_FRAMES_MAX or self._message_bytes > self._frame_bytes_max:
+                        raise self._too_large()
+                else:
+                    messages.append(message)
+                    message = self._message = []
+                    self._message_bytes = 0
             at = stop
             wanted = _SHORT_HEADER_BYTES
         if at < end:
             self._keep(data[at:] if at else data, wanted)
         return messages
 
-    def _hold(self, frame: bytes) -> None:
-        """Keep a frame until its message is whole."""
-        self._message.append(frame)
-        self._message_bytes += len(frame)
-        if len(self._message) >= MESSAGE_FRAMES_MAX or self._message_bytes > self._frame_bytes_max:
-            raise ZmtpError(
-                f"reading a message: {len(self._message)} frames and {self._message_bytes:,} bytes, and it is not "
-                f"whole; allowed are {MESSAGE_FRAMES_MAX} and {self._frame_bytes_max:,} bytes; the connection is closed"
-            )
+    def _too_large(self) -> ZmtpError:
+        """Return what is said of a message that grows beyond what is held of one."""
+        return ZmtpError(
+            f"reading a message: {len(self._message)} frames and {self._message_bytes:,} bytes, and it is not "
+            f"whole; allowed are {MESSAGE_FRAMES_MAX} and {self._frame_bytes_max:,} bytes; the connection is closed"
+        )
 
     def _keep(self, data: bytes, wanted_bytes: int) -> None:
         self._parts = [data] if data else []

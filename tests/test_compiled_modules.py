@@ -64,6 +64,12 @@ def losses(source: str) -> list[str]:
         inside = [type(each) for line in last for each in ast.walk(line)]
         if isinstance(node, ast.Try) and ast.Await in inside:
             found.append("await in finally: what was raised before it may be lost, a cancellation too")
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            found += [
+                f"{ast.unparse(each)} in a comprehension: what it reads of itself is what it was before"
+                for each in ast.walk(node)
+                if isinstance(each, ast.NamedExpr)
+            ]
         if isinstance(node, ast.AsyncWith) and ast.Return in inside:
             found.append("return in async with: what is raised there may be lost, a cancellation too")
     for each in classes_of(source):
@@ -113,6 +119,10 @@ def test_compiling_leaves_nothing_out_of_a_modules_classes(module: str) -> None:
         (
             "async def f():\n    async with lock:\n        return 1",
             ["return in async with: what is raised there may be lost, a cancellation too"],
+        ),
+        (
+            "sums = [(total := total + each) for each in numbers]",
+            ["(total := (total + each)) in a comprehension: what it reads of itself is what it was before"],
         ),
         ("super().__init__(1, **more)", ["super().__init__(1, **more): what ** holds is passed as one argument"]),
         (

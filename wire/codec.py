@@ -55,7 +55,8 @@ class Codec(Generic[T]):
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError) as error:
             # ValueError covers broken UTF-8; RecursionError a skipped unknown field that nests too deep.
             raise DecodeError(self._what, str(error) or type(error).__name__) from None
-        fault = self._check(value)
+        check = self._check
+        fault = check(value)
         if fault is not None:
             raise DecodeError(self._what, fault)
         decoded: T = value

@@ -101,12 +101,16 @@ def sequence_hashes(hashes: Sequence[int], parent: int | None = None) -> list[in
     """Chain block hashes into sequence hashes, as a continuation of ``parent`` or from the root."""
     chained: list[int] = []
     append = chained.append
+    if parent is None:
+        if not hashes:
+            return chained
+        parent, hashes = hashes[0], hashes[1:]
+        append(parent)
     pack = _pair.pack
     digest = xxh3_64_intdigest
-    previous = parent
     for block_hash in hashes:
-        previous = block_hash if previous is None else digest(pack(previous, block_hash), BASE_SEED)
-        append(previous)
+        parent = digest(pack(parent, block_hash), BASE_SEED)
+        append(parent)
     return chained
 
 

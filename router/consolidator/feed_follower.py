@@ -62,7 +62,6 @@ class FeedFollower(JournalFollower[FeedReader]):
         self.undecodable = 0
         self._loading = LoadingTable()
 
-    @property
     def behind(self) -> int:
         """Return how many records, at least, are missing of those that the consolidator is known to have."""
         behind = self._reader.behind

@@ -71,7 +71,6 @@ class JournalFollower(ABC, Generic[R]):
         """Return the offset of the next record."""
         return self._reader.next_offset
 
-    @property
     def behind(self) -> int:
         """Return how much, at least, is missing of what is known to be there."""
         return self._reader.behind

@@ -49,7 +49,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     @property
     def tie_key(self) -> str:
         """Return what ties are broken by: the name, or the media, so that equal media meet among equal workers."""
-        return " ".join(map(str, self.media)) if self.media else self.drawn_by
+        return " ".join(map(str, self.media)) if self.media else name_of(self.request_id)
 
 
 @dataclass(frozen=True, slots=True)

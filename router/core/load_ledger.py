@@ -142,9 +142,19 @@ class LoadLedger:
         self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
     ) -> None:
         """Replace the prediction (if any) by what the worker says."""
-        is_others = (worker, request_id) not in self._entries
-        self.others_share += (is_others - self.others_share) * OTHERS_STEP
-        self._put(worker, request_id, LoadEntry(slot, prefill_tokens, active_blocks, True, now_ms))
+        entry = self._entries.get((worker, request_id))
+        self.others_share += ((entry is None) - self.others_share) * OTHERS_STEP
+        if entry is None or entry.slot != slot:
+            self._put(worker, request_id, LoadEntry(slot, prefill_tokens, active_blocks, True, now_ms))
+            return
+        if entry.prefill_tokens != prefill_tokens:
+            self._prefill_tokens[slot] += prefill_tokens - entry.prefill_tokens
+            entry.prefill_tokens = prefill_tokens
+        if entry.active_blocks != active_blocks:
+            self._active_blocks[slot] += active_blocks - entry.active_blocks
+            entry.active_blocks = active_blocks
+        entry.confirmed = True
+        entry.due_ms = now_ms
 
     def crowded(self, worker: WorkerKey, slot: int, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:
         """Take a worker's word for the prompt tokens that it has still to compute, where that is more than is known.

@@ -41,6 +41,8 @@ from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Legs that compute a prompt."""
 
+_ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
+
 FEW_HOLDERS = 48
 """Up to this many holders of a path are filled in one by one; beyond, their masks are unpacked at once."""
 
@@ -213,7 +215,7 @@ class Selector:
         everyone = rows is group.all_rows
         slots = group.slots if everyone else group.slots[rows]
         ledger = projection.ledger
-        policy = self._encode_policy if request.stage is Stage.ENCODE else self._policy
+        policy = self._encode_policy if request.stage is _ENCODE else self._policy
         device, host, disk = self._overlap(group, path if policy.needs_overlap else (), untrusted, now_ms)
         candidates = Candidates(
             group.workers if everyone else tuple(group.workers[row] for row in rows),
@@ -267,7 +269,7 @@ class Selector:
         What comes out is the same, bit for bit, in plain numbers: whoever writes the record down makes its arrays.
         """
         policy = self._policy
-        if type(policy) is not KvAware or policy.temperature > 0.0 or request.stage is Stage.ENCODE:
+        if type(policy) is not KvAware or policy.temperature > 0.0 or request.stage is _ENCODE:
             return None
         if few.max_sequence_length <= request.isl:
             return None
@@ -444,9 +446,9 @@ class Selector:
         worker = decision.worker
         uncached = max(0, request.isl - decision.overlap_blocks * request.block_size)
         blocks = request.blocks
-        if request.stage is Stage.DECODE:
+        if request.stage is _DECODE:
             uncached = 0
-        elif request.stage is Stage.ENCODE:
+        elif request.stage is _ENCODE:
             # No prompt is computed there and no KV block taken: a request is its only load.
             uncached = blocks = 0
         slot = self._projection.index.slot(worker)
@@ -458,7 +460,7 @@ class Selector:
             # What is on workers that cannot be told is no part of what is shared out.
             blocks = self._projection.fleet.workers[worker].card.limits.total_kv_blocks
             retention.begin(worker, blocks, dispatch_id or request.request_id, request, path, now_ms)
-        if request.stage is Stage.ENCODE:
+        if request.stage is _ENCODE:
             pass  # it leaves no block of the prompt there
         elif self._approximate is not None:
             self._approximate.record(worker, path, now_ms)

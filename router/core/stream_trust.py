@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.overlap_check import OverlapCheck
@@ -39,8 +40,10 @@ OpenChoice = tuple[WorkerKey, str, Sequence[int], int, int]
 Window = tuple[WorkerKey, list[tuple[int, int, int]], bool]
 """A worker's cross-check: what counts for it (predicted, realised, disagreeing tokens), and whether it is suspect."""
 
+_ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
 
-class _Pending(NamedTuple):
+
+class _Pending(msgspec.Struct):
     """A chosen request that its worker has not started yet."""
 
     path: Sequence[int]
@@ -90,14 +93,15 @@ class StreamTrust:
         pending = self._pending.pop((worker, request_id), None)
         if pending is None:
             return
-        predicted = pending.blocks * pending.block_size
+        block_size = pending.block_size
+        predicted = pending.blocks * block_size
         if predicted != cached_tokens:
-            now = self._index.overlap(pending.path, worker).blocks * pending.block_size
+            now = self._index.overlap(pending.path, worker).blocks * block_size
             predicted = min(max(cached_tokens, min(predicted, now)), max(predicted, now))
         check = self._checks.get(worker)
         if check is None:
             check = self._checks[worker] = OverlapCheck()
-        if check.add(predicted, cached_tokens, pending.block_size):
+        if check.add(predicted, cached_tokens, block_size):
             self.verdicts += check.is_suspect
             self._judge(worker)
 
@@ -131,7 +135,7 @@ class StreamTrust:
 
         ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
         """
-        if not path or stage is Stage.DECODE or stage is Stage.ENCODE:
+        if not path or stage is _DECODE or stage is _ENCODE:
             return
         self._pending[(worker, request_id)] = _Pending(
             path, block_size, self._index.overlap(path, worker).blocks if blocks is None else blocks

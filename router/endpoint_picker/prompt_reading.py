@@ -104,7 +104,7 @@ class PromptReader:
             if job.media:
                 return Reading(job.served.name, None, why="media")
             self._domains.claim(job, None, ())
-            prompts = await self._tokenization.run(len(body), job.tokenize, job.model.tokenizes_fast)
+            prompts = await self._tokenization.run(len(body), job.tokenize, job.model.tokenizes_fast())
             # One entry on the books for the whole body: choices and further prompts go to the same engine.
             request = job.requests(prompts[:1], [request_id] * job.choices_per_prompt)[0]
         except (RequestError, msgspec.MsgspecError, RecursionError) as error:

@@ -127,7 +127,7 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
         await looks.get()
         await looks.get()  # what was looked at before is said by now
         assert traffic.totals() == Totals(0, 1, got)
-        traffic.end("one")
+        traffic.end("one", got)
         report.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await report

@@ -128,6 +128,27 @@ def test_frames_of_all_sizes_go_there_and_back(make: Make, run_loop: Run) -> Non
 
 @KINDS
 @LOOPS
+def test_long_and_short_frames_of_one_turn_arrive_in_order(make: Make, run_loop: Run) -> None:
+    frames = [bytes((65 + place,)) * size for place, size in enumerate((1, 65_536, 0, 9_000, 8_192, 300_000, 255))]
+
+    async def scenario(context: PlaneContext) -> None:
+        server, owner = Server(), Owner()
+        dealer = make(context, server.endpoint, owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await owner.news.get() == "connected"
+            for turn in (frames, frames[:1], frames[::-1]):
+                for frame in turn:
+                    assert dealer.send(frame)
+                assert [(await server.socket.recv_multipart())[1] for _ in turn] == turn
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@KINDS
+@LOOPS
 def test_a_server_that_ends_and_starts_again_is_found_again(make: Make, run_loop: Run) -> None:
     async def scenario(context: PlaneContext) -> None:
         server, owner = Server(), Owner()

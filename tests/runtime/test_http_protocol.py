@@ -32,6 +32,8 @@ class Endpoint:
         self.wrote_at_once: list[bool] = []
         self.left_behind: list[object] = []
         """What it finds in the scope of each request of what it puts there."""
+        self.of_head: list[int | None] = []
+        """How many requests with its head were before each, as far as the connection keeps that."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection | None = (scope.get("extensions") or {}).get(CONNECTION)
@@ -45,6 +47,10 @@ class Endpoint:
         else:
             body = connection.body
             connection.on_left = self.left.set
+            kept = connection.of_head
+            self.of_head.append(None if kept is None else kept.get("before", 0))
+            if kept is not None:
+                kept["before"] = kept.get("before", 0) + 1
         self.entered.set()
         self.left_behind.append(scope.get("left behind"))
         scope["left behind"] = True
@@ -273,6 +279,16 @@ def test_a_head_that_came_before_is_not_parsed_again(parsed: list[bytes]) -> Non
 
     asyncio.run(go())
     assert parsed == [post(b"a")]
+
+
+def test_what_an_endpoint_keeps_of_a_head_is_there_for_the_next_request_with_it_and_for_no_other() -> None:
+    async def go() -> None:
+        async with talking() as (application, client):
+            other = post(b"abc", "x-request-id: other")
+            await sizes(client, post(b"a"), post(b"bb"), post(b"ccc"), other, other, post(b"a"), post(b"bb"))
+            assert application.endpoint.of_head == [None, 0, 1, None, 0, None, 0]
+
+    asyncio.run(go())
 
 
 def test_what_differs_in_more_than_its_length_is_parsed(parsed: list[bytes]) -> None:

@@ -55,6 +55,9 @@ class FeedState(Enum):
     LIVE = "live"
 
 
+_LIVE = FeedState.LIVE
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything known is replaced by the state before record ``offset``."""
@@ -94,7 +97,7 @@ class FeedReader:
     @property
     def behind(self) -> int:
         """Return how many records, at least, are missing of those that the feed has named: 0 while live."""
-        return 0 if self.state is FeedState.LIVE else max(1, self._goal - self.next_offset)
+        return 0 if self.state is _LIVE else max(1, self._goal - self.next_offset)
 
     def start(self, now_ms: float) -> list[FeedEffect]:
         """Begin: the subscription is on its way."""
@@ -112,13 +115,13 @@ class FeedReader:
         end = frame.offset + len(payloads)
         self._goal = max(self._goal, end)
         if not payloads:
-            if self.state is not FeedState.LIVE:
+            if self.state is not _LIVE:
                 return []
             if end < self.next_offset:
                 return self._ask_snapshot(now_ms)
             return self._close_hole(now_ms) if end > self.next_offset else []
         known = max(0, self.next_offset - frame.offset)
-        if self.state is FeedState.LIVE:
+        if self.state is _LIVE:
             if end <= self.next_offset:
                 return []
             if frame.offset <= self.next_offset:
@@ -127,7 +130,7 @@ class FeedReader:
             known = 0
         for number in range(known, len(payloads)):
             self._keep(frame.offset + number, payloads[number])
-        return self._close_hole(now_ms) if self.state is FeedState.LIVE else []
+        return self._close_hole(now_ms) if self.state is _LIVE else []
 
     def answer(self, message: FromFeed, life: bytes, now_ms: float) -> list[FeedEffect]:
         """Take in an answer."""
@@ -156,13 +159,13 @@ class FeedReader:
 
     def tick(self, now_ms: float) -> list[FeedEffect]:
         """Time has passed; call at ``due_ms``."""
-        if self.state is FeedState.LIVE or now_ms - self._asked_ms < self._answer_timeout_ms:
+        if self.state is _LIVE or now_ms - self._asked_ms < self._answer_timeout_ms:
             return []
         return self._ask_snapshot(now_ms) if self.state is FeedState.SYNCING else self._ask_replay(now_ms)
 
     def due_ms(self) -> float | None:
         """Return the time at which ``tick`` has something to do."""
-        return None if self.state is FeedState.LIVE else self._asked_ms + self._answer_timeout_ms
+        return None if self.state is _LIVE else self._asked_ms + self._answer_timeout_ms
 
     # Inside
 
@@ -209,7 +212,7 @@ class FeedReader:
 
     def _go_live(self, now_ms: float) -> list[FeedEffect]:
         """Take what was kept, as far as it goes without a hole."""
-        self.state = FeedState.LIVE
+        self.state = _LIVE
         following: list[bytes] = []
         at = self.next_offset
         while (payload := self._kept.pop(at, None)) is not None:
@@ -219,7 +222,7 @@ class FeedReader:
             del self._kept[offset]
         self._kept_bytes = sum(map(len, self._kept.values()))
         effects = self._deliver(following, now_ms)
-        if self.state is FeedState.LIVE and self.next_offset < self._goal:
+        if self.state is _LIVE and self.next_offset < self._goal:
             effects += self._close_hole(now_ms)
         return effects
 
