@@ -1053,6 +1053,9 @@ def _followed(blocks: Sequence[int], path: Sequence[int], at: int) -> int:
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many leading elements two sequences share."""
+    count = min(len(left), len(right))
+    if left[:count] == right[:count]:
+        return count
     shared = 0
     for one, other in zip(left, right, strict=False):
         if one != other:
