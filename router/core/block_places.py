@@ -11,7 +11,7 @@ Rules
        is what there is. A shard that holds much of what went is put in order.
     3. What ``where`` returns are runs that a block is in or was in: numbers are given again. Whoever asks looks into
        the run.
-    4. A shard beyond ``shard_entries`` is split in eight. One shard is put in order or split at a time, so nothing here
+    4. A shard beyond ``shard_entries`` is split in two. One shard is put in order or split at a time, so nothing here
        takes longer because there are many blocks.
 """
 
@@ -36,7 +36,7 @@ FRESH_ENTRIES = 8192
 SHARDS_FREED = 16
 """Shards that are freed as one entry, each of two pieces of memory."""
 
-SPLIT_BITS = 3
+SPLIT_BITS = 1
 
 DEPTH_MAX = 32
 """Leading bits that shards differ by at the most."""
@@ -236,7 +236,9 @@ class BlockPlaces:
             shard.gone += gone_here
             if len(shard.numbers) > crowded_bytes or 16 * shard.gone > len(shard.numbers) + 4096:
                 self._crowded[self._starts[place]] = None
-        if self._crowded:
+        for _ in range(len(blocks) // self.fresh_entries):
+            if not self._crowded:
+                break
             start = next(iter(self._crowded))
             del self._crowded[start]
             self._relieve(bisect_right(self._starts, start) - 1)
@@ -263,6 +265,9 @@ class BlockPlaces:
         self._shards[place : place + 1] = parts
         starts = array("Q", (start + (each << (KEY_BITS - depth)) for each in range(1 << SPLIT_BITS)))
         self._starts[place : place + 1] = starts
+        for part, first in zip(parts, starts, strict=True):
+            if len(part.numbers) > 4 * self.shard_entries:
+                self._crowded[first] = None
 
 
 def _put_in_order(shard: _Shard) -> None:
@@ -270,7 +275,12 @@ def _put_in_order(shard: _Shard) -> None:
     blocks: NDArray[np.uint64] = np.frombuffer(shard.blocks, np.uint64)
     numbers: NDArray[np.uint32] = np.frombuffer(shard.numbers, np.uint32)
     runs = numbers & ~np.uint32(GONE)
-    order = np.lexsort((runs, blocks))
+    # Sorted by block, which is fast; then by run where a block has been in several, which few have.
+    order = np.argsort(blocks)
+    mixed = (blocks[order][1:] == blocks[order][:-1]) & (runs[order][1:] != runs[order][:-1])
+    if mixed.any():
+        among = np.flatnonzero(np.isin(blocks[order], blocks[order][1:][mixed]))
+        order[among] = order[among][np.lexsort((runs[order[among]], blocks[order[among]]))]
     blocks, runs = blocks[order], runs[order]
     signs = np.where(numbers[order] >= GONE, -1, 1)
     differs = np.ones(len(blocks), bool)

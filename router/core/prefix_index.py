@@ -92,7 +92,7 @@ looks at all that is in new dicts, a tenth of a second."""
 
 PLACES_SHARD_ENTRIES = 16_384
 """Blocks of a shard of ``BlockPlaces``: looking through all of them takes five to ten microseconds, splitting them or
-putting them in order a millisecond."""
+putting them in order about a millisecond."""
 
 NEAR = 8
 """Blocks of a path that a leap looks at, at each place, for one that is the first or last of a run."""
