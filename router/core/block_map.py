@@ -1,4 +1,4 @@
-"""Which run each resident block is in: a map in shards whose keys are small and whose work is done many blocks at once.
+"""Which run has a block as its first or last: a map in shards whose keys are small.
 
 An integer of up to 60 bits takes 32 bytes in Python, one of 64 bits 48. So the leading bits of a hash, which say in
 which of the first shards it is, are left out of its key.
@@ -6,11 +6,7 @@ which of the first shards it is, are left out of its key.
 Rules
     1. The key of a hash is its rest behind the first ``depth`` leading bits, ``key_mask``. Shards are split, never
        joined, so within a shard no two hashes have the same key.
-    2. With the first shards by the leading byte, keys and places of a whole chain come from its bytes: one slice says
-       which shards, and where that slice is put to zero the rest are the keys. After the first split the places are
-       those of the two leading bytes, for the same reason; each shard stands in many of them.
-    3. Blocks are handed over as ``array("Q")``.
-    4. Shards fill evenly, so all would outgrow their tables within a few thousand blocks of each other, several in one
+    2. Shards fill evenly, so all would outgrow their tables within a few thousand blocks of each other, several in one
        call, at one or two milliseconds each. So tables that are costly to rebuild grow ahead of time, one after the
        other, and shards are split one after the other: whoever stores asks for ``relieve`` once a shard has more than
        ``crowded_entries``.
@@ -19,24 +15,11 @@ Rules
 from __future__ import annotations
 
 import sys
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from poolgrid.router.core.run_forest import Run
 from poolgrid.router.sharded_map import KEY_BITS, ShardedMap
-
-BYTE_DEPTH = 8
-"""Leading bits that the first shards differ by where they are told apart by the leading byte: 256 shards."""
-
-_BYTE_SHIFT = KEY_BITS - BYTE_DEPTH
-_BYTES_SHIFT = KEY_BITS - 2 * BYTE_DEPTH
-_LITTLE = sys.byteorder == "little"
-_LEADING_BYTE = slice(7 if _LITTLE else 0, None, 8)
-_LEADING_BYTES = slice(3 if _LITTLE else 0, None, 4)
-
-FEW_BLOCKS = 5
-"""Blocks from which on slices cost less than a turn of a loop for each."""
 
 TABLES = (16_384, 32_768)
 """Slots of the tables that grow ahead of time. A smaller one takes less than half a millisecond to rebuild."""
@@ -70,15 +53,14 @@ def _grow(shard: dict[int, Any], slots: int) -> None:
 
 
 class BlockMap(ShardedMap[Run]):
-    """The run of each block that is in reach, by sequence hash."""
+    """The run of each block that is the first or last of one, by sequence hash."""
 
-    __slots__ = ("_by_bytes", "_grown_to", "_relieve_at", "_stage", "crowded_entries", "key_mask", "view")
+    __slots__ = ("_grown_to", "_relieve_at", "_stage", "crowded_entries", "key_mask", "view")
 
     def __init__(self, shard_entries: int, depth: int) -> None:
         super().__init__(shard_entries, depth)
         self.key_mask = (1 << (KEY_BITS - depth)) - 1
         """What of a hash is its key."""
-        self._by_bytes = depth == BYTE_DEPTH
         self._stage = -1
         """Which of ``TABLES`` grows next."""
         self._grown_to = 0
@@ -90,37 +72,6 @@ class BlockMap(ShardedMap[Run]):
         self._begin_stage(0)
         self.view = (self.shards, self.shift, self.key_mask)
         """All that a look-up needs, in one place: ``shards[block >> shift][block & key_mask]``."""
-
-    def keys_and_places(self, blocks: array[int]) -> tuple[Iterable[int], Iterable[int]]:
-        """Return the keys of blocks and the places of their shards: ``shards[place][key]``."""
-        shift = self.shift
-        count = len(blocks)
-        if count == 1:
-            block = blocks[0]
-            return (block & self.key_mask,), (block >> shift,)
-        if count < FEW_BLOCKS or not self._by_bytes or shift < _BYTES_SHIFT:
-            mask = self.key_mask
-            return [block & mask for block in blocks], [block >> shift for block in blocks]
-        packed = bytearray(blocks)
-        places: Iterable[int]
-        places = packed[_LEADING_BYTE] if shift == _BYTE_SHIFT else array("H", packed)[_LEADING_BYTES]
-        packed[_LEADING_BYTE] = bytes(count)
-        return array("Q", packed), places
-
-    def set_all(self, blocks: array[int], run: Run) -> None:
-        """Name another run for blocks that are in the map."""
-        shards = self.shards
-        keys, places = self.keys_and_places(blocks)
-        for key, place in zip(keys, places):  # noqa: B905 - the word takes as long as some blocks
-            shards[place][key] = run
-
-    def delete_all(self, blocks: array[int]) -> None:
-        """Take out blocks that are in the map."""
-        shards = self.shards
-        keys, places = self.keys_and_places(blocks)
-        for key, place in zip(keys, places):  # noqa: B905 - the word takes as long as some blocks
-            del shards[place][key]
-        self.entries -= len(blocks)
 
     def relieve(self, key: int) -> None:
         """Split the shard of a block when it has grown too large, or have the table of one shard grow ahead of time;
@@ -197,9 +148,3 @@ class BlockMap(ShardedMap[Run]):
         super()._spread(bits)
         self._grown_to <<= bits
         self.view = (self.shards, self.shift, self.key_mask)
-
-    def _deepen(self) -> None:
-        if self._by_bytes and self.shift == _BYTE_SHIFT:
-            self._spread(BYTE_DEPTH)
-        else:
-            super()._deepen()

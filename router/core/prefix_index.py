@@ -1,10 +1,11 @@
-"""Which worker holds which prefix: one flat map, addressed by sequence hash, over runs of blocks.
+"""Which worker holds which prefix: runs of blocks, found by their first and last block.
 
 How it works
-    A sequence hash names its whole path. ``_reach`` maps each resident sequence hash to its ``Run``: consecutive blocks
-    of one path that the same workers hold, *together with every block before them*. Along a path the masks can only
-    lose bits, and only the last block of a run has others behind it. So the depth of every worker is found by going
-    from run to run, or over many runs at once where nobody's part ends, not by walking each block.
+    A sequence hash names its whole path. A ``Run`` is consecutive blocks of one path that the same workers hold,
+    *together with every block before them*. Along a path the masks can only lose bits, and only the last block of a run
+    has others behind it. So the depth of every worker is found by going from run to run: ``_edges`` maps the first and
+    last block of each to the run, and what lies between is compared with the path. Engines store behind last blocks and
+    evict last blocks, so nearly all that is asked for is an edge.
 
 Rules
     1. Exact always. A worker that holds a block but not all of its ancestors is kept apart, block by block, in
@@ -18,9 +19,17 @@ Rules
     5. At most ``budget_bytes``, after every store. Beyond it the blocks that are longest out of reach go first, then
        leaves from their ends, oldest first, but leaves in use get a second chance; evictions are counted.
     6. No call takes longer because the index is large. Nothing is copied or scanned whole, no map is rebuilt whole
-       (``BlockMap``), and what sweeping and eviction do in one call has a limit. Beyond that a call does what its own
-       event says: its blocks, the runs that they cut, and, where a block goes that a worker still holds blocks behind
-       (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right below.
+       (``BlockMap``, ``BlockPlaces``), and what sweeping and eviction do in one call has a limit. Beyond that a call
+       does what its own event says: its blocks, the runs that they cut, and, where a block goes that a worker still
+       holds blocks behind (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right
+       below.
+    7. ``_places`` has every block, also those inside of runs, and is asked where no edge says where a block is: where a
+       path branches inside a run, where a block goes from its middle, and of blocks that nobody holds. That takes some
+       microseconds a block.
+    8. A chain that has a block twice, or begins or ends with an edge of a run that it does not go on from, is refused.
+       Nobody asks whether another block of a new chain is inside of some run: there it would contradict the path that
+       its hash names, and is believed of the worker alone that says so. Where such a block becomes an edge of two runs
+       ``_edges`` can name but one: from then on (``_crossed``) ``_places`` is asked for what ``_edges`` does not know.
 
 Nothing here reads a clock, logs, or raises on an event that contradicts the index: a second store or an unknown remove
 changes nothing and is counted.
@@ -33,11 +42,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from sys import getrefcount
 
 import msgspec
 
-from poolgrid.router.core.block_map import BYTE_DEPTH, BlockMap
+from poolgrid.router.core.block_map import BlockMap
+from poolgrid.router.core.block_places import GONE, BlockPlaces
 from poolgrid.router.core.lower_tiers import LowerTiers, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
@@ -47,7 +56,8 @@ from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerKey
 
 BYTES_PER_BLOCK = 128
-"""Budgeted bytes per distinct block: 65 to 95 measured (map entry, key, place in its run), the rest for growth."""
+"""Budgeted bytes per distinct block. Of runs of a hundred blocks one takes 20 to 40 (its place in the run, and as it is
+written down), of runs of a few several hundred; recorded decisions are replayed with the same number."""
 
 RUN_BLOCKS_MAX = 1024
 """Blocks of one run: what is freed in one go, at the most, and twice what a split moves."""
@@ -72,15 +82,22 @@ DEVICE = Tier.DEVICE
 HASHES_END = 1 << KEY_BITS
 """Behind the last hash."""
 
-FIRST_DEPTH = BYTE_DEPTH
-"""Leading bits that tell the shards of an empty index apart: 256. With more, a store has more memory to touch."""
+FIRST_DEPTH = 8
+"""Leading bits that the shards of an empty index differ by: 256. With more, a store has more memory to touch."""
 
-REACH_SHARD_ENTRIES = 32_768
-"""Blocks of a shard before it is split: eight million blocks need no split, and a rebuild takes two to three
-milliseconds. At 8,192 storing took a half more from two million blocks on, where all shards were split, and a young
-run of the collector, which looks at all that is in new dicts, a tenth of a second."""
+EDGES_SHARD_ENTRIES = 32_768
+"""Edges of a shard before it is split: eight million need no split, and a rebuild takes two to three milliseconds. At
+8,192 storing took a half more from two million on, where all shards were split, and a young run of the collector, which
+looks at all that is in new dicts, a tenth of a second."""
 
-HOPS = 4
+PLACES_SHARD_ENTRIES = 16_384
+"""Blocks of a shard of ``BlockPlaces``: looking through all of them takes five to ten microseconds, splitting them or
+putting them in order about a millisecond."""
+
+NEAR = 8
+"""Blocks of a path that a leap looks at, at each place, for one that is the first or last of a run."""
+
+HOPS = 16
 """Runs in a row that a look-up passes one by one though nobody's part of the path ends there; then it leaps."""
 
 SECOND_CHANCES = 64
@@ -98,7 +115,7 @@ class IndexCounters:
     evicted_blocks: int = 0
     dropped_workers: int = 0
     contradictions: int = 0
-    """Events that name another parent for a resident block, or a block twice in one chain; the rest was ignored."""
+    """Events that name another parent for an edge of a run, or a block twice in one chain; the rest was ignored."""
 
 
 class TierOverlap(msgspec.Struct, frozen=True):
@@ -121,7 +138,7 @@ class PrefixIndex:
         self,
         budget_bytes: int | None = None,
         sweep_slice_entries: int = SWEEP_SLICE_ENTRIES,
-        shard_entries: int = REACH_SHARD_ENTRIES,
+        shard_entries: int = EDGES_SHARD_ENTRIES,
         first_depth: int = FIRST_DEPTH,
     ) -> None:
         if budget_bytes is not None and budget_bytes < BYTES_PER_BLOCK:
@@ -132,7 +149,12 @@ class PrefixIndex:
         self._shard_entries = shard_entries
         self._first_depth = first_depth
         self._max_blocks = sys.maxsize if budget_bytes is None else budget_bytes // BYTES_PER_BLOCK
-        self._reach = BlockMap(shard_entries, first_depth)
+        self._edges = BlockMap(shard_entries, first_depth)
+        self._places = BlockPlaces(min(shard_entries, PLACES_SHARD_ENTRIES), first_depth)
+        self._blocks = 0
+        """How many blocks are in reach."""
+        self._crossed = False
+        """Whether two runs had the same block as their first or last, so that ``_edges`` may lack one."""
         self._runs = RunForest()
         self._orphans = Orphans(min(shard_entries, SHARD_ENTRIES))
         self._lower = LowerTiers(min(shard_entries, SHARD_ENTRIES))
@@ -204,36 +226,56 @@ class PrefixIndex:
             self._lower.onboard(bit, hashes)
         if type(hashes) is not array:
             hashes = array("Q", hashes)
-        reach, orphans = self._reach, self._orphans
-        shards, shift, key_mask = reach.view
-        first = hashes[0]
+        edges, orphans = self._edges, self._orphans
+        shards, shift, key_mask = edges.view
+        first, last = hashes[0], hashes[-1]
         count = len(hashes)
         above = None if parent is None else shards[parent >> shift].get(parent & key_mask)
+        shard = shards[last >> shift]
         if (
             first & key_mask in shards[first >> shift]
-            or (parent is not None and (above is None or not above.mask & bit))
+            or last & key_mask in shard
+            or (parent is not None and (above is None or not above.mask & bit or above.blocks[-1] != parent))
             or (orphans.entries and orphans.concern(hashes))
             or count > RUN_BLOCKS_MAX
         ):
             stored = self._store(bit, parent, hashes)
         elif (
-            count == 1
-            and above is not None
+            above is not None
             and above.mask == bit
             and above.child is None
-            and (blocks := above.blocks)[-1] == parent
-            and len(blocks) < RUN_BLOCKS_MAX
+            and len(before := above.blocks) + count <= RUN_BLOCKS_MAX
         ):
-            # What generation adds block by block, without a call.
-            (shard := shards[first >> shift])[first & key_mask] = above
-            blocks.append(first)
-            above.used = True
-            reach.entries += 1
-            stored = 1
-            if len(shard) > reach.crowded_entries:
-                reach.relieve(first)
+            # A sequence that its only holder continues: the usual growth, almost without a call.
+            assert parent is not None
+            places = self._places
+            if count > 1 and places.has_twice(hashes):
+                self.counters.contradictions += 1
+                stored = 0
+            else:
+                shard[last & key_mask] = above
+                if before[0] != parent:
+                    del shards[parent >> shift][parent & key_mask]
+                else:
+                    edges.entries += 1
+                if count > 1:
+                    before.extend(hashes)
+                    places.add(above, hashes)
+                else:
+                    # What generation adds, block by block.
+                    before.append(first)
+                    places.recent.add(first)
+                    places.fresh_blocks.append(first)
+                    places.fresh_numbers.append(above.number)
+                    if len(places.fresh_blocks) >= places.fresh_entries:
+                        places.hand_out()
+                above.used = True
+                self._blocks += count
+                stored = count
+                if len(shard) > edges.crowded_entries:
+                    edges.relieve(last)
         else:
-            # The usual case: a chain that nobody has yet, below blocks that this worker holds.
+            # A chain that nobody has yet, below the last of blocks that this worker holds.
             stored = count if self._add_run(bit, above, parent, hashes) else 0
         self._held[slot] += stored
         counters = self.counters
@@ -242,7 +284,7 @@ class PrefixIndex:
             counters.repeated_stores += count - stored
         if self._dead or self._sweeping:
             self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
-        if reach.entries + orphans.entries > self._max_blocks:
+        if self._blocks + orphans.entries > self._max_blocks:
             self._evict(EVICTION_SLICE_BLOCKS + 4 * count)
 
     def remove(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
@@ -257,49 +299,61 @@ class PrefixIndex:
             hashes, lowered, unknown = lower.take_off(bit, hashes, tier)
             self._lower_blocks[slot] -= lowered
             self.counters.unknown_removes += unknown
-        reach, orphans = self._reach, self._orphans
-        shards, shift, key_mask = reach.view
+        edges, places, orphans = self._edges, self._places, self._orphans
         removed = at = 0
         count = len(hashes)
         in_order = hashes if type(hashes) is array else array("Q", hashes)
         while at < count:
             sequence_hash = in_order[at]
             at += 1
+            shards, shift, key_mask = edges.view
             run = (shard := shards[sequence_hash >> shift]).get(key := sequence_hash & key_mask)
             if run is not None and run.mask & bit:
                 if run.mask == bit and run.child is None and (blocks := run.blocks)[-1] == sequence_hash:
-                    # The usual case, without a call each: the end of what nobody else holds, as engines evict.
-                    length = min(len(blocks), count - at + 1)
-                    if length > 2 and blocks[-2] == in_order[at]:
-                        # From there on backwards, probably as far as either goes.
-                        ending = in_order[at - 1 : at - 1 + length]
-                        if ending[::-1] == blocks[-length:]:
-                            del blocks[-length:]
-                            reach.delete_all(ending)
-                            removed += length
-                            at += length - 1
-                            if not blocks:
-                                self._unlink(run)
-                            continue
+                    # The usual case: the end of what nobody else holds, as engines evict; from there on backwards,
+                    # probably as far as either goes.
+                    held = len(blocks)
+                    if held == 1 or (at < count and blocks[-2] == in_order[at]):
+                        length = min(held, count - at + 1)
+                        ending = blocks[-length:]
+                        ending.reverse()
+                        going = in_order[at - 1 : at - 1 + length]
+                        if ending != going:
+                            length = _common_prefix(ending, going)
+                        self._shorten(run, length)
+                        removed += length
+                        at += length - 1
+                        continue
+                    # One block, without a call.
                     blocks.pop()
-                    del shard[key]
-                    reach.entries -= 1
-                    if not blocks:
-                        self._unlink(run)
-                else:
-                    self._remove_reached(run, sequence_hash, bit)
-                removed += 1
-            elif orphans.entries:
-                orphan = orphans.get(sequence_hash)
-                if orphan is not None and orphan.mask & bit:
-                    orphans.clear(orphan, bit)
+                    self._blocks -= 1
                     removed += 1
+                    places.fresh_blocks.append(sequence_hash)
+                    places.fresh_numbers.append(run.number | GONE)
+                    if len(places.fresh_blocks) >= places.fresh_entries:
+                        places.hand_out()
+                    if blocks[0] != sequence_hash:
+                        del shard[key]
+                        edges.entries -= 1
+                    if held > 2:
+                        self._set_edge(blocks[-1], run, run)
+                    continue
+            elif orphans.entries and (orphan := orphans.get(sequence_hash)) is not None and orphan.mask & bit:
+                orphans.clear(orphan, bit)
+                removed += 1
+                continue
+            else:
+                run = self._inside(sequence_hash, bit)
+                if run is None:
+                    continue
+            self._remove_reached(run, sequence_hash, bit)
+            removed += 1
         self._held[slot] -= removed
         self.counters.blocks_removed += removed
         self.counters.unknown_removes += count - removed
         if self._dead or self._sweeping:
             self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
-        if reach.entries + orphans.entries > self._max_blocks:
+        if self._blocks + orphans.entries > self._max_blocks:
             # Blocks that went out of reach for one worker, and not for others, take room twice.
             self._evict(EVICTION_SLICE_BLOCKS + 4 * count)
 
@@ -334,9 +388,10 @@ class PrefixIndex:
 
         Freed at once, a million blocks keep everybody waiting for a tenth of a second.
         """
-        for each in (self._lower, self._reach, self._orphans):
+        for each in (self._lower, self._edges, self._places, self._orphans):
             entries = each.discard(entries)
         while entries > 0 and (run := self._runs.discard_newest()) is not None:
+            self._blocks -= len(run.blocks)
             entries -= len(run.blocks) + 1
         return entries <= 0
 
@@ -347,12 +402,14 @@ class PrefixIndex:
 
         ``depth`` counts leading blocks of the path. Masks are disjoint; whoever holds nothing of the path is in none.
         """
-        shards, shift, key_mask = self._reach.view
+        shards, shift, key_mask = self._edges.view
         try:
             block = path[0]
         except IndexError:
             return []
         run = shards[block >> shift].get(block & key_mask)
+        if self._crossed:
+            run = self._child(None, block)
         if run is None or not (mask := run.mask & self._live):
             return []
         last = len(path) - 1
@@ -364,10 +421,10 @@ class PrefixIndex:
         high_mask = high.mask if high is not None else 0
         if high_mask & mask == mask:
             return [(last + 1, mask)]
-        at = 0 if run.parent is None else -blocks.index(path[0])
+        at = 0 if blocks[0] == path[0] else -blocks.index(path[0])
         # From run to run: behind a path's part of one comes the first block of the next, or nothing that anyone holds.
         groups: list[tuple[int, int]] = []
-        hops = HOPS
+        hops = patience = HOPS
         while True:
             end = at + len(blocks)
             if end > last:
@@ -381,6 +438,8 @@ class PrefixIndex:
                     break
             else:
                 below = shards[block >> shift].get(block & key_mask)
+                if self._crossed:
+                    below = self._child(blocks[-1], block)
                 if below is None:
                     break
             rest = below.mask & mask
@@ -390,41 +449,67 @@ class PrefixIndex:
                     groups.append((last + 1, mask))
                     groups.reverse()
                     return groups
-                if hops:
-                    hops -= 1
-                    run, at = below, end
-                    blocks = run.blocks
-                    continue
-                end, below = self._leap(path, end, mask)
-                rest = below.mask & mask if below is not None else 0
+                run, at = below, end
+                hops -= 1
+                if not hops:
+                    run, at = self._leap(path, run, at, mask)
+                    if at == end:
+                        patience *= 2
+                    hops = patience
+                blocks = run.blocks
+                continue
             groups.append((end, mask ^ rest))
-            if below is None or not rest:
+            if not rest:
                 groups.reverse()
                 return groups
-            run, at, mask, hops = below, end, rest, HOPS
+            run, at, mask, hops = below, end, rest, patience
             blocks = run.blocks
         groups.append((at + _followed(blocks, path, at), mask))
         groups.reverse()
         return groups
 
-    def _leap(self, path: Sequence[int], at: int, mask: int) -> tuple[int, Run | None]:
-        """Return the first place of a path behind ``at`` that not all of ``mask`` hold, and the run that is there.
+    def _leap(self, path: Sequence[int], run: Run, at: int, mask: int) -> tuple[Run, int]:
+        """Return a run farther down a path that all of ``mask`` hold, and where it begins, or the same if none is seen.
 
-        There is such a place, and they hold the block at ``at``. It is looked for in steps that double, then halve.
+        Looked for in steps that double, then halve, and only by edges: where these are rare runs are long.
         """
-        reach = self._reach
-        step, doubles = 1, True
-        high = len(path) - 1
-        found = reach.get(path[high])
-        while high - at > 1:
+        shards, shift, key_mask = self._edges.view
+        step, doubles = 2 * NEAR, True
+        low, high = at, len(path)
+        while high - low > 2 * NEAR:
+            probe = low + step if doubles and low + step < high else (low + high) >> 1
             step *= 2
-            probe = min(at + step, high - 1) if doubles else (at + high) >> 1
-            run = reach.get(path[probe])
-            if run is not None and run.mask & mask == mask:
-                at = probe
+            for near in range(probe, min(probe + NEAR, high)):
+                block = path[near]
+                seen = shards[block >> shift].get(block & key_mask)
+                if seen is not None:
+                    break
+            if seen is not None and seen.mask & mask == mask:
+                run = seen
+                low = near
+                at = near if seen.blocks[0] == block else near + 1 - len(seen.blocks)
             else:
-                high, found, doubles = probe, run, False
-        return high, found
+                high, doubles = probe, False
+        return run, at
+
+    def _run_of(self, block: int, bit: int = -1) -> Run | None:
+        """Return the run that a block is in, which certain workers hold, or anybody."""
+        run = self._edges.get(block)
+        return run if run is not None and run.mask & bit else self._inside(block, bit)
+
+    def _inside(self, block: int, bit: int) -> Run | None:
+        """Return the run that a block is in and certain workers hold, where no edge says so; it takes microseconds."""
+        return next((run for run in self._places.where(block) if run.mask & bit and block in run.blocks), None)
+
+    def _child(self, parent: int | None, block: int) -> Run | None:
+        """Return the run that begins with a block, behind another or none."""
+        run = self._edges.get(block)
+        if run is None or run.parent != parent or run.blocks[0] != block:
+            run = None
+            if self._crossed:
+                found = self._places.where(block)
+                run = next((each for each in found if each.parent == parent and each.blocks[0] == block), None)
+        return run
 
     def overlap(self, path: Sequence[int], worker: WorkerKey) -> TierOverlap:
         """Return how much of a path one worker holds, by tier."""
@@ -482,9 +567,8 @@ class PrefixIndex:
             return found, HASHES_END
         bit = 1 << slot
         while entries > 0 and first < HASHES_END:
-            shard, end = self._reach.shard_from(first)
-            leading = self._reach.leading(first)
-            held = [h for key, run in shard.items() if run.mask & bit and (h := leading | key) >= first]
+            blocks, runs, end = self._places.shard_from(first)
+            held = [h for h, run in zip(blocks, runs, strict=True) if h >= first and run.mask & bit]
             looked = self._orphans.held_between(bit, first, end, held)
             held.sort()
             if self._lower.in_use:
@@ -492,7 +576,7 @@ class PrefixIndex:
                     found.extend((h, tier) for tier in self._lower.tiers_of(h, bit))
             else:
                 found.extend((h, Tier.DEVICE) for h in held)
-            entries -= len(shard) + looked + 1
+            entries -= len(blocks) + looked + 1
             first = end
         return found, first
 
@@ -532,55 +616,56 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Return how many blocks are resident; one that some hold in reach and others out of reach counts twice."""
-        return self._reach.entries + self._orphans.entries
+        return self._blocks + self._orphans.entries
 
     def size_bytes(self) -> int:
         """Return a close estimate: the maps exactly, 40 bytes a block for its key and place in its run."""
-        maps = (self._reach, self._orphans, self._lower)
-        return sum(each.size_bytes() for each in maps) + 40 * len(self) + RUN_BYTES * self._runs.ages.entries
+        maps = (self._edges, self._places, self._orphans, self._lower)
+        keys = 32 * (self._edges.entries + self._orphans.entries)
+        return sum(each.size_bytes() for each in maps) + 9 * self._blocks + keys + RUN_BYTES * self._runs.ages.entries
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
     def _store(self, bit: int, parent: int | None, hashes: array[int]) -> int:
         """Store a chain for one worker; return how many blocks the worker did not hold before."""
-        reach = self._reach
-        above: Run | None = None
+        run: Run | None = None
+        position = 0
         if parent is not None:
-            above = reach.get(parent)
-            if above is None or not above.mask & bit:
+            run = self._run_of(parent, bit)
+            if run is None:
                 return self._store_orphans(bit, parent, hashes)
+            position = run.blocks.index(parent) + 1
         if self._orphans.entries and self._orphans.concern(hashes):
             return self._store_among_orphans(bit, parent, hashes)
         at = 0
         stored = 0
         end = len(hashes)
         while at < end:
-            first = hashes[at]
-            run = reach.get(first)
-            if run is None:
-                # Nothing below a block that is not resident can be resident, so the rest of the chain is new.
-                return stored + self._add_blocks(bit, above, parent, hashes[at:])
-            blocks = run.blocks
-            if run.mask & bit:
-                # Held already, and so is the rest of its run: skip what the chain shares with it.
-                at += 1
-                if blocks[-1] != first:
-                    rest = blocks[blocks.index(first) + 1 :]
-                    at += _common_prefix(rest, hashes[at : at + len(rest)])
-            elif run.parent != parent or blocks[0] != first:
-                self.counters.contradictions += 1
-                return stored
+            if run is not None and position < len(run.blocks):
+                # Held already: skip what the chain shares with the rest of its run.
+                shared = _common_prefix(run.blocks[position : position + end - at], hashes[at:])
+                if not shared:
+                    # It branches off, and nothing below a block that is not resident can be resident.
+                    return stored + self._add_blocks(bit, run, parent, hashes[at:])
+                at += shared
+                position += shared
             else:
-                length = len(blocks)
-                part = hashes[at : at + length]
-                shared = length if blocks == part else _common_prefix(blocks, part)
-                if shared < length:
-                    run = self._split(run, shared)
+                below = self._child(parent, hashes[at])
+                if below is None:
+                    return stored + self._add_blocks(bit, run, parent, hashes[at:])
+                run = below
+                position = 0
+                if run.mask & bit:
+                    continue
+                blocks = run.blocks
+                part = hashes[at : at + len(blocks)]
+                position = len(blocks) if blocks == part else _common_prefix(blocks, part)
+                if position < len(blocks):
+                    run = self._split(run, position)
                 run.mask |= bit
                 run.used = True
-                at += shared
-                stored += shared
-            above = run
+                at += position
+                stored += position
             parent = hashes[at - 1]
         return stored
 
@@ -593,82 +678,125 @@ class PrefixIndex:
             if not self._add_run(bit, above, parent, part):
                 return at
             parent = part[-1]
-            above = self._reach.get(parent)
+            above = self._edges.get(parent)
         return len(blocks)
 
     def _add_run(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> bool:
-        """Add new blocks, few enough for a run; refuse (False) what contradicts the index."""
-        reach = self._reach
-        shards = reach.shards
-        count = len(blocks)
+        """Add new blocks, few enough for a run, behind a block of ``above``; refuse (False) what contradicts edges."""
+        edges = self._edges
+        first, last = blocks[0], blocks[-1]
+        if first in edges or last in edges or self._places.has_twice(blocks):
+            self.counters.contradictions += 1
+            return False
+        if above is not None and above.blocks[-1] != parent:
+            assert parent is not None
+            above = self._split(above, above.blocks.index(parent) + 1)
+            # What was fresh may have been handed out meanwhile.
+            self._places.recent.update(blocks)
+        self._blocks += len(blocks)
         if (
             above is not None
             and above.mask == bit
             and above.child is None
-            and (before := above.blocks)[-1] == parent
-            and len(before) + count <= RUN_BLOCKS_MAX
+            and len(above.blocks) + len(blocks) <= RUN_BLOCKS_MAX
         ):
-            run = above
-        else:
-            run = Run(parent, blocks[:], bit)
-        keys, places = reach.keys_and_places(blocks)
-        references = getrefcount(run)
-        for key, place in zip(keys, places):  # noqa: B905 - as in the map
-            if (shard := shards[place]).setdefault(key, run) is not run:
-                self._take_back(blocks, place << reach.shift | key, run, run is above)
-                return False
-        if getrefcount(run) - references != count:
-            # One entry for each block, or else one stands twice in the chain, or before it in the run that grows. Only
-            # CPython counts so. What any Python does (asking before each store, a set of the chain) takes 4 to 22 %
-            # more a block (docs/decisions/0031). Where the count were wrong, sound chains would be refused: tests fail.
-            self._take_back(blocks, None, run, run is above)
-            return False
-        reach.entries += count
-        if len(shard) > reach.crowded_entries:
-            reach.relieve(blocks[-1])
-        if run is above:
-            # A sequence that its only holder continues: the usual growth while decoding.
-            run.blocks.extend(blocks)
-            run.used = True
+            if above.blocks[0] != parent:
+                self._no_edge(above.blocks[-1], above)
+            above.blocks.extend(blocks)
+            above.used = True
+            self._places.add(above, blocks)
+            self._set_edge(last, above)
             return True
-        if above is not None and above.blocks[-1] != parent:
-            assert parent is not None
-            above = self._split(above, above.blocks.index(parent) + 1)
+        run = Run(parent, blocks[:], bit)
+        self._set_edge(first, run)
+        if first != last:
+            self._set_edge(last, run)
         self._runs.add(run, above)
+        self._places.enter(run)
         return True
-
-    def _take_back(self, blocks: array[int], resident: int | None, run: Run, grown: bool) -> None:
-        """Take a chain that contradicts the index out of the map, up to the block that is resident elsewhere."""
-        added = dict.fromkeys(blocks if resident is None else blocks[: blocks.index(resident)])
-        reach = self._reach
-        if grown:
-            # The run that was to grow keeps what it had.
-            for block in run.blocks:
-                added.pop(block, None)
-        reach.entries += len(added)
-        reach.delete_all(array("Q", added))
-        self.counters.contradictions += 1
 
     def _split(self, run: Run, at: int) -> Run:
         """Cut a run before position ``at``; return the front part, whose child the rest is.
 
-        The shorter part becomes a run of its own: its blocks are those that the map must name it for.
+        The shorter part becomes a run of its own: its blocks are those that are written down anew.
         """
         if 2 * at > len(run.blocks):
-            moved = self._runs.cut_tail(run, at)
+            moved = tail = self._runs.cut_tail(run, at)
             front = run
         else:
-            front = moved = self._runs.cut_front(run, at, None if run.parent is None else self._reach.get(run.parent))
-        self._reach.set_all(moved.blocks, moved)
+            moved = front = self._runs.cut_front(run, at, self._above(run))
+            tail = run
+        self._places.take(run, moved.blocks)
+        self._places.recent.update(moved.blocks)
+        self._places.enter(moved)
+        for part in (front, tail):
+            self._set_edge(part.blocks[0], part, run)
+            self._set_edge(part.blocks[-1], part, run)
+        get = self._edges.get
+        for part in (front, tail):
+            if get(part.blocks[0]) is not part or get(part.blocks[-1]) is not part:
+                # A run that has a block twice, which is then an edge of both parts.
+                self._crossed = True
         return front
+
+    def _shorten(self, run: Run, count: int, evicted: bool = False) -> array[int]:
+        """Take blocks from the end of a run, perhaps all; return them."""
+        blocks = run.blocks
+        gone = blocks[-count:]
+        del blocks[-count:]
+        self._blocks -= count
+        self._places.take(run, gone)
+        self._no_edge(gone[-1], run)
+        if blocks:
+            self._set_edge(blocks[-1], run, run)
+            if gone[-1] == blocks[0]:
+                self._set_edge(blocks[0], run, run)
+        else:
+            self._no_edge(gone[0], run)
+            self._unlink(run, evicted)
+            self._places.leave(run)
+        return gone
+
+    def _set_edge(self, block: int, run: Run, before: Run | None = None) -> None:
+        """Name a run for its first or last block, where no other was named but perhaps ``before``."""
+        edges = self._edges
+        shard = edges.shards[block >> edges.shift]
+        key = block & edges.key_mask
+        named = shard.get(key)
+        if named is not run:
+            shard[key] = run
+            if named is None:
+                edges.entries += 1
+                if len(shard) > edges.crowded_entries:
+                    edges.relieve(block)
+            elif named is not before:
+                self._crossed = True
+
+    def _no_edge(self, block: int, run: Run) -> None:
+        """No longer name a run for a block."""
+        edges = self._edges
+        shard = edges.shards[block >> edges.shift]
+        key = block & edges.key_mask
+        if shard.get(key) is run:
+            del shard[key]
+            edges.entries -= 1
+
+    def _above(self, run: Run) -> Run | None:
+        """Return the run that names another as its child, where there is one."""
+        if run.parent is None or run.left is not None:
+            return None
+        above = self._edges.get(run.parent)
+        if above is not None and above.child is run:
+            return above
+        # It is gone, or another run has the same edge: a link to one that is gone must not stay.
+        return next((each for each in self._places.where(run.parent) if each.child is run), None)
 
     def _store_orphans(self, bit: int, parent: int, hashes: Sequence[int]) -> int:
         """Keep blocks apart whose worker does not hold the block before them; reach resumes where it can."""
         stored = 0
         orphans = self._orphans
         for sequence_hash in hashes:
-            run = self._reach.get(sequence_hash)
-            if (run is None or not run.mask & bit) and not orphans.mask(sequence_hash) & bit:
+            if not orphans.mask(sequence_hash) & bit:
                 if orphans.add(sequence_hash, bit, parent):
                     stored += 1
                 else:
@@ -679,21 +807,22 @@ class PrefixIndex:
     def _store_among_orphans(self, bit: int, parent: int | None, hashes: Sequence[int]) -> int:
         """Store block by block, bringing orphans back into reach where the chain reconnects them."""
         stored = 0
-        reach, orphans = self._reach, self._orphans
+        orphans = self._orphans
         pending: list[tuple[int | None, int]] = []
         for sequence_hash in hashes:
             pending.append((parent, sequence_hash))
             while pending:
                 before, block = pending.pop()
-                run = reach.get(block)
+                above = None if before is None else self._run_of(before, bit)
+                if above is None or before is None or above.blocks[-1] == before:
+                    run = self._child(before, block)
+                else:
+                    following = above.blocks.index(before) + 1
+                    run = above if above.blocks[following] == block else None
                 if run is None or not run.mask & bit:
                     if run is None:
-                        above = None if before is None else reach.get(before)
                         if not self._add_run(bit, above, before, array("Q", (block,))):
                             return stored
-                    elif run.parent != before or run.blocks[0] != block:
-                        self.counters.contradictions += 1
-                        return stored
                     else:
                         if len(run.blocks) > 1:
                             run = self._split(run, 1)
@@ -721,18 +850,21 @@ class PrefixIndex:
             child = run.child
         rest = run.mask ^ bit
         if not rest:
-            blocks.pop()
-            del self._reach[sequence_hash]
-            if not blocks:
-                self._unlink(run)
+            self._shorten(run, 1)
         elif len(blocks) == 1:
             run.mask = rest
         elif child is not None and child.right is None and child.mask == rest and len(child.blocks) < RUN_BLOCKS_MAX:
             # The border between "all holders" and "all but this one" moves up by one block.
-            blocks.pop()
+            moved = array("Q", (blocks.pop(),))
+            if len(child.blocks) > 1:
+                self._no_edge(child.blocks[0], child)
             child.blocks.insert(0, sequence_hash)
             child.parent = blocks[-1]
-            self._reach[sequence_hash] = child
+            self._places.take(run, moved)
+            self._places.recent.update(moved)
+            self._places.add(child, moved)
+            self._set_edge(sequence_hash, child, run)
+            self._set_edge(blocks[-1], run, run)
         else:
             tail = self._split(run, len(blocks) - 1).child
             assert tail is not None, "a run that was split has no tail"
@@ -756,30 +888,40 @@ class PrefixIndex:
 
     def _delete(self, run: Run) -> None:
         """Delete a run that nobody holds; its children, which nobody can hold either, follow in their turn."""
-        self._reach.delete_all(run.blocks)
+        self._blocks -= len(run.blocks)
+        self._no_edge(run.blocks[0], run)
+        self._no_edge(run.blocks[-1], run)
         self._unlink(run)
+        self._places.leave(run)
 
     def _unlink(self, run: Run, evicted: bool = False) -> None:
         """Take a run out of the forest whose blocks are gone."""
-        self._runs.remove(run, None if run.parent is None else self._reach.get(run.parent), evicted)
+        self._runs.remove(run, self._above(run), evicted)
 
     # -- lower tiers -----------------------------------------------------------------------------------------------
 
     def _store_lower(self, slot: int, bit: int, hashes: Sequence[int], tier: Tier) -> None:
         lower = self._lower
         where = lower.tier(tier)
+        run: Run | None = None
+        position = 0
+        reaches = True
         for sequence_hash in hashes:
             if not (where.get(sequence_hash) or 0) & bit:
                 add_bits(where, sequence_hash, bit)
                 self._lower_blocks[slot] += 1
-            if not self._is_held(sequence_hash, bit):
+            if run is not None and position < len(run.blocks) and run.blocks[position] == sequence_hash:
+                position += 1
+                continue
+            if reaches:
+                run = self._run_of(sequence_hash, bit)
+                if run is not None:
+                    position = run.blocks.index(sequence_hash) + 1
+                    continue
+                # Nor is in reach what is behind it.
+                reaches = False
+            if not self._orphans.mask(sequence_hash) & bit:
                 add_bits(lower.off_device, sequence_hash, bit)
-
-    def _is_held(self, sequence_hash: int, bit: int) -> bool:
-        run = self._reach.get(sequence_hash)
-        if run is not None and run.mask & bit:
-            return True
-        return bool(self._orphans.mask(sequence_hash) & bit)
 
     # -- sweeping and eviction -------------------------------------------------------------------------------------
 
@@ -823,7 +965,7 @@ class PrefixIndex:
     def _evict(self, slice_blocks: int) -> None:
         """Evict until within budget, a bounded number of blocks."""
         orphans = self._orphans
-        excess = self._reach.entries + orphans.entries - self._max_blocks
+        excess = self._blocks + orphans.entries - self._max_blocks
         while excess > 0 and slice_blocks > 0 and (orphan := orphans.oldest) is not None:
             mask = orphan.mask
             orphans.clear(orphan, mask)
@@ -840,14 +982,10 @@ class PrefixIndex:
                 runs.postpone(run)
                 continue
             count = min(len(run.blocks), excess, slice_blocks)
-            gone = run.blocks[len(run.blocks) - count :]
-            del run.blocks[len(run.blocks) - count :]
-            self._reach.delete_all(gone)
+            gone = self._shorten(run, count, evicted=True)
             excess -= count
             slice_blocks -= count
             self._forget_evicted(gone, run.mask)
-            if not run.blocks:
-                self._unlink(run, evicted=True)
 
     def _forget_evicted(self, blocks: Sequence[int], mask: int) -> None:
         for slot in slots_of(mask & self._live):
@@ -861,7 +999,10 @@ class PrefixIndex:
 
 
 _CONTENTS = (
-    "_reach",
+    "_edges",
+    "_places",
+    "_blocks",
+    "_crossed",
     "_runs",
     "_orphans",
     "_lower",
@@ -912,6 +1053,9 @@ def _followed(blocks: Sequence[int], path: Sequence[int], at: int) -> int:
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many leading elements two sequences share."""
+    count = min(len(left), len(right))
+    if left[:count] == right[:count]:
+        return count
     shared = 0
     for one, other in zip(left, right, strict=False):
         if one != other:

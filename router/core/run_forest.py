@@ -19,7 +19,7 @@ from typing import Any
 
 from poolgrid.router.core.age_list import Aged, AgeList
 
-RUN_BYTES = 144
+RUN_BYTES = 152
 """A run with its list, without what is in the list: measured."""
 
 
@@ -37,6 +37,8 @@ class Run(Aged):
     right: Any = None
     older_leaf: Any = None
     newer_leaf: Any = None
+    number: int = 0
+    """By which the index notes what is in it."""
     used: bool = False
     """True when it grew or was stored again since eviction looked at it last."""
 

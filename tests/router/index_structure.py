@@ -21,7 +21,8 @@ def assert_sound(index: PrefixIndex) -> None:
     for run in runs:
         assert run.mask, "a run without holders"
         assert 0 < len(run.blocks) <= RUN_BLOCKS_MAX
-        assert all(index._reach.get(block) is run for block in run.blocks)
+        assert index._edges.get(run.blocks[0]) is run
+        assert index._edges.get(run.blocks[-1]) is run
         children = []
         child = run.child
         while child is not None:
@@ -35,7 +36,14 @@ def assert_sound(index: PrefixIndex) -> None:
             assert not each.mask & ~run.mask, "a holder without the block before"
         if run.parent is not None:
             assert _is_child(run, by_last[run.parent]), "a run that its parent does not know"
-    assert index._reach.entries == sum(len(run.blocks) for run in runs)
+    assert index._blocks == sum(len(run.blocks) for run in runs)
+    assert index._edges.entries == sum(1 if len(run.blocks) == 1 else 2 for run in runs)
+    # Each block is found by its bare hash; asked before what is fresh is handed out.
+    for run in runs[:100]:
+        assert all(index._inside(block, run.mask) is run for block in run.blocks[:20])
+    written = sorted((block, id(run)) for block, run in index._places.items())
+    assert written == sorted((block, id(run)) for run in runs for block in run.blocks)
+    assert not index._crossed
 
     leaves = []
     end = index._runs._leaves_end
@@ -58,14 +66,14 @@ def assert_sound(index: PrefixIndex) -> None:
         assert orphan.mask
         assert index._orphans.get(orphan.sequence_hash) is orphan
         below.setdefault(orphan.parent, set()).add(orphan.sequence_hash)
-        held = index._reach.get(orphan.sequence_hash)
+        held = index._run_of(orphan.sequence_hash)
         assert held is None or not held.mask & orphan.mask, "a block in reach and out of it"
     assert len(index._orphans._below) == len(below)
     for parent, blocks in below.items():
         assert set(index._orphans.below(parent, -1)) == blocks
 
     lower = index._lower
-    assert_sound_map(index._reach)
+    assert_sound_map(index._edges)
     for orphan_map in (index._orphans._by_hash, index._orphans._below):
         assert_sound_map(orphan_map)
     for lower_map in (lower.host, lower.disk, lower.off_device):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from poolgrid.router import sharded_map
-from poolgrid.router.core import age_list, block_map, lower_tiers, orphans, prefix_index, run_forest
+from poolgrid.router.core import age_list, block_map, block_places, lower_tiers, orphans, prefix_index, run_forest
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 
@@ -28,7 +28,7 @@ What is done without a line, by Python itself, is bounded by the size of what it
 rebuilt or copied, and of a run. Both are checked.
 """
 
-MODULES = (age_list, block_map, lower_tiers, orphans, prefix_index, run_forest, sharded_map)
+MODULES = (age_list, block_map, block_places, lower_tiers, orphans, prefix_index, run_forest, sharded_map)
 
 FILES = {module.__file__ for module in MODULES}
 
@@ -144,7 +144,7 @@ def test_what_python_does_by_itself_is_bounded_by_the_size_of_a_shard_and_of_a_r
             index.store(worker, randomness.getrandbits(64), [randomness.getrandbits(64)])
 
     assert max(len(run.blocks) for run in index._runs.ages) <= SLICE
-    for each in (index._reach, index._orphans._by_hash, index._orphans._below, index._lower.host, index._lower.disk):
+    for each in (index._edges, index._orphans._by_hash, index._orphans._below, index._lower.host, index._lower.disk):
         sizes = [len(shard) for shard in each.each_shard()]
         assert max(sizes) <= 2 * SHARD_ENTRIES, sizes
 
@@ -167,6 +167,6 @@ def test_blocks_that_an_engine_evicts_from_the_end_take_no_call_each() -> None:
     finally:
         sys.setprofile(None)
 
-    assert called == ["remove", "delete_all", "keys_and_places"]
+    assert called == ["remove", "_shorten", "take", "_write", "_no_edge", "_set_edge"]
     assert index.find(path) == [(1, 1 << index.slot(worker))]
     assert (len(index), index.counters.blocks_removed) == (1, 999)
