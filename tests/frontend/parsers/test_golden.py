@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -69,6 +70,9 @@ FORMATS = [
     OutputFormat("qwen3", "hermes"),
     OutputFormat("harmony", "harmony"),
 ]
+HEADER = re.compile(r"<\|(?:start|channel)\|>(?:(?!<\|(?:message|end|return|call)\|>).)*<\|message\|>", re.DOTALL)
+"""What stands before a message of harmony: its words are a role, a channel and a recipient, and are not shown."""
+
 FRAGMENTS = sorted(
     {marker for output in FORMATS for marker in output.markers(TOOLS)}
     | {
@@ -128,4 +132,15 @@ def test_whatever_a_model_writes_no_text_is_lost_and_cuts_do_not_matter(
     shown = whole.content + whole.reasoning + "".join(name + arguments for name, arguments in whole.calls)
     # Markers, white space and the keys around a call go; what says something stays.
     for word in ("text", "é😀"):
-        assert shown.count(word) == text.count(word)
+        has_headers = "harmony" in (output.reasoning, output.tools)
+        said = (HEADER.sub("", text) if has_headers else text).count(word)
+        assert said <= shown.count(word) <= text.count(word)
+
+
+@pytest.mark.parametrize("header", ["<|start|>é😀<|message|>", "<|start|>assistant text<|channel|>final<|message|>"])
+def test_what_a_header_of_harmony_says_is_not_shown_but_what_follows_is(header: str) -> None:
+    parser = OutputFormat("harmony", "harmony").parser(TOOLS)
+    assert parser is not None
+
+    assert read(parser, [header, "the text"]) == Answer(content="the text")
+    assert HEADER.sub("", header) == ""
