@@ -158,6 +158,7 @@ def test_a_drain_ends_while_the_engine_is_silent() -> None:
     async def scenario() -> None:
         async with scene() as at:
             at.engine.fall_silent()
+            await at.consolidator.until(lambda journal: journal.goodbyes)
             at.stop.set()
             await at.running
             assert len(at.journal.goodbyes) == 1, "it has left already"
