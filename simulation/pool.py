@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import count, islice
 from typing import Literal
 
 import msgspec
@@ -404,7 +404,9 @@ def play_workload(
     """
     requests = workload.requests
     running: list[tuple[float, int, int, StepOutcome | None]] = []
-    """Steps by their ends; without an outcome, what was said reaches the routers of a pool."""
+    """Steps by their ends. Without an outcome, what was said reaches the routers of a pool; such items have numbers
+    below 0, each its own, so that outcomes are never compared."""
+    deliveries = count(1)
     idle = [[True] * len(pool.engines) for pool in pools]
     arrivals = 0
 
@@ -431,7 +433,7 @@ def play_workload(
             if outcome is not None:
                 pool.step_ended(number, now, outcome)
                 if pool.event_delay_ms and pool.holds:
-                    heappush(running, (now + pool.event_delay_ms, place, number, None))
+                    heappush(running, (now + pool.event_delay_ms, place, -next(deliveries), None))
             touched = pool.place_held(now)
             if outcome is not None:
                 begin(place, number, now, next_arrival)

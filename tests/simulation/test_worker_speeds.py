@@ -137,3 +137,24 @@ def test_requests_that_wait_for_their_worker_have_their_first_tokens_sooner(conv
     assert sum(held) < 0.9 * sum(never)
     assert sum(late) < 0.92 * sum(never), "also where a worker's word takes a while"
     assert sum(ttfts_ms(4000.0, routers=2)) < 1.05 * sum(ttfts_ms(0.0, routers=2)), "several do not wait"
+
+
+class Even:
+    """Every step takes ten milliseconds."""
+
+    def prefill_ms(self, new_tokens: int) -> float:
+        return 10.0 if new_tokens else 0.0
+
+    def decode_ms(self, used_share: float) -> float:
+        return 10.0
+
+
+def test_what_a_worker_says_may_arrive_at_the_moment_at_which_a_step_ends() -> None:
+    workload = build_workload([row(number, number + 1, at=0.0, osl=3) for number in range(0, 80, 2)], 1.0, 64)
+    fleet = RouterFleet(event_delay_ms=10.0)
+
+    pool = SimulatedPool(
+        workload, make_policy("predicted"), 2, limits(workload, max_num_tokens=1024), Even(), routers=fleet
+    )
+
+    assert pool.run().requests == 40
