@@ -138,15 +138,16 @@ class MockEngine(AlwaysWell):
         cache = self._cache
         known = 0
         while known < len(path) and path[known] in cache:
-            cache.move_to_end(path[known])
             known += 1
+        # Leaves go first, as they do in real engines: a request's blocks are freed from their end, reused ones too.
+        for block in reversed(path):
+            cache[block] = None
+            cache.move_to_end(block)
         isl = len(request.token_ids) // 4
         blocks = -(-isl // self._block_size)
         events.append(RequestStarted(request.request_id, isl, known * self._block_size, blocks))
         if known < len(path):
             events.append(BlocksStored(path[known - 1] if known else None, pack_hashes(path[known:])))
-            # Leaves go first, as they do in real engines.
-            cache.update(dict.fromkeys(reversed(path[known:])))
             if len(cache) > TOTAL_BLOCKS:
                 events.append(
                     BlocksRemoved(pack_hashes([cache.popitem(last=False)[0] for _ in range(len(cache) - TOTAL_BLOCKS)]))

@@ -164,7 +164,7 @@ class FrontendSettings(MediaSettings):
         ge=0,
         le=1024 * 1024,
         description="Prompts of which up to this many bytes of text are new are tokenized on the event loop (about "
-        "1 ms); others go to a tokenizer thread, whose hand-over costs about 0.15 ms. Four times this where fastokens "
+        "1 ms); others go to a tokenizer thread, whose hand-over costs about 0.15 ms. 16 times this where fastokens "
         "does the work.",
     )
     tokenization_cache_bytes: int = Field(

@@ -234,7 +234,7 @@ class BlockPlaces:
             shard.blocks += blocks_bytes[8 * begin : 8 * end]
             shard.numbers += numbers_bytes[4 * begin : 4 * end]
             shard.gone += gone_here
-            if len(shard.numbers) > crowded_bytes or 16 * shard.gone > len(shard.numbers) + 4096:
+            if len(shard.numbers) > crowded_bytes or 8 * shard.gone > len(shard.numbers) + 4096:
                 self._crowded[self._starts[place]] = None
         for _ in range(len(blocks) // self.fresh_entries):
             if not self._crowded:

@@ -346,8 +346,9 @@ class PrefixIndex:
                 run = self._inside(sequence_hash, bit)
                 if run is None:
                     continue
-            self._remove_reached(run, sequence_hash, bit)
-            removed += 1
+            gone = self._remove_reached(run, in_order, at - 1, bit)
+            removed += gone
+            at += gone - 1
         self._held[slot] -= removed
         self.counters.blocks_removed += removed
         self.counters.unknown_removes += count - removed
@@ -839,7 +840,9 @@ class PrefixIndex:
 
     # -- removing --------------------------------------------------------------------------------------------------
 
-    def _remove_reached(self, run: Run, sequence_hash: int, bit: int) -> None:
+    def _remove_reached(self, run: Run, going: array[int], at: int, bit: int) -> int:
+        """Remove a block of a run, and what goes next as far as that is the run backwards; return how many went."""
+        sequence_hash = going[at]
         if run.blocks[-1] != sequence_hash:
             run = self._split(run, run.blocks.index(sequence_hash) + 1)
         blocks = run.blocks
@@ -848,27 +851,43 @@ class PrefixIndex:
             for each in [each for each in _siblings(child) if each.mask & bit]:
                 self._demote(each, bit)
             child = run.child
+        held = len(blocks)
+        count = 1
+        if at + 1 < len(going) and held > 1 and blocks[-2] == going[at + 1]:
+            count = min(held, len(going) - at)
+            ending = blocks[-count:]
+            ending.reverse()
+            count = _common_prefix(ending, going[at : at + count])
         rest = run.mask ^ bit
         if not rest:
-            self._shorten(run, 1)
-        elif len(blocks) == 1:
+            self._shorten(run, count)
+        elif count == held:
             run.mask = rest
-        elif child is not None and child.right is None and child.mask == rest and len(child.blocks) < RUN_BLOCKS_MAX:
-            # The border between "all holders" and "all but this one" moves up by one block.
-            moved = array("Q", (blocks.pop(),))
+        elif (
+            child is not None
+            and child.right is None
+            and child.mask == rest
+            and len(child.blocks) + count <= RUN_BLOCKS_MAX
+        ):
+            # The border between "all holders" and "all but this one" moves up.
+            moved = blocks[-count:]
+            del blocks[-count:]
             if len(child.blocks) > 1:
                 self._no_edge(child.blocks[0], child)
-            child.blocks.insert(0, sequence_hash)
+            if count > 1:
+                self._no_edge(sequence_hash, run)
+            child.blocks[:0] = moved
             child.parent = blocks[-1]
             self._places.take(run, moved)
             self._places.recent.update(moved)
             self._places.add(child, moved)
-            self._set_edge(sequence_hash, child, run)
+            self._set_edge(moved[0], child, run)
             self._set_edge(blocks[-1], run, run)
         else:
-            tail = self._split(run, len(blocks) - 1).child
+            tail = self._split(run, held - count).child
             assert tail is not None, "a run that was split has no tail"
             tail.mask = rest
+        return count
 
     def _demote(self, top: Run, bit: int) -> None:
         """Take a worker's blocks out of reach, from a run on downwards: an ancestor of theirs is gone."""

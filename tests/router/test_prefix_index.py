@@ -629,6 +629,56 @@ def test_what_goes_from_the_end_of_paths_backwards_goes_at_once_and_only_as_far_
                 assert index.overlap(path, worker).blocks == sum(model.overlap(path, worker))
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_what_several_hold_goes_from_the_end_of_paths_backwards_for_each_of_them_alone(seed: int) -> None:
+    randomness = random.Random(seed)
+    index, model = PrefixIndex(), NaiveIndex()
+    trunk = [randomness.getrandbits(64) for _ in range(40)]
+    paths = [trunk[:at] + [randomness.getrandbits(64) for _ in range(20)] for at in (0, 10, 25, 40)]
+    for _ in range(30):
+        worker, path = randomness.choice([A, B, C]), randomness.choice(paths)
+        end = randomness.randrange(1, len(path) + 1)
+        if randomness.randrange(2):
+            index.store(worker, None, path[:end])
+            model.store(worker, path[:end])
+        gone = path[randomness.randrange(end) : end][::-1]
+        for _ in range(randomness.randrange(2)):  # out of place, unknown, or there twice
+            other = randomness.choice([randomness.getrandbits(64), *trunk, *gone])
+            gone.insert(randomness.randrange(len(gone) + 1), other)
+        index.remove(worker, gone)
+        model.remove(worker, gone)
+        assert_sound(index)
+        for each in paths:
+            for holder in (A, B, C):
+                assert index.overlap(each, holder).blocks == sum(model.overlap(each, holder))
+
+
+def test_what_a_worker_evicts_of_a_path_that_others_hold_costs_as_much_as_there_are_borders_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = 0
+    remove_reached = PrefixIndex._remove_reached
+
+    def counted(*arguments: Any) -> int:
+        nonlocal steps
+        steps += 1
+        return remove_reached(*arguments)
+
+    monkeypatch.setattr(PrefixIndex, "_remove_reached", counted)
+    index = PrefixIndex()
+    path = [stable_u64("path", position) for position in range(900)]
+    for worker, depth in ((A, 900), (B, 700), (C, 300)):
+        index.store(worker, None, path[:depth])
+
+    index.remove(A, path[:499:-1])  # B alone holds what lies before 700, and both what lies before 500
+    index.remove(C, path[299:99:-1])
+    index.remove(B, path[699::-1])
+
+    assert steps <= 6
+    assert index.find(path) == [(500, 0b001), (100, 0b100)]
+    assert_sound(index)
+
+
 @pytest.mark.parametrize("chain", [[4, 5, 4], [4, 1], [4, 5, 6, 3], [2, 3]])
 def test_growth_that_contradicts_the_index_leaves_nothing_behind(chain: list[int]) -> None:
     index = PrefixIndex()
