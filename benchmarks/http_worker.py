@@ -4,7 +4,8 @@
 
 The worker service, its request plane and its event stream are the real ones; the engine computes nothing: each step
 gives every request one token, as fast as steps can follow each other or every ``STEP_MS``, and its events are those of
-a real engine.
+a real engine. Without ``STEP_MS`` an answer that is no stream has its first token in one step and the rest in the next,
+as a mock HTTP server writes all of it at once.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import signal
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import uvloop
 import zmq
 from prometheus_client import CollectorRegistry
 
+from poolgrid.dispatch.prompt_paths import PromptPaths
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
@@ -33,7 +35,7 @@ from poolgrid.wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, sequence_hashes
+from poolgrid.wire.hashing import hash_seed, pack_hashes
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.workers.adapters.sockets import RequestSocket
@@ -46,6 +48,44 @@ from poolgrid.workers.service import ServiceLimits, WorkerService
 
 TOTAL_BLOCKS = 65_536
 TOKEN_IDS = [(1000 + at).to_bytes(4, "little") for at in range(4096)]
+
+
+class MockCache:
+    """Blocks by the conversations that they are of, within a bound; a step of work for each prompt, not each block.
+
+    Rules
+        1. A prompt's blocks are kept under the first of them. A prompt that begins with the same block and does not go
+           on from what is kept takes its place: what the two do not share is evicted.
+        2. What was used longest ago goes first, and of that the end: engines evict leaves.
+    """
+
+    def __init__(self, blocks_max: int) -> None:
+        self._blocks_max = blocks_max
+        self._paths: OrderedDict[int, list[int]] = OrderedDict()
+        self.blocks = 0
+
+    def take(self, path: Sequence[int]) -> tuple[int, list[int]]:
+        """Keep a prompt; return how many of its leading blocks were there, and what was evicted, ends first."""
+        if not path:
+            return 0, []
+        kept = self._paths.get(path[0], [])
+        known = min(len(kept), len(path))
+        if known and kept[known - 1] != path[known - 1]:
+            known = next(at for at in range(known) if kept[at] != path[at])
+        evicted = [] if known == len(path) else kept[:known - len(kept) - 1:-1] if known < len(kept) else []
+        if known < len(path):
+            self._paths[path[0]] = list(path)
+            self.blocks += len(path) - len(kept)
+        self._paths.move_to_end(path[0])
+        while self.blocks > self._blocks_max and len(self._paths) > 1:
+            first, oldest = next(iter(self._paths.items()))
+            count = min(self.blocks - self._blocks_max, len(oldest))
+            evicted += oldest[: -count - 1 : -1]
+            self.blocks -= count
+            del oldest[-count:]
+            if not oldest:
+                del self._paths[first]
+        return known, evicted
 
 
 @dataclass(slots=True)
@@ -64,7 +104,8 @@ class MockEngine(AlwaysWell):
         self._waiting: list[Generate] = []
         self._running: dict[str, _Running] = {}
         self._cancelled: list[str] = []
-        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._cache = MockCache(TOTAL_BLOCKS)
+        self._prompts = PromptPaths()
         self._wake = asyncio.Event()
 
     @property
@@ -88,7 +129,7 @@ class MockEngine(AlwaysWell):
 
     def load(self, dp_rank: int = 0) -> LoadReported:
         """Return the statistics now."""
-        return LoadReported(len(self._running), len(self._waiting), 0, 0, len(self._cache), TOTAL_BLOCKS)
+        return LoadReported(len(self._running), len(self._waiting), 0, 0, self._cache.blocks, TOTAL_BLOCKS)
 
     def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
         """Return nothing: nobody compares this engine's cache with an index."""
@@ -134,24 +175,15 @@ class MockEngine(AlwaysWell):
         """Take a request into the batch; return how many of its prompt tokens are in the cache."""
         routing = request.routing
         seed = hash_seed(routing.lora_name, routing.cache_salt)
-        path = sequence_hashes(block_hashes(request.token_ids, self._block_size, seed))
-        cache = self._cache
-        known = 0
-        while known < len(path) and path[known] in cache:
-            known += 1
-        # Leaves go first, as they do in real engines: a request's blocks are freed from their end, reused ones too.
-        for block in reversed(path):
-            cache[block] = None
-            cache.move_to_end(block)
+        path = self._prompts.path(request.token_ids, self._block_size, seed)
+        known, evicted = self._cache.take(path)
         isl = len(request.token_ids) // 4
         blocks = -(-isl // self._block_size)
         events.append(RequestStarted(request.request_id, isl, known * self._block_size, blocks))
         if known < len(path):
             events.append(BlocksStored(path[known - 1] if known else None, pack_hashes(path[known:])))
-            if len(cache) > TOTAL_BLOCKS:
-                events.append(
-                    BlocksRemoved(pack_hashes([cache.popitem(last=False)[0] for _ in range(len(cache) - TOTAL_BLOCKS)]))
-                )
+        if evicted:
+            events.append(BlocksRemoved(pack_hashes(evicted)))
         events.append(PrefillCompleted(request.request_id))
         self._running[request.request_id] = _Running(request, blocks)
         return known * self._block_size
@@ -159,16 +191,25 @@ class MockEngine(AlwaysWell):
     def _token(self, running: _Running, events: list[AnyEvent], cached: int | None = None) -> TokenDelta:
         request = running.request
         position = running.produced
-        running.produced += 1
+        wanted = request.sampling.max_tokens
+        # One that is read at its end, where no time is to pass: the first token, then all others.
+        rest = position > 0 and not self._step_s and request.routing.tokens_together > 1
+        running.produced = produced = wanted if rest else position + 1
+        # A token that ends the answer begins no block.
+        begun = (produced - (produced >= wanted)) // self._block_size
+        for _ in range(begun - position // self._block_size):
+            running.blocks += 1
+            events.append(RequestProgressed(request.request_id, running.blocks))
         reason = None
-        if running.produced >= request.sampling.max_tokens:
+        if produced >= wanted:
             reason = FinishReason.LENGTH
             del self._running[request.request_id]
             events.append(RequestFinished(request.request_id, reason))
-        elif running.produced % self._block_size == 0:
-            running.blocks += 1
-            events.append(RequestProgressed(request.request_id, running.blocks))
-        return TokenDelta(request.request_id, position, TOKEN_IDS[position & 4095], reason, cached)
+        if rest:
+            tokens = b"".join([TOKEN_IDS[at & 4095] for at in range(position, produced)])
+        else:
+            tokens = TOKEN_IDS[position & 4095]
+        return TokenDelta(request.request_id, position, tokens, reason, cached)
 
 
 async def serve(consolidator: str, worker_id: str, block_size: int, step_ms: float) -> None:
