@@ -3,24 +3,82 @@
 Rules
     1. A prompt is its *path*: the sequence hashes of its whole blocks, each of which stands for its block and all
        before it. So a block was seen exactly if its hash was, and what was seen of a prompt is a prefix of its path.
-    2. At most ``blocks_max`` hashes are kept, in two generations. New ones go to the young generation; when that has
-       half of the bound, the old one is forgotten and the young one takes its place. What is asked for again becomes
-       young again, so at least the last ``blocks_max / 2`` distinct blocks are known.
-    3. What was forgotten counts as never seen: the figure is a lower bound, exact as long as nothing was forgotten.
-    4. A path goes into one generation whole, or cut at its end. So each generation holds every ancestor of what it
-       holds, and the known part of a path is found by halving, without a look at each block.
+    2. What a prompt added is kept as one *part*, under its first hash. A path is followed from part to part; how far it
+       goes along with one is found by halving, since hashes that are equal in one place are equal before it.
+    3. At most ``budget_bytes`` are used, in two generations. New parts go to the young generation; when that has half
+       of the bound, the old one is forgotten and the young one takes its place. What is asked for again becomes young
+       again, so at least what was asked for last is known, as much of it as half of the bound takes.
+    4. What was forgotten counts as never seen: the figure is a lower bound, exact as long as nothing was forgotten.
+    5. A path goes into one generation whole, or cut at its end. So each generation holds every ancestor of what it
+       holds.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-BLOCK_BYTES = 100
-"""Measured at the worst: a set's place for a hash, and the hash itself."""
+BLOCK_BYTES = 9
+"""A hash, and the room that an array which grows keeps for the next."""
+
+PART_BYTES = 180
+"""Measured: an array, its first hash as a key, and their place in a dict that has just grown."""
 
 SKETCH_BYTES = 64 * 1024 * 1024
-"""670,000 blocks: of 32 tokens, at least the last 10 million tokens of distinct prompts. 20 workers with 16,384 blocks
-each hold as many."""
+"""Of prompts of 8,192 tokens in blocks of 32, half of which is new, at least the last 100 million distinct tokens."""
+
+
+class _Generation:
+    """Parts by their first hash."""
+
+    __slots__ = ("blocks", "parts")
+
+    def __init__(self) -> None:
+        self.parts: dict[int, array[int]] = {}
+        self.blocks = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return BLOCK_BYTES * self.blocks + PART_BYTES * len(self.parts)
+
+    def follow(self, path: Sequence[int]) -> tuple[int, array[int] | None]:
+        """Return how many leading blocks of a path are here, and the part that ends with the last of them."""
+        parts = self.parts
+        length = len(path)
+        at = 0
+        ending: array[int] | None = None
+        while at < length:
+            part = parts.get(path[at])
+            if part is None:
+                break
+            end = at + len(part)
+            if end <= length and part[-1] == path[end - 1]:
+                at, ending = end, part
+                continue
+            # The path ends within the part, or leaves it for another one.
+            known, unknown = 1, min(len(part), length - at)
+            while known < unknown:
+                middle = (known + unknown + 1) // 2
+                if part[middle - 1] == path[at + middle - 1]:
+                    known = middle
+                else:
+                    unknown = middle - 1
+            at, ending = at + known, None
+        return at, ending
+
+    def add(self, path: Sequence[int], known: int, ending: array[int] | None, room_bytes: int) -> None:
+        """Keep what is behind the ``known`` blocks of a path, as much of it as there is room for."""
+        if ending is None:
+            room_bytes -= PART_BYTES
+        count = min(len(path) - known, room_bytes // BLOCK_BYTES)
+        if count < 1:
+            return
+        new = array("Q", path[known : known + count])
+        if ending is None:
+            self.parts[new[0]] = new
+        else:
+            ending.extend(new)
+        self.blocks += count
 
 
 class ReuseSketch:
@@ -28,46 +86,33 @@ class ReuseSketch:
 
     def __init__(self, budget_bytes: int = SKETCH_BYTES) -> None:
         """``budget_bytes`` bounds the memory; 0 keeps nothing, and nothing was ever seen."""
-        self._generation_max = budget_bytes // BLOCK_BYTES // 2
-        self._young: set[int] = set()
-        self._old: set[int] = set()
+        self._generation_bytes = budget_bytes // 2
+        self._young = _Generation()
+        self._old = _Generation()
 
     def note(self, path: Sequence[int]) -> int:
         """Remember a prompt, and return how many of its leading blocks had been seen before."""
-        young, old = self._young, self._old
+        young = self._young
         length = len(path)
-        if not length:
-            return 0
-        # Nearly every prompt is new from its first block on, or goes on from one that was just there.
-        known = 0 if path[0] not in young else length if path[-1] in young else _known(path, young)
+        known, ending = young.follow(path)
         if known == length:
             return known
         seen = known
-        if old and path[known] in old:
-            seen = length if path[-1] in old else _known(path, old)
-        if len(young) + length - known > self._generation_max:
-            self._old, known = young, 0
-            young = self._young = set()
-        young.update(path[known : self._generation_max])
+        if self._old.parts:
+            seen = max(seen, self._old.follow(path)[0])
+        needed_bytes = BLOCK_BYTES * (length - known) + (PART_BYTES if ending is None else 0)
+        if young.used_bytes + needed_bytes > self._generation_bytes and young.parts:
+            self._old = young
+            young = self._young = _Generation()
+            known, ending = 0, None
+        young.add(path, known, ending, self._generation_bytes - young.used_bytes)
         return seen
 
     def __len__(self) -> int:
         """Return how many hashes are kept; one that both generations have counts twice."""
-        return len(self._young) + len(self._old)
+        return self._young.blocks + self._old.blocks
 
     @property
     def used_bytes(self) -> int:
         """Return about how much memory it uses, at most its budget."""
-        return len(self) * BLOCK_BYTES
-
-
-def _known(path: Sequence[int], generation: set[int]) -> int:
-    """Return how many leading hashes a generation holds: the first is among them, the last is not."""
-    known, unknown = 1, len(path) - 1
-    while known < unknown:
-        middle = (known + unknown + 1) // 2
-        if path[middle - 1] in generation:
-            known = middle
-        else:
-            unknown = middle - 1
-    return known
+        return self._young.used_bytes + self._old.used_bytes

@@ -86,7 +86,8 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         ge=0,
         le=1024**4,
         description="Memory for what prompts were seen, from which poolgrid_router_achievable_tokens_total says what "
-        "an infinite shared cache would have reused; 100 bytes a block, and 0 leaves the metric at 0.",
+        "an infinite shared cache would have reused; 9 bytes a block and 180 for each prompt that is new, "
+        "and 0 leaves the metric at 0.",
     )
     decision_log_bytes: int = Field(
         DECISION_LOG_BYTES,
