@@ -1,7 +1,8 @@
 """The traffic that a pool's routers recorded: when requests came, how long they were, what they shared, how it went.
 
-A request is its first decision; output lengths are what the router counted or, for requests whose tokens went past it,
-what the worker's blocks say. Nothing of a prompt is known but the sequence hashes of its whole blocks.
+A request is its first decision, and came when it began to wait for that; output lengths are what the router counted or,
+for requests whose tokens went past it, what the worker's blocks say. Nothing of a prompt is known but the sequence
+hashes of its whole blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class RecordedTraffic:
 
     request_id: str
     time_ms: int
-    """Wall clock of the router at its first decision."""
+    """Wall clock of the router when it came: at its first decision, less what it had waited for that."""
     model: str
     isl: int
     block_size: int
@@ -101,7 +102,7 @@ def read_recording(
                 if request.stage is not Stage.ENCODE and request.request_id not in found:
                     found[request.request_id] = RecordedTraffic(
                         request.request_id,
-                        entry.time_ms,
+                        entry.time_ms - round(entry.waited_ms),
                         request.model,
                         request.isl,
                         request.block_size,

@@ -236,6 +236,46 @@ def test_nothing_is_removed_behind_a_snapshot_that_servers_without_power_may_los
     assert again.next_offset == 21
 
 
+@pytest.mark.parametrize("beside", [0, 1])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_nothing_relies_on_a_snapshot_that_servers_lost_before_it_was_durable(
+    damaged: bool, beside: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = FakeStream()
+    clock = StillClock()
+    journal = fill(StreamJournal(stream, "w", clock, StreamJournalSettings(1, 10**9, durable_after_ms=1000)), 30)
+    snapshot(journal, 10)
+    if beside:
+        snapshot(journal, 20)
+    # The power fails, the writer lives on and hears nothing of it.
+    for anchor in list(stream.objects):
+        if damaged:
+            stream.objects[anchor] = stream.objects[anchor][:-5]
+        else:
+            del stream.objects[anchor]
+    clock.now_ms = 1500
+
+    assert journal.retain(0) == 0
+    assert stream.snapshots() == []
+    assert "lost before it was durable" in caplog.text
+    again = StreamJournal(stream, "again", clock, StreamJournalSettings(1, 10**9, durable_after_ms=1000))
+    assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(again.next_offset))
+
+
+def test_a_snapshot_that_was_lost_takes_no_older_one_along() -> None:
+    stream = FakeStream()
+    clock = StillClock()
+    journal = fill(StreamJournal(stream, "w", clock, StreamJournalSettings(1, 10**9, durable_after_ms=1000)), 30)
+    snapshot(journal, 10)
+    clock.now_ms = 1500
+    snapshot(journal, 20)
+    stream.objects = {anchor: content for anchor, content in stream.objects.items() if anchor.offset == 10}
+    clock.now_ms = 3000
+    snapshot(journal, 26)
+
+    assert [anchor.offset for anchor in stream.snapshots()] == [10, 26]
+
+
 def test_snapshots_of_an_earlier_writer_count_as_new() -> None:
     stream = FakeStream()
     clock = StillClock()

@@ -56,6 +56,9 @@ from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, make_card, stored, worker_key
 
 BLOCKS_MAX = 1_000_000
+WAITED_MS = 40.0
+"""What every third request had waited for its worker, and twice as long another third."""
+
 NAMES = ("a", "b", "c", "d")
 
 
@@ -210,7 +213,8 @@ class RecordedRouter:
         down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
         now_ms = self.clock.monotonic_ms()
         behind = {worker_key(NAMES[self.requests % len(NAMES)]): 3} if self.requests % 3 == 0 else {}
-        wanted = WorkerWanted(routing, path, now_ms, self.clock.wall_ms(), down, behind=behind)
+        waited_ms = WAITED_MS * (self.requests % 3)
+        wanted = WorkerWanted(routing, path, now_ms, self.clock.wall_ms(), down, behind=behind, waited_ms=waited_ms)
         if chance.random() < 0.2 and not isinstance(self.state.preview(wanted), Decision):  # somebody only asks
             return
         decision = self.state.apply(wanted)

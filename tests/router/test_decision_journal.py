@@ -19,12 +19,13 @@ from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
 from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
 from poolgrid.router.decision_journal.recorder import BELIEFS_SHARE
+from poolgrid.router.decision_journal.traffic import read_recording
 from poolgrid.wire.events import StreamStateChanged
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import decided, worker_key
-from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter, written
+from tests.router.recorded_router import BLOCKS_MAX, NAMES, WAITED_MS, RecordedRouter, written
 
 T = TypeVar("T")
 
@@ -446,6 +447,22 @@ def test_a_request_is_explained_from_the_journal_with_what_was_really_reused() -
     assert decisions_about(router.decisions_disk, "nobody") == []
     (by_body,) = decisions_about(router.decisions_disk, "chatcmpl-request-7")
     assert by_body.decision.explanation() == explained
+
+
+def test_traffic_came_when_it_began_to_wait_not_when_it_had_its_worker() -> None:
+    router = recorded(seed=4)
+
+    recording = read_recording(router.pool_disk, [router.decisions], BLOCKS_MAX)
+
+    decided = {
+        entry.request.request_id: entry
+        for stored in reversed(list(stored_entries(router.decisions)))
+        if isinstance(entry := stored.entry, DecisionMade)
+    }
+    waited = {each.request_id: decided[each.request_id].time_ms - each.time_ms for each in recording.requests}
+    assert set(waited.values()) == {0, round(WAITED_MS), round(2 * WAITED_MS)}
+    assert all(decided[request_id].waited_ms == waited[request_id] for request_id in waited)
+    assert [each.time_ms for each in recording.requests] == sorted(each.time_ms for each in recording.requests)
 
 
 def test_a_prediction_is_explained_from_the_journal_with_what_came_of_it() -> None:

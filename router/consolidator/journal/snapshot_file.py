@@ -66,13 +66,12 @@ def parts(frozen: FrozenPool, created_ms: int) -> Iterator[bytes]:
     yield frame(_encoder.encode(number - 1), number)
 
 
-def load(name: str, data: bytes, blocks_per_worker_max: int) -> PoolState:
-    """Return the state that a snapshot file holds, or raise ``JournalCorrupt``."""
+def check(name: str, data: bytes) -> list[int]:
+    """Return where the entries of a snapshot file are, all of them with sums that hold, or raise ``JournalCorrupt``."""
     expected = int(name.removesuffix(SUFFIX))
 
     def corrupt(position: int, detail: str) -> JournalCorrupt:
-        remedy = "remove the file: the snapshot before it and the segments hold the same"
-        return JournalCorrupt(name, position, expected, detail, remedy)
+        return _corrupt(name, position, detail)
 
     if len(data) < FILE_HEADER.size:
         raise corrupt(0, f"{len(data)} bytes, a header has {FILE_HEADER.size}")
@@ -86,6 +85,15 @@ def load(name: str, data: bytes, blocks_per_worker_max: int) -> PoolState:
     try:
         if len(positions) < 2 or _count.decode(payload_at(data, positions[-1])) != len(positions) - 2:
             raise corrupt(len(data), "the end is missing")
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise _of_another_version(name, error) from None
+    return positions
+
+
+def load(name: str, data: bytes, blocks_per_worker_max: int) -> PoolState:
+    """Return the state that a snapshot file holds, or raise ``JournalCorrupt``."""
+    positions = check(name, data)
+    try:
         entries = _workers.decode(payload_at(data, positions[0]))
 
         def blocks() -> Iterator[tuple[int, str, Tier, int | None, tuple[int, ...]]]:
@@ -93,8 +101,15 @@ def load(name: str, data: bytes, blocks_per_worker_max: int) -> PoolState:
                 for worker, source, chain in _blocks.decode(payload_at(data, position)):
                     yield worker, source, chain.tier, chain.parent, unpack_hashes(chain.sequence_hashes)
 
-        return PoolState.load(offset, entries, blocks(), blocks_per_worker_max)
+        return PoolState.load(int(name.removesuffix(SUFFIX)), entries, blocks(), blocks_per_worker_max)
     except (msgspec.MsgspecError, IndexError) as error:
-        raise corrupt(
-            0, f"checksums hold and the content does not decode ({error}): another version wrote it"
-        ) from None
+        raise _of_another_version(name, error) from None
+
+
+def _corrupt(name: str, position: int, detail: str) -> JournalCorrupt:
+    remedy = "remove the file: the snapshot before it and the segments hold the same"
+    return JournalCorrupt(name, position, int(name.removesuffix(SUFFIX)), detail, remedy)
+
+
+def _of_another_version(name: str, error: Exception) -> JournalCorrupt:
+    return _corrupt(name, 0, f"checksums hold and the content does not decode ({error}): another version wrote it")

@@ -13,6 +13,8 @@ Rules
     4. Retention removes messages, oldest first, and only what is behind a snapshot that a power failure cannot take
        any more (``durable_after_ms``), with a newer one beside it in case it is damaged. Otherwise servers that lose
        the end of the stream could lose every snapshot's message with it, and keep records that nothing comes before.
+       A power failure may have taken it before it was durable, without a word to the writer: so it is read back once,
+       when it has become durable by its age, before anything relies on it.
     5. It removes none that a router needs which says where it is; those hold back until there is ``HELD_BACK`` times of
        what is to be kept, then they take a snapshot.
     6. A stream that is full takes no records, but always the body with which a writer begins. It is made smaller from
@@ -23,6 +25,7 @@ Rules
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +55,8 @@ from poolgrid.router.consolidator.stream.ports import (
 )
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.limits import FRAME_BYTES_MAX
+
+log = logging.getLogger(__name__)
 
 HELD_BACK = 2
 """How many times of what retention keeps may be there for the sake of a slow router."""
@@ -108,6 +113,8 @@ class StreamJournal:
         self._snapshots: list[Anchor] = []
         self._kept_since_ms: dict[Anchor, float] = {}
         """By snapshot: since when this life knows it."""
+        self._read: set[Anchor] = set()
+        """Snapshots that were read back, and whole, after they had become durable by their age."""
         self._next = 0
         """Offset behind the last record that is stored."""
         self._done = 0
@@ -195,6 +202,7 @@ class StreamJournal:
                     f"{snapshot_file.name_of(anchor.offset)} is of a history that the stream lost; it was removed"
                 )
         self._snapshots = usable
+        self._read = set()
         self._kept_since_ms = dict.fromkeys(usable, self._clock.monotonic_ms())
         return self._history.recover(blocks_per_worker_max, facts).pool
 
@@ -382,6 +390,8 @@ class StreamJournal:
         known = [each for each in self._snapshots if each.offset != offset]
         self._kept_since_ms[anchor] = self._clock.monotonic_ms()
         self._snapshots = sorted([*known, anchor], key=lambda each: each.offset)
+        self._read.discard(anchor)
+        self._read.intersection_update(self._snapshots)
         self._thin_out()
 
     def _thin_out(self) -> None:
@@ -391,15 +401,47 @@ class StreamJournal:
         needed = {base, *after[:1], *after[-1:]}
         for each in list(self._snapshots):
             if each not in needed:
-                self._stream.remove_snapshot(each)
-                self._snapshots.remove(each)
-                del self._kept_since_ms[each]
+                self._forget(each)
 
     def _durable_snapshot(self) -> Anchor | None:
         """Return the newest snapshot that is durable and has a newer one beside it, or the only one."""
         since_ms = self._clock.monotonic_ms() - self._settings.durable_after_ms
-        durable = [each for each in self._snapshots[:-1] or self._snapshots if self._kept_since_ms[each] <= since_ms]
-        return durable[-1] if durable else None
+        while True:
+            candidates = self._snapshots[:-1] or self._snapshots
+            durable = [each for each in candidates if self._kept_since_ms[each] <= since_ms]
+            if not durable or self._is_there(durable[-1]):
+                return durable[-1] if durable else None
+
+    def _is_there(self, anchor: Anchor) -> bool:
+        """Tell whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
+        if anchor in self._read:
+            return True
+        name = snapshot_file.name_of(anchor.offset)
+        lost = "" if anchor in self._stream.snapshots() else "it is not there any more"
+        if not lost:
+            try:
+                snapshot_file.check(name, self._stream.get_snapshot(anchor))
+            except JournalCorrupt as error:
+                lost = str(error)
+        if lost:
+            log.warning(
+                "snapshot %s of stream %s was kept and lost before it was durable, by a power failure perhaps: %s; "
+                "nothing is removed because of it",
+                name,
+                self._stream.name,
+                lost,
+            )
+            self._forget(anchor)
+            return False
+        self._read.add(anchor)
+        return True
+
+    def _forget(self, anchor: Anchor) -> None:
+        """Remove a snapshot, from the stream as well if it is there."""
+        self._stream.remove_snapshot(anchor)
+        self._snapshots = [each for each in self._snapshots if each != anchor]
+        self._kept_since_ms.pop(anchor, None)
+        self._read.discard(anchor)
 
     def write_snapshot(self, frozen: FrozenPool) -> None:
         """Make and keep a snapshot in one go."""
@@ -446,8 +488,7 @@ class StreamJournal:
         try:
             self._history.snapshot(anchor, blocks_per_worker_max)
         except JournalCorrupt:
-            self._snapshots = [each for each in self._snapshots if each != anchor]
-            self._stream.remove_snapshot(anchor)
+            self._forget(anchor)
             raise
 
     def retain(self, now_ms: int) -> int:
