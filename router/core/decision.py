@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
-from poolgrid.router.core.policy import EXPECTED_MS, Choice
+from poolgrid.router.core.policy import EXPECTED_MS, Choice, TermsOfFew
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
@@ -54,7 +54,7 @@ class Decision:
     """The router's state held every journal record below this offset."""
     choice: Choice
     candidates: Candidates | FewCandidates
-    filtered: dict[WorkerKey, str] = field(default_factory=dict)
+    filtered: Mapping[WorkerKey, str] = field(default_factory=dict)
     """Workers that were not candidates, and why."""
     attempt: int = 0
     """0 for the first dispatch, n for the n-th migration."""
@@ -110,8 +110,11 @@ class Decision:
     @property
     def size_bytes(self) -> int:
         """Return about how much memory the record takes: its columns, and what is measured for the rest."""
-        # Six columns, the cost and the terms: all as long as there are candidates.
-        columns = 6 + len(self.choice.terms) + (self.choice.costs is not None)
+        # Six columns, the cost and the terms where they are kept: all as long as there are candidates.
+        choice = self.choice
+        columns = 6 + (choice.costs is not None)
+        if type(choice.terms) is not TermsOfFew:
+            columns += len(choice.terms)
         rows = len(self.candidates.workers)
         if type(self.candidates) is FewCandidates:
             column_bytes = LIST_BYTES + LIST_VALUE_BYTES * rows
@@ -243,22 +246,22 @@ class DecisionLog:
     def add(self, decision: Decision) -> None:
         """Keep a decision, forgetting the oldest beyond the capacity."""
         self.added += 1
-        key = (decision.request.request_id, decision.attempt)
-        replaced = self._decisions.pop(key, None)
+        decisions = self._decisions
+        request_id = decision.request.request_id
+        key = (request_id, decision.attempt)
+        replaced = decisions.pop(key, None)
         if replaced is not None:
             self.size_bytes -= replaced.kept_bytes
-        self._decisions[key] = decision
-        self._latest[name_of(key[0])] = key[0]
-        decision.kept_bytes = decision.size_bytes
-        self.size_bytes += decision.kept_bytes
-        while len(self._decisions) > self._capacity or (
-            self.size_bytes > self._budget_bytes and len(self._decisions) > 1
-        ):
-            (request_id, attempt), forgotten = self._decisions.popitem(last=False)
+        decisions[key] = decision
+        self._latest[name_of(request_id)] = request_id
+        decision.kept_bytes = kept_bytes = decision.size_bytes
+        self.size_bytes += kept_bytes
+        while len(decisions) > self._capacity or (self.size_bytes > self._budget_bytes and len(decisions) > 1):
+            (request_id, attempt), forgotten = decisions.popitem(last=False)
             self.size_bytes -= forgotten.kept_bytes
             name = name_of(request_id)
             # What comes later of the same request is younger, and still there.
-            if self._latest.get(name) == request_id and (request_id, attempt + 1) not in self._decisions:
+            if self._latest.get(name) == request_id and (request_id, attempt + 1) not in decisions:
                 del self._latest[name]
 
     def of_request(self, request_id: str) -> list[Decision]:

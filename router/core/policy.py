@@ -10,7 +10,7 @@ A policy of your own is a class with ``name``, ``needs_overlap`` and ``choose``;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import msgspec
@@ -97,7 +97,7 @@ class KvAware:
             device = host = disk = queued
         columns = (queued, candidates.active_blocks, device, host, disk)
         [(credit, prefill, decode, costs)] = costs_of([columns], self.weights, isl, request.block_size, request.blocks)
-        terms = {"overlap_credit": credit, "adjusted_prefill": prefill, "potential_decode_blocks": decode}
+        terms = dict(zip(_KV_TERMS, (credit, prefill, decode), strict=True))
         if self.temperature > 0.0 and len(costs) > 1:
             shares = np.cumsum(softmax_weights(costs, self.temperature))
             point = stable_u64(request.drawn_by, _SAMPLE_SEED) / 2**64
@@ -108,17 +108,9 @@ class KvAware:
 
     def choose_of_few(self, request: RoutingRequest, few: FewCandidates) -> Choice:
         """Choose as ``choose`` does at temperature 0, bit for bit, without arrays."""
-        isl, queued, device, host, disk = (
-            request.isl, few.prefill_tokens, few.device_overlap, few.host_overlap, few.disk_overlap,
-        )  # fmt: skip
-        if request.stage is Stage.DECODE:
-            isl, queued = 0, (0.0,) * len(few)
-            device = host = disk = queued
-        rows = zip(queued, few.active_blocks, device, host, disk, strict=True)
-        credits, prefills, decoded, costs = zip(
-            *costs_of(rows, self.weights, isl, request.block_size, request.blocks), strict=True
-        )
-        terms = {"overlap_credit": credits, "adjusted_prefill": prefills, "potential_decode_blocks": decoded}
+        weights = self.weights
+        costs = [cost for _, _, _, cost in _costs_of_few(request, few, weights)]
+        terms = TermsOfFew(request, few, weights)
         least = min(costs)
         row = costs.index(least)
         count = costs.count(least)
@@ -127,6 +119,48 @@ class KvAware:
         for _ in range(stable_u64(request.tie_key, _TIE_SEED) % count):
             row = costs.index(least, row + 1)
         return Choice(row, "tie", costs, terms)
+
+
+def _costs_of_few(
+    request: RoutingRequest, few: FewCandidates, weights: CostWeights
+) -> list[tuple[float, float, float, float]]:
+    """Return ``costs_of`` a handful of workers."""
+    isl, queued, device, host, disk = (
+        request.isl, few.prefill_tokens, few.device_overlap, few.host_overlap, few.disk_overlap,
+    )  # fmt: skip
+    if request.stage is Stage.DECODE:
+        isl, queued = 0, (0.0,) * len(few)
+        device = host = disk = queued
+    rows = zip(queued, few.active_blocks, device, host, disk, strict=True)
+    return costs_of(rows, weights, isl, request.block_size, request.blocks)
+
+
+class TermsOfFew(Mapping[str, Column]):
+    """The terms of a choice of ``KvAware`` among few, worked out again when somebody asks: hardly anybody does, and as
+    numbers they would be half of what a decision takes."""
+
+    __slots__ = ("_few", "_request", "_weights")
+
+    def __init__(self, request: RoutingRequest, few: FewCandidates, weights: CostWeights) -> None:
+        self._request = request
+        self._few = few
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Column:
+        place = _KV_TERMS.index(name) if name in _KV_TERMS else None
+        if place is None:
+            raise KeyError(name)
+        return tuple(row[place] for row in _costs_of_few(self._request, self._few, self._weights))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_KV_TERMS)
+
+    def __len__(self) -> int:
+        return len(_KV_TERMS)
+
+
+_KV_TERMS = ("overlap_credit", "adjusted_prefill", "potential_decode_blocks")
+"""In the order of ``costs_of``."""
 
 
 class Predicted:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import ge, itemgetter
+from types import MappingProxyType
 
 import numpy as np
 
@@ -42,6 +43,9 @@ PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Legs that compute a prompt."""
 
 _ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
+_NOBODY: Mapping[WorkerKey, str] = MappingProxyType({})
+"""No worker, for the many decisions that share it."""
+
 
 FEW_HOLDERS = 48
 """Up to this many holders of a path are filled in one by one; beyond, their masks are unpacked at once."""
@@ -202,8 +206,9 @@ class Selector:
                     projection.next_offset,
                     choice,
                     few,
-                    dict(group.filtered),
+                    dict(group.filtered) if group.filtered else _NOBODY,
                     attempt,
+                    untrusted=_NOBODY,
                     behind_records=behind_records,
                     compared_blocks=len(path) if request.media else None,
                 )

@@ -15,7 +15,7 @@ Rules
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -273,7 +273,7 @@ class Replay:
 _BELIEFS_CUT = "a checkpoint lacks the oldest of what the router believed by its own choices alone"
 
 
-def _by_name(filtered: dict[WorkerKey, str]) -> dict[str, str]:
+def _by_name(filtered: Mapping[WorkerKey, str]) -> dict[str, str]:
     return {str(worker): why for worker, why in filtered.items()}
 
 
