@@ -196,19 +196,24 @@ class Job(msgspec.Struct):
             call_ids = self._call_ids(request_id)
             return self.form.encoder(request_ids, created_s, prompts[0].isl, self.output_model, parser, call_ids)
         options = self.body.stream_options
-        envelope: dict[str, Any] = {
-            "model_name": self.body.model,
-            "created_s": created_s,
-            "model": self.output_model,
-            "include_usage": options is not None and options.include_usage,
-        }
+        include_usage = options is not None and options.include_usage
         if self.output_format is None:
-            return AnswerEncoder(chat=self.chat, request_id=request_id, **envelope)
+            return AnswerEncoder(
+                chat=self.chat,
+                request_id=request_id,
+                model_name=self.body.model,
+                created_s=created_s,
+                model=self.output_model,
+                include_usage=include_usage,
+            )
         return ParsedChatEncoder(
             request_id=request_id,
             new_parser=partial(self._parser, prompts[0]),
             call_ids=self._call_ids(request_id),
-            **envelope,
+            model_name=self.body.model,
+            created_s=created_s,
+            model=self.output_model,
+            include_usage=include_usage,
         )
 
     def _call_ids(self, request_id: str) -> CallIds:
@@ -389,7 +394,7 @@ class Job(msgspec.Struct):
         if min_tokens > max_tokens:
             raise invalid("min_tokens", f"min_tokens is {min_tokens}: allowed is 0 to {name} ({max_tokens})")
         top_k = body.top_k
-        return Sampling(
+        sampling = Sampling(
             # Engines read a prompt to generate: of nothing wanted they make one token, which nobody is shown.
             max_tokens=max(1, max_tokens),
             temperature=body.temperature,
@@ -405,9 +410,10 @@ class Job(msgspec.Struct):
             logprobs=self.logprobs,
             logit_bias=body.logit_bias or None,
             prompt_logprobs=self.logprobs if isinstance(body, CompletionBody) and body.echo else None,
-            **self.guide,
             logits_processors=_logits_processors(body) if body.logits_processors else (),
         )
+        # Not in the call: names that are not known beforehand make all others a dict first.
+        return msgspec.structs.replace(sampling, **self.guide) if self.guide else sampling
 
 
 _responses_decoder = msgspec.json.Decoder(ResponsesBody)
@@ -566,7 +572,7 @@ class Preparation:
         if chat and form.format.active(use):
             output_format = form.format
             output_model = form.showing(output_format.markers(use))
-        return Job(
+        job = Job(
             chat=chat,
             body=body,
             model=model,
@@ -584,8 +590,12 @@ class Preparation:
             output_format=output_format,
             tool_use=use,
             retention=_retention(nvext) if nvext is not None else None,
-            **(_of_messages(body, served) if isinstance(body, ChatBody) else _of_completion(body)),
         )
+        if isinstance(body, ChatBody):
+            _note_messages(job, body)
+        else:
+            _note_prompts(job, body)
+        return job
 
     def _stops(self, stop: str | list[str]) -> tuple[str, ...]:
         alone = isinstance(stop, str)
@@ -601,26 +611,26 @@ class Preparation:
         return tuple(dict.fromkeys(stop))
 
 
-def _of_messages(body: ChatBody, served: ServedModel) -> dict[str, Any]:
-    """Return what a job must know of its messages once they are forgotten, and what they name."""
-    last = body.messages[-1].content if body.messages and body.continue_final_message else None
-    return {
-        "media": find_media(body.messages, served.media, body.model),
-        "earlier_calls": sum(len(message.tool_calls) for message in body.messages if message.tool_calls),
-        "continued": (last if isinstance(last, str) else "") if body.continue_final_message else None,
-    }
+def _note_messages(job: Job, body: ChatBody) -> None:
+    """Note what a job must know of its messages once they are forgotten, and what they name."""
+    messages = body.messages
+    job.media = find_media(messages, job.served.media, body.model)
+    for message in messages:
+        if message.tool_calls:
+            job.earlier_calls += len(message.tool_calls)
+    if body.continue_final_message:
+        last = messages[-1].content if messages else None
+        job.continued = last if isinstance(last, str) else ""
 
 
-def _of_completion(body: InferenceBody) -> dict[str, Any]:
-    """Return what a job must know of a completion's prompts once they are forgotten."""
+def _note_prompts(job: Job, body: InferenceBody) -> None:
+    """Note what a job must know of a completion's prompts once they are forgotten."""
     assert isinstance(body, CompletionBody), "there are two kinds of body"
     prompt = body.prompt
-    if isinstance(prompt, str):
-        return {"prompt_only": True} if body.max_tokens == 0 else {}
-    return {
-        "prompt_only": body.max_tokens == 0,
-        "has_text": body.echo or any(isinstance(item, str) for item in prompt[:1]),
-    }
+    if body.max_tokens == 0:
+        job.prompt_only = True
+    if not isinstance(prompt, str):
+        job.has_text = bool(body.echo) or any(isinstance(item, str) for item in prompt[:1])
 
 
 def model_not_found(name: str, served: Sequence[str]) -> RequestError:
