@@ -10,18 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
-
-class Aged(msgspec.Struct, kw_only=True, eq=False, gc=False):
-    """What can stand in an ``AgeList``, in one at a time."""
-
-    older: Any = None
-    newer: Any = None
-
-    __repr__ = object.__repr__
-    """Not by its fields, which lead to all the others."""
-
+from poolgrid.router.core.aged import Aged
 
 A = TypeVar("A", bound=Aged)
 

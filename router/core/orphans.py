@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from poolgrid.router.core.age_list import Aged, AgeList
+from poolgrid.router.core.age_list import AgeList
+from poolgrid.router.core.aged import Aged
 from poolgrid.router.sharded_map import ShardedMap
 
 CLEARED_COSTS = 3

@@ -43,13 +43,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 
-import msgspec
-
 from poolgrid.router.core.block_map import BlockMap
 from poolgrid.router.core.block_places import GONE, BlockPlaces
 from poolgrid.router.core.lower_tiers import LowerTiers, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
+from poolgrid.router.core.tier_overlap import TierOverlap
 from poolgrid.router.sharded_map import KEY_BITS, SHARD_ENTRIES
 from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.hashing import pack_hashes
@@ -116,19 +115,6 @@ class IndexCounters:
     dropped_workers: int = 0
     contradictions: int = 0
     """Events that name another parent for an edge of a run, or a block twice in one chain; the rest was ignored."""
-
-
-class TierOverlap(msgspec.Struct, frozen=True):
-    """Leading blocks of a path that one worker holds, by the fastest tier that has them."""
-
-    device: int
-    host: int = 0
-    disk: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """Return the length of the whole usable prefix."""
-        return self.device + self.host + self.disk
 
 
 class PrefixIndex:

@@ -16,6 +16,7 @@ from typing import assert_never
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.fleet import Fleet
+from poolgrid.router.core.hole import Hole
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.paces import Paces
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -49,16 +50,6 @@ LIVE = StreamState.LIVE
 
 LOAD_STEP_BLOCKS = 2048
 """Blocks of a snapshot loaded between two turns of a router: about a millisecond."""
-
-
-class Hole(RuntimeError):
-    """Records do not continue the ones before: what was in between is missing, or they were there already."""
-
-    def __init__(self, came: int, expected: int) -> None:
-        super().__init__(
-            f"applying records of the journal: record {came} came, expected is record {expected}; nothing of it was "
-            "applied, and only a snapshot leads on"
-        )
 
 
 class SnapshotLoad:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from poolgrid.router.core.age_list import Aged, AgeList
+from poolgrid.router.core.age_list import AgeList
+from poolgrid.router.core.aged import Aged
 
 RUN_BYTES = 152
 """A run with its list, without what is in the list: measured."""

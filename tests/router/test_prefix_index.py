@@ -22,10 +22,10 @@ from poolgrid.router.core.prefix_index import (
     NEAR,
     RUN_BLOCKS_MAX,
     PrefixIndex,
-    TierOverlap,
     slots_of,
 )
 from poolgrid.router.core.run_forest import Run, RunForest
+from poolgrid.router.core.tier_overlap import TierOverlap
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.router.index_structure import assert_sound
