@@ -1,8 +1,9 @@
 """CPU of the HTTP surface: ours and its peers, each pinned to one core, in front of mock engines, in one run.
 
     python -m benchmarks.http --profile [--tests short,chunks,turns] [--seconds 10] [--peer-python PYTHON]
-    python -m benchmarks.http [--peers ours,dynamo,dynamo-fast,smg,vllm-router] [--tests short,stream,turns]
-                              [--seconds 4] [--rounds 5] [--peer-python PYTHON] [--json OUT]
+    python -m benchmarks.http [--peers ours,ours-compiled,dynamo,dynamo-fast,smg,vllm-router]
+                              [--tests short,stream,turns] [--seconds 4] [--rounds 5]
+                              [--peer-python PYTHON] [--compiled-python PYTHON] [--json OUT]
 
 The process under test has one core to itself (the last); engines, consolidator and load generator share the first.
 Figures are CPU time from the scheduler's counts, so other load on the machine changes them little. Tests:
@@ -10,7 +11,8 @@ Figures are CPU time from the scheduler's counts, so other load on the machine c
 ``short``    completions, 64 tokens in, 1 out, 16 clients: CPU µs per request
 ``stream``   chat streams, 1,024 tokens in, 128 out, 16 clients, engines as fast as they can: CPU µs per token
 ``chunks``   chat streams, 16 tokens in, 512 out: the same with less of the request in it
-``turns``    conversations of real growth: 8k tokens in the first turn, then 10 further turns: CPU ms per turn
+``turns``    conversations of real growth, 16 at a time: 8k tokens in the first turn, then 10 further: CPU µs per turn
+``turns4``   the same, four at a time: whoever has its worker on planes waits for events meanwhile, and wakes up more
 ``long``     short requests, 100 or so a second: TTFT alone, and while some 8 prompts of 60k tokens arrive a second
 ``flood``    the same, with one such prompt after the other, which takes all of the core
 
@@ -42,7 +44,7 @@ from benchmarks.cpu_profile import Recording, find_py_spy, profile_table
 from benchmarks.fleet import Fleet
 from benchmarks.http_load import LoadSpec, rss_mb
 from benchmarks.http_model import ensure_model
-from benchmarks.peers import MODEL, NAMES, Peers
+from benchmarks.peers import COMPILED, MODEL, NAMES, Peers
 
 UNLOADED_SECONDS_MAX = 2.0
 """Of the load of one client that TTFT added is taken from: some hundreds of the slowest requests."""
@@ -55,7 +57,8 @@ TESTS: dict[str, dict[str, Any]] = {
     "short": {"concurrency": 16, "isl": 64, "osl": 1},
     "stream": {"chat": True, "stream": True, "concurrency": 16, "isl": 1024, "osl": 128},
     "chunks": {"chat": True, "stream": True, "concurrency": 16, "isl": 16, "osl": 512},
-    "turns": {"chat": True, "concurrency": 4, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
+    "turns": {"chat": True, "concurrency": 16, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
+    "turns4": {"chat": True, "concurrency": 4, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
     "long": {"concurrency": 4, "isl": 64, "osl": 1, "pause_s": 0.04, "long_isl": 60_000, "long_pause_s": 0.1},
     "flood": {"concurrency": 4, "isl": 64, "osl": 1, "pause_s": 0.04, "long_isl": 60_000},
 }
@@ -136,17 +139,18 @@ class Bench:
         measured["us_per_request"] = cpu / max(1, measured["requests"]) * 1e6
         measured["us_per_token"] = cpu / max(1, measured["tokens"]) * 1e6
         measured["us_per_event"] = cpu / max(1, measured["events"]) * 1e6
+        measured["busy"] = cpu / measured["window_s"]
         return measured
 
 
 PROFILED = ("short", "chunks", "turns")
 
 CAPTION = """\
-p50, p99, TTFT: ms, with all clients at work. MB: resident memory of the peer when it is ready, and after the test.
-added: TTFT of one client alone through the peer, minus that of one client straight to a mock OpenAI server with the
-same requests (p50 of one minus p50 of the other; p99 likewise). An answer that is no stream counts as a whole. No mock
-engine is told to delay anything. Behind ours and Dynamo are workers on planes of their own: what these take is in
-their figures."""
+busy: share of its core. p50, p99, TTFT: ms, with all clients at work. MB: resident memory of the peer when it is ready,
+and after the test. added: TTFT of one client alone through the peer, minus that of one client straight to a mock OpenAI
+server with the same requests (p50 of one minus p50 of the other; p99 likewise). An answer that is no stream counts as a
+whole. No mock engine is told to delay anything. Behind ours and Dynamo are workers on planes of their own: what these
+take is in their figures."""
 
 
 def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
@@ -156,7 +160,7 @@ def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
         rows = {peer: found[test] for peer, found in figures.items() if test in found and peer != STRAIGHT}
         if not rows:
             continue
-        columns = ["peer", "CPU µs/request", "/token", "/event", "to ours", "requests/s", "p50 ms", "p99 ms"]
+        columns = ["peer", "CPU µs/request", "/token", "/event", "to ours", "busy", "requests/s", "p50 ms", "p99 ms"]
         columns += ["TTFT p50", "p99", "added p50", "p99", "fresh MB", "after MB", "failures"]
         table = Table(*columns, title=test)
         for peer, row in rows.items():
@@ -167,6 +171,7 @@ def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
                 f"{row['us_per_token']:.1f}" if shape.get("stream") else "",
                 f"{row['us_per_event']:.1f}" if shape.get("stream") else "",
                 _ratio(row["to_ours"]) if row.get("to_ours") and not shape.get("long_isl") else "",
+                f"{row['busy']:.0%}",
                 f"{row['requests_per_s']:.0f}",
                 *(_quantile(row, "latency_ms", quantile) for quantile in ("p50", "p99")),
                 *(_quantile(row, "ttft_ms", quantile) for quantile in ("p50", "p99")),
@@ -248,6 +253,7 @@ def main() -> int:
         "--rounds", type=int, default=1, help="how often each test is run for each peer in turn; medians are printed"
     )
     parser.add_argument("--peer-python", default=sys.executable, help="Python that has the peers' wheels")
+    parser.add_argument("--compiled-python", default="", help="Python where poolgrid is installed compiled")
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "poolgrid-bench-model")
     parser.add_argument("--profile", action="store_true", help="print where the CPU of our router goes instead")
     parser.add_argument("--http-workers", type=int, default=1, help="processes of ours that share the port")
@@ -256,7 +262,7 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(width=190)
     model = ensure_model(options.model_dir)
-    peers = Peers(options.peer_python, model, options.http_workers)
+    peers = Peers(options.peer_python, model, options.http_workers, options.compiled_python)
     tests = (options.tests or ",".join(PROFILED if options.profile else TESTS)).split(",")
     with tempfile.TemporaryDirectory(prefix="poolgrid-http-") as scratch:
         logs = options.logs or Path(scratch)
@@ -273,7 +279,8 @@ def main() -> int:
         for peer in options.peers.split(","):
             absent_because = peers.absent_because(peer)
             if absent_because:
-                console.print(f"{peer}: skipped, {options.peer_python} cannot start it: {absent_because}")
+                python = options.compiled_python if peer == COMPILED else options.peer_python
+                console.print(f"{peer}: skipped, {python or 'nothing'} cannot start it: {absent_because}")
             else:
                 present.append(peer)
         measured: dict[str, dict[str, list[dict[str, Any]]]] = {}

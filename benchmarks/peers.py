@@ -1,8 +1,9 @@
 """The front ends that the HTTP benchmarks compare: how each is started before its mock engines.
 
-``ours`` and Dynamo (``dynamo`` with its default tokenizer, ``dynamo-fast`` with ``fastokens``) tokenize, route by KV
-cache and detokenize, before mock workers on their own planes. ``smg`` and ``vllm-router`` pass text through to mock
-OpenAI servers. All but ours run from another Python, which has their wheels.
+``ours``, ``ours-compiled`` (the same from a Python where it is installed compiled) and Dynamo (``dynamo`` with its
+default tokenizer, ``dynamo-fast`` with ``fastokens``) tokenize, route by KV cache and detokenize, before mock workers
+on their own planes. ``smg`` and ``vllm-router`` pass text through to mock OpenAI servers. All but ours run from another
+Python, which has their wheels.
 """
 
 from __future__ import annotations
@@ -30,22 +31,27 @@ MODULE_OF = {
     "smg": "smg",
     "vllm-router": "vllm_router.launch_router",
 }
-NAMES = ("ours", *MODULE_OF)
+OURS, COMPILED = "ours", "ours-compiled"
+NAMES = (OURS, COMPILED, *MODULE_OF)
 
 
 class Peers:
     """Starts front ends in front of the same number of mock engines, with the same model."""
 
-    def __init__(self, peer_python: str, model: Path, http_workers: int = 1) -> None:
-        """Use the peers' Python, the directory of the model, and how many HTTP processes of ours share the port."""
+    def __init__(self, peer_python: str, model: Path, http_workers: int = 1, compiled_python: str = "") -> None:
+        """Use the peers' Python, the directory of the model, how many HTTP processes of ours share the port, and a
+        Python where ours is compiled."""
         self._peer_python = peer_python
+        self._compiled_python = compiled_python
         self._model = model
         self._http_workers = http_workers
 
     def absent_because(self, peer: str) -> str:
         """Return why a peer cannot be started by its Python; empty when it can."""
-        if peer == "ours":
+        if peer == OURS:
             return ""
+        if peer == COMPILED:
+            return self._interpreted_because()
         # Imported, not only looked for: a wheel whose requirements are missing is found and does not start.
         probe = subprocess.run(
             [self._peer_python, "-c", f"import {MODULE_OF[peer]}"],
@@ -60,7 +66,8 @@ class Peers:
     def start(self, peer: str, fleet: Fleet) -> tuple[int, int]:
         """Start a peer and its engines, wait until it answers, and return its port and process id."""
         start: dict[str, Callable[[Fleet], tuple[int, int]]] = {
-            "ours": self._start_ours,
+            OURS: self._start_ours,
+            COMPILED: lambda fleet: self._start_ours(fleet, self._compiled_python),
             "dynamo": lambda fleet: self._start_dynamo(fleet, "hf"),
             "dynamo-fast": lambda fleet: self._start_dynamo(fleet, "fastokens"),
             "smg": self._start_smg,
@@ -80,8 +87,23 @@ class Peers:
     def _engines(self, fleet: Fleet) -> list[str]:
         return [f"http://127.0.0.1:{self.start_engine(fleet, number)[0]}" for number in range(ENGINES)]
 
-    def _start_ours(self, fleet: Fleet) -> tuple[int, int]:
-        ours = [sys.executable, "-m", "poolgrid"]
+    def _interpreted_because(self) -> str:
+        """Return why ours cannot be started compiled; empty when it can."""
+        if not self._compiled_python:
+            return "no Python is named where poolgrid is installed compiled"
+        asked = subprocess.run(
+            [self._compiled_python, "-m", "poolgrid", "--version"],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
+        )
+        if asked.returncode:
+            return (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
+        return "" if "(compiled)" in asked.stdout else f"{asked.stdout.strip()} is what is installed there"
+
+    def _start_ours(self, fleet: Fleet, python: str = sys.executable) -> tuple[int, int]:
+        ours = [python, "-m", "poolgrid"]
         level = ["--log-level", "warning"]
         consolidator = fleet.start("consolidator", [*ours, "consolidator", *level])
         words = fleet.ready_words(consolidator)
