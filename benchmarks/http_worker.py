@@ -72,8 +72,9 @@ class MockCache:
         known = min(len(kept), len(path))
         if known and kept[known - 1] != path[known - 1]:
             known = next(at for at in range(known) if kept[at] != path[at])
-        evicted = [] if known == len(path) else kept[: known - len(kept) - 1 : -1] if known < len(kept) else []
+        evicted: list[int] = []
         if known < len(path):
+            evicted = kept[known:][::-1]
             self._paths[path[0]] = list(path)
             self.blocks += len(path) - len(kept)
         self._paths.move_to_end(path[0])

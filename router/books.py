@@ -66,8 +66,6 @@ class RequestBooks:
         The ledger knows the dispatch, not the client's request: a migration is a new entry on another worker.
         """
         decision, leg, plan = chosen.decision, chosen.leg, routed.machine.plan
-        if routed.queued is not None:
-            decision.queued_ms = chosen.now_ms - routed.queued.entered_ms
         self._state.apply(Booked(decision, routed.path, dispatch_id, chosen.now_ms))
         self.decisions.add(decision)
         self.active[plan.request.request_id] = routed

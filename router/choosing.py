@@ -125,7 +125,7 @@ class Chooser:
         seed = hash_seed(request.lora_name, request.cache_salt) if self._learns else 0
         leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
         forgiven = False
-        waited_ms = 0.0 if routed.queued is None else now_ms - routed.queued.entered_ms
+        queued_ms = 0.0 if routed.queued is None else now_ms - routed.queued.entered_ms
         while True:
             unreachable = self._links.unreachable
             found = self._state.apply(
@@ -139,7 +139,7 @@ class Chooser:
                     leg.roles,
                     self._behind_records(),
                     routed.behind,
-                    waited_ms,
+                    queued_ms,
                 )
             )
             if type(found) is Decision:

@@ -165,6 +165,7 @@ class Decision:
     def explanation(self) -> DecisionExplanation:
         """Return everything, one row per candidate."""
         columns = self.candidates
+        terms = dict(self.choice.terms)
         rows = [
             CandidateRow(
                 worker=str(worker),
@@ -176,7 +177,7 @@ class Decision:
                 active_blocks=int(columns.active_blocks[row]),
                 requests=int(columns.requests[row]),
                 cost=None if self.choice.costs is None else float(self.choice.costs[row]),
-                terms={name: float(values[row]) for name, values in self.choice.terms.items()},
+                terms={name: float(values[row]) for name, values in terms.items()},
             )
             for row, worker in enumerate(columns.workers)
         ]

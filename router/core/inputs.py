@@ -54,7 +54,7 @@ class WorkerWanted(msgspec.Struct, frozen=True, gc=False):
     """Records that the pool's journal is known to hold beyond those applied; marks the decision, changes nothing."""
     behind: Mapping[WorkerKey, int] = {}
     """Requests that wait at the router, to be computed behind this one, by worker; for policies that plan."""
-    waited_ms: float = 0.0
+    queued_ms: float = 0.0
     """How long it has waited at the router; for the record, changes nothing."""
 
 

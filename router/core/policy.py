@@ -147,9 +147,9 @@ class TermsOfFew(Mapping[str, Column]):
         self._weights = weights
 
     def __getitem__(self, name: str) -> Column:
-        place = _KV_TERMS.index(name) if name in _KV_TERMS else None
-        if place is None:
+        if name not in _KV_TERMS:
             raise KeyError(name)
+        place = _KV_TERMS.index(name)
         return tuple(row[place] for row in _costs_of_few(self._request, self._few, self._weights))
 
     def __iter__(self) -> Iterator[str]:

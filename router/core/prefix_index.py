@@ -838,12 +838,8 @@ class PrefixIndex:
                 self._demote(each, bit)
             child = run.child
         held = len(blocks)
-        count = 1
-        if at + 1 < len(going) and held > 1 and blocks[-2] == going[at + 1]:
-            count = min(held, len(going) - at)
-            ending = blocks[-count:]
-            ending.reverse()
-            count = _common_prefix(ending, going[at : at + count])
+        most = min(held, len(going) - at)
+        count = _common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
         rest = run.mask ^ bit
         if not rest:
             self._shorten(run, count)

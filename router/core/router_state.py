@@ -136,7 +136,7 @@ class RouterState:
         return found
 
     def _select(self, wanted: WorkerWanted, dry_run: bool = False) -> Found:
-        return self.selector.select(
+        found = self.selector.select(
             wanted.request,
             wanted.path,
             wanted.now_ms,
@@ -148,3 +148,6 @@ class RouterState:
             wanted.behind_records,
             wanted.behind,
         )
+        if wanted.queued_ms and type(found) is Decision:
+            found.queued_ms = wanted.queued_ms
+        return found

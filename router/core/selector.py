@@ -46,7 +46,6 @@ _ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
 _NOBODY: Mapping[WorkerKey, str] = MappingProxyType({})
 """No worker, for the many decisions that share it."""
 
-
 FEW_HOLDERS = 48
 """Up to this many holders of a path are filled in one by one; beyond, their masks are unpacked at once."""
 

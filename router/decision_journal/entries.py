@@ -228,7 +228,7 @@ class DecisionMade(JournalEntry, frozen=True):
     """How long the prompt's blocks should stay, as far as that was learned."""
     behind: list[tuple[int, int]] = []
     """Workers, and how many requests waited at the router that were to be computed behind this one there."""
-    waited_ms: float = 0.0
+    queued_ms: float = 0.0
     """How long the request had waited at the router when it was chosen for."""
 
 
@@ -384,7 +384,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
         behind_records=made.behind_records,
         retention=made.retention,
         compared_blocks=len(made.path) // 8 if made.request.media else None,
-        queued_ms=made.waited_ms,
+        queued_ms=made.queued_ms,
     )
 
 
@@ -417,5 +417,5 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
         decision.behind_records,
         decision.retention,
         [(number_of[worker], count) for worker, count in wanted.behind.items()],
-        wanted.waited_ms,
+        wanted.queued_ms,
     )

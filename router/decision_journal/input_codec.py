@@ -251,5 +251,5 @@ def wanted_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> WorkerWanted:
         tuple(Role(role) for role in made.roles),
         made.behind_records,
         {workers[number]: count for number, count in made.behind},
-        made.waited_ms,
+        made.queued_ms,
     )

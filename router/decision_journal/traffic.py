@@ -102,7 +102,7 @@ def read_recording(
                 if request.stage is not Stage.ENCODE and request.request_id not in found:
                     found[request.request_id] = RecordedTraffic(
                         request.request_id,
-                        entry.time_ms - round(entry.waited_ms),
+                        entry.time_ms - round(entry.queued_ms),
                         request.model,
                         request.isl,
                         request.block_size,

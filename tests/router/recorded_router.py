@@ -213,8 +213,8 @@ class RecordedRouter:
         down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
         now_ms = self.clock.monotonic_ms()
         behind = {worker_key(NAMES[self.requests % len(NAMES)]): 3} if self.requests % 3 == 0 else {}
-        waited_ms = WAITED_MS * (self.requests % 3)
-        wanted = WorkerWanted(routing, path, now_ms, self.clock.wall_ms(), down, behind=behind, waited_ms=waited_ms)
+        queued_ms = WAITED_MS * (self.requests % 3)
+        wanted = WorkerWanted(routing, path, now_ms, self.clock.wall_ms(), down, behind=behind, queued_ms=queued_ms)
         if chance.random() < 0.2 and not isinstance(self.state.preview(wanted), Decision):  # somebody only asks
             return
         decision = self.state.apply(wanted)

@@ -461,7 +461,7 @@ def test_traffic_came_when_it_began_to_wait_not_when_it_had_its_worker() -> None
     }
     waited = {each.request_id: decided[each.request_id].time_ms - each.time_ms for each in recording.requests}
     assert set(waited.values()) == {0, round(WAITED_MS), round(2 * WAITED_MS)}
-    assert all(decided[request_id].waited_ms == waited[request_id] for request_id in waited)
+    assert all(decided[request_id].queued_ms == waited[request_id] for request_id in waited)
     assert [each.time_ms for each in recording.requests] == sorted(each.time_ms for each in recording.requests)
 
 

@@ -610,20 +610,30 @@ def test_a_path_longer_than_a_run_is_found_cut_and_removed_like_any_other(step: 
     assert_sound(index)
 
 
+def branching_paths(randomness: random.Random) -> list[list[int]]:
+    """Paths that leave a trunk at its beginning, twice within it, and at its end."""
+    trunk = [randomness.getrandbits(64) for _ in range(40)]
+    return [trunk[:at] + [randomness.getrandbits(64) for _ in range(20)] for at in (0, 10, 25, 40)]
+
+
+def disturb(gone: list[int], paths: list[list[int]], times: int, randomness: random.Random) -> None:
+    """Put blocks among those that go which are out of place there, unknown, or there twice."""
+    for _ in range(times):
+        other = randomness.choice([randomness.getrandbits(64), *paths[-1][:40], *gone])
+        gone.insert(randomness.randrange(len(gone) + 1), other)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_what_goes_from_the_end_of_paths_backwards_goes_at_once_and_only_as_far_as_it_is_said(seed: int) -> None:
     randomness = random.Random(seed)
     index, model = PrefixIndex(), NaiveIndex()
-    trunk = [randomness.getrandbits(64) for _ in range(40)]
-    paths = [trunk[:at] + [randomness.getrandbits(64) for _ in range(20)] for at in (0, 10, 25, 40)]
+    paths = branching_paths(randomness)
     for worker, path in [(A, path) for path in paths] + [(B, paths[1])] * randomness.randrange(2):
         index.store(worker, None, path)
         model.store(worker, path)
     for _ in range(12):
         gone = randomness.choice(paths)[randomness.randrange(50) : randomness.randrange(61)][::-1]
-        for _ in range(randomness.randrange(3)):  # some of it is out of place, unknown, or there twice
-            other = randomness.choice([randomness.getrandbits(64), *trunk, *gone])
-            gone.insert(randomness.randrange(len(gone) + 1), other)
+        disturb(gone, paths, randomness.randrange(3), randomness)
         index.remove(A, gone)
         model.remove(A, gone)
         assert_sound(index)
@@ -636,8 +646,7 @@ def test_what_goes_from_the_end_of_paths_backwards_goes_at_once_and_only_as_far_
 def test_what_several_hold_goes_from_the_end_of_paths_backwards_for_each_of_them_alone(seed: int) -> None:
     randomness = random.Random(seed)
     index, model = PrefixIndex(), NaiveIndex()
-    trunk = [randomness.getrandbits(64) for _ in range(40)]
-    paths = [trunk[:at] + [randomness.getrandbits(64) for _ in range(20)] for at in (0, 10, 25, 40)]
+    paths = branching_paths(randomness)
     for _ in range(30):
         worker, path = randomness.choice([A, B, C]), randomness.choice(paths)
         end = randomness.randrange(1, len(path) + 1)
@@ -645,9 +654,7 @@ def test_what_several_hold_goes_from_the_end_of_paths_backwards_for_each_of_them
             index.store(worker, None, path[:end])
             model.store(worker, path[:end])
         gone = path[randomness.randrange(end) : end][::-1]
-        for _ in range(randomness.randrange(2)):  # out of place, unknown, or there twice
-            other = randomness.choice([randomness.getrandbits(64), *trunk, *gone])
-            gone.insert(randomness.randrange(len(gone) + 1), other)
+        disturb(gone, paths, randomness.randrange(2), randomness)
         index.remove(worker, gone)
         model.remove(worker, gone)
         assert_sound(index)
@@ -674,7 +681,7 @@ def test_what_a_worker_evicts_of_a_path_that_others_hold_costs_as_much_as_there_
     for worker, depth in ((A, 900), (B, 700), (C, 300)):
         index.store(worker, None, path[:depth])
 
-    index.remove(A, path[:499:-1])  # B alone holds what lies before 700, and both what lies before 500
+    index.remove(A, path[:499:-1])  # first what A alone holds, then what B does too
     index.remove(C, path[299:99:-1])
     index.remove(B, path[699::-1])
 

@@ -113,7 +113,7 @@ class StreamJournal:
         self._snapshots: list[Anchor] = []
         self._kept_since_ms: dict[Anchor, float] = {}
         """By snapshot: since when this life knows it."""
-        self._read: set[Anchor] = set()
+        self._whole: set[Anchor] = set()
         """Snapshots that were read back, and whole, after they had become durable by their age."""
         self._next = 0
         """Offset behind the last record that is stored."""
@@ -202,7 +202,7 @@ class StreamJournal:
                     f"{snapshot_file.name_of(anchor.offset)} is of a history that the stream lost; it was removed"
                 )
         self._snapshots = usable
-        self._read = set()
+        self._whole = set()
         self._kept_since_ms = dict.fromkeys(usable, self._clock.monotonic_ms())
         return self._history.recover(blocks_per_worker_max, facts).pool
 
@@ -390,8 +390,8 @@ class StreamJournal:
         known = [each for each in self._snapshots if each.offset != offset]
         self._kept_since_ms[anchor] = self._clock.monotonic_ms()
         self._snapshots = sorted([*known, anchor], key=lambda each: each.offset)
-        self._read.discard(anchor)
-        self._read.intersection_update(self._snapshots)
+        self._whole.discard(anchor)
+        self._whole.intersection_update(self._snapshots)
         self._thin_out()
 
     def _thin_out(self) -> None:
@@ -414,7 +414,7 @@ class StreamJournal:
 
     def _is_there(self, anchor: Anchor) -> bool:
         """Tell whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
-        if anchor in self._read:
+        if anchor in self._whole:
             return True
         name = snapshot_file.name_of(anchor.offset)
         lost = "" if anchor in self._stream.snapshots() else "it is not there any more"
@@ -433,7 +433,7 @@ class StreamJournal:
             )
             self._forget(anchor)
             return False
-        self._read.add(anchor)
+        self._whole.add(anchor)
         return True
 
     def _forget(self, anchor: Anchor) -> None:
@@ -441,7 +441,7 @@ class StreamJournal:
         self._stream.remove_snapshot(anchor)
         self._snapshots = [each for each in self._snapshots if each != anchor]
         self._kept_since_ms.pop(anchor, None)
-        self._read.discard(anchor)
+        self._whole.discard(anchor)
 
     def write_snapshot(self, frozen: FrozenPool) -> None:
         """Make and keep a snapshot in one go."""
