@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from poolgrid.wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks
 
 
-def prompt_path(request: InferenceRequest, block_size: int, paths: TenantPaths) -> list[int]:
+def prompt_path(request: InferenceRequest, block_size: int, paths: TenantPaths) -> array[int]:
     """Return the sequence hashes of the prompt's whole blocks of ``block_size`` tokens.
 
     ``paths`` remembers those of text. With media they end where the engine's own tokens are not known: at the first
@@ -20,7 +22,8 @@ def prompt_path(request: InferenceRequest, block_size: int, paths: TenantPaths) 
         return paths.of(request).path(request.token_ids, block_size, seed)
     known = known_tokens(media.items, len(request.token_ids) // TOKEN_BYTES)
     touched = media_hashes_of_blocks(media.items, block_size)
-    return sequence_hashes(block_hashes(request.token_ids[: TOKEN_BYTES * known], block_size, seed, touched))
+    hashes = block_hashes(request.token_ids[: TOKEN_BYTES * known], block_size, seed, touched)
+    return array("Q", sequence_hashes(hashes))
 
 
 def media_hashes(request: InferenceRequest) -> tuple[int, ...]:

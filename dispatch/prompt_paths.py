@@ -8,12 +8,15 @@ Rules
     3. Whole prompts are remembered beside stretches (``recent_prompts.py``): a prompt that continues one of them costs
        the comparison with it and the hashes of its new blocks. Stretches are for what prompts share beyond that.
     4. At most ``budget_bytes``, half of it for each; the stretch, or prompt, that was used longest ago goes first.
+    5. A path is an array. As a list it would be an object for each hash, all of which are touched when it is copied or
+       given up, and looked at by the garbage collector.
 
 So turn n of a conversation costs the hashes of its new text. No clock, no lock: owned by one event loop.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 from poolgrid.dispatch.recent_prompts import HASH_BYTES, RecentPrompts
@@ -24,7 +27,7 @@ STRETCH_BLOCKS = 32
 """Blocks of one stretch: at 16 to 64 tokens a block, 2 to 8 KiB that are compared in less time than one is hashed."""
 
 BUDGET_BYTES = 64 * 1024 * 1024
-"""About 9 M tokens at 16 tokens a block, 13 M at 64, half of them in stretches and half in whole prompts: the
+"""About 13 M tokens at 16 tokens a block, 15 M at 64, half of them in stretches and half in whole prompts: the
 conversations of an hour on a busy pool."""
 
 KNOWN_PER_YIELD = 16
@@ -40,7 +43,7 @@ class PromptPaths:
     """Paths of prompts, with a memory of stretches."""
 
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
-        self._known: BudgetedLru[_Key, list[int]] = BudgetedLru(budget_bytes - budget_bytes // 2, _size)
+        self._known: BudgetedLru[_Key, array[int]] = BudgetedLru(budget_bytes - budget_bytes // 2, _size)
         self._recent = RecentPrompts(budget_bytes // 2)
         self.reused_blocks = 0
         """Blocks whose hashes were not computed again."""
@@ -56,7 +59,7 @@ class PromptPaths:
         block_size: int,
         seed: int,
         multimodal_hashes: Mapping[int, Sequence[int]] | None = None,
-    ) -> list[int]:
+    ) -> array[int]:
         """Return the sequence hashes of the whole blocks of a prompt (u32 little-endian token ids).
 
         ``block_size`` is in tokens; ``multimodal_hashes`` as in ``poolgrid.wire.hashing.block_hashes``: prompts with
@@ -64,13 +67,13 @@ class PromptPaths:
         """
         stretch_bytes = STRETCH_BLOCKS * block_size * TOKEN_BYTES
         if multimodal_hashes or len(token_ids) < stretch_bytes:
-            return sequence_hashes(block_hashes(token_ids, block_size, seed, multimodal_hashes))
-        path: list[int] = []
+            return array("Q", sequence_hashes(block_hashes(token_ids, block_size, seed, multimodal_hashes)))
+        path = array("Q")
         for _ in self.grow(path, token_ids, block_size, seed):
             pass
         return path
 
-    def grow(self, path: list[int], token_ids: bytes, block_size: int, seed: int) -> Iterator[None]:
+    def grow(self, path: array[int], token_ids: bytes, block_size: int, seed: int) -> Iterator[None]:
         """Append the path of a prompt to the empty ``path``; up to 20 µs pass between two yields.
 
         Others may go between: what they ask for changes nothing of it.
@@ -82,7 +85,7 @@ class PromptPaths:
         parent: int | None = None
         at = 0
         if continued is not None:
-            path += continued.path
+            path.extend(continued.path)
             parent = path[-1]
             at = len(continued.token_ids)
             self.reused_blocks += len(path)
@@ -91,22 +94,22 @@ class PromptPaths:
             end = min(at - at % stretch_bytes + stretch_bytes, whole)
             if end - at < stretch_bytes:
                 # The rest of a stretch that a prompt ended in, or its beginning.
-                hashes = sequence_hashes(block_hashes(memoryview(token_ids)[at:end], block_size, seed), parent)
-                path += hashes
+                rest = block_hashes(memoryview(token_ids)[at:end], block_size, seed)
+                hashes = array("Q", sequence_hashes(rest, parent))
             else:
                 key = (parent, seed, block_size, token_ids[at:end])
                 found = known.get(key)
                 if found is not None:
                     self.reused_blocks += STRETCH_BLOCKS
-                    path += found
+                    path.extend(found)
                     parent = found[-1]
                     at = end
                     if at // stretch_bytes % KNOWN_PER_YIELD == 0:
                         yield
                     continue
-                hashes = sequence_hashes(block_hashes(key[3], block_size, seed), parent)
+                hashes = array("Q", sequence_hashes(block_hashes(key[3], block_size, seed), parent))
                 known.keep(key, hashes)
-                path += hashes
+            path.extend(hashes)
             parent = hashes[-1]
             at = end
             yield
@@ -114,5 +117,5 @@ class PromptPaths:
             self._recent.keep(token_ids[:whole], path[:], block_size, seed, continued)
 
 
-def _size(key: _Key, hashes: list[int]) -> int:
+def _size(key: _Key, hashes: array[int]) -> int:
     return len(key[3]) + STRETCH_BLOCKS * HASH_BYTES + ENTRY_OVERHEAD_BYTES

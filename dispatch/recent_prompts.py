@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 
 from poolgrid.runtime.budgeted_lru import BudgetedLru
 
@@ -23,8 +23,8 @@ SAMPLE_BYTES = 64
 SAME_SAMPLE_MAX = 8
 """Prompts of one sample, as those with one long system prompt are; comparing 10k tokens takes a microsecond or two."""
 
-HASH_BYTES = 48
-"""One sequence hash: an integer object and its place in a list."""
+HASH_BYTES = 8
+"""One sequence hash in an array."""
 
 ENTRY_OVERHEAD_BYTES = 600
 """Objects, key, map entries."""
@@ -37,7 +37,7 @@ class RecentPrompt:
 
     __slots__ = ("_key", "path", "token_ids")
 
-    def __init__(self, token_ids: bytes, path: Sequence[int], key: _Key) -> None:
+    def __init__(self, token_ids: bytes, path: array[int], key: _Key) -> None:
         self.token_ids = token_ids
         self.path = path
         self._key = key
@@ -76,7 +76,7 @@ class RecentPrompts:
         return None
 
     def keep(
-        self, token_ids: bytes, path: Sequence[int], block_size: int, seed: int, continued: RecentPrompt | None
+        self, token_ids: bytes, path: array[int], block_size: int, seed: int, continued: RecentPrompt | None
     ) -> None:
         """Remember a prompt; ``continued`` is what it begins with, and what it replaces."""
         length = next((length for length in LENGTHS if length <= len(token_ids)), None)

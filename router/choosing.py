@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from poolgrid.dispatch.legs import LegPlan
@@ -89,10 +90,10 @@ class Chooser:
         """Return whether a prompt is hashed in one go."""
         return len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None
 
-    async def path(self, request: InferenceRequest) -> list[int]:
+    async def path(self, request: InferenceRequest) -> array[int]:
         """Return the sequence hashes of a prompt that is not quick; others have their turn meanwhile."""
         block_size = self.block_size(request.model)
-        path: list[int] = []
+        path = array("Q")
         if block_size:
             seed = hash_seed(request.lora_name, request.cache_salt)
             for number, _ in enumerate(self.paths.of(request).grow(path, request.token_ids, block_size, seed)):
@@ -100,12 +101,12 @@ class Chooser:
                     await asyncio.sleep(0)
         return path
 
-    def path_now(self, request: InferenceRequest) -> list[int]:
+    def path_now(self, request: InferenceRequest) -> array[int]:
         """Return the same in one go."""
         block_size = self.block_size(request.model)
-        return prompt_path(request, block_size, self.paths) if block_size else []
+        return prompt_path(request, block_size, self.paths) if block_size else array("Q")
 
-    def uncached_tokens(self, request: InferenceRequest, path: list[int]) -> int:
+    def uncached_tokens(self, request: InferenceRequest, path: array[int]) -> int:
         """Return the prompt tokens that whoever holds most of the prompt would have to compute."""
         tokens = len(request.token_ids) // 4
         overlap = self._selector.best_overlap_blocks(request.model, PROMPT_ROLES, path) if path else 0
@@ -239,7 +240,7 @@ class Chooser:
             return NotPlaced(Lack.POLICY_FAILED, found)
         return NotPlaced(Lack.BUSY if found.busy else Lack.NO_WORKER, found)
 
-    def _next_leg(self, plan: LegPlan, output_tokens: int, path: list[int], block_size: int) -> Leg:
+    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> Leg:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if plan.prefill_params is not None:
             return SECOND_LEG

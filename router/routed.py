@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Mapping
 
 import msgspec
@@ -18,7 +19,7 @@ class Routed(msgspec.Struct, eq=False):
     """A request at this router, from its arrival to its end."""
 
     machine: RequestMachine
-    path: list[int]
+    path: array[int]
     """Sequence hashes of the prompt's whole blocks."""
     watch: LegWatch
     """Where it stands among the times of its legs."""

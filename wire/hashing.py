@@ -35,6 +35,7 @@ BLOCK_SIZES_MAX = 16
 _U64 = 2**64
 _LONG_TOKENS = 256
 _NATIVE_U32 = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
+_NATIVE_U64 = sys.byteorder == "little"
 _Cut = Callable[[memoryview], Iterator[tuple[Any, ...]]]
 _pair = struct.Struct("<QQ")
 _hashes = [struct.Struct(f"<{count}Q") for count in range(513)]
@@ -125,6 +126,8 @@ def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
     """Pack u64 hashes for the wire: little-endian, 8 bytes each."""
+    if _NATIVE_U64 and type(hashes) is array:
+        return hashes.tobytes()
     count = len(hashes)
     return _packers[count](*hashes) if count < len(_packers) else struct.pack(f"<{count}Q", *hashes)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -7,8 +9,8 @@ from poolgrid.dispatch.prompt_paths import STRETCH_BLOCKS, PromptPaths
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 
 
-def plain(token_ids: bytes, block_size: int, seed: int) -> list[int]:
-    return sequence_hashes(block_hashes(token_ids, block_size, seed))
+def plain(token_ids: bytes, block_size: int, seed: int) -> array[int]:
+    return array("Q", sequence_hashes(block_hashes(token_ids, block_size, seed)))
 
 
 prompts = st.lists(
@@ -85,7 +87,7 @@ def test_a_prompt_found_for_one_that_grows_may_be_forgotten_meanwhile() -> None:
     first = pack_tokens(range(2100))
     paths.path(first, 4, 1337)
     longer = first + pack_tokens(range(5000))
-    growing: list[int] = []
+    growing = array("Q")
     for number, _ in enumerate(paths.grow(growing, longer, 4, 1337)):
         other = pack_tokens(range(number, number + 2500))
         assert paths.path(other, 4, 1337) == plain(other, 4, 1337)
@@ -109,7 +111,9 @@ def test_objects_in_a_prompt_are_part_of_its_path() -> None:
     token_ids = pack_tokens(range(STRETCH_BLOCKS * 4 * 2))
     without = paths.path(token_ids, 4, 1337)
     objects = {3: [17]}
-    assert paths.path(token_ids, 4, 1337, objects) == sequence_hashes(block_hashes(token_ids, 4, 1337, objects))
+    assert paths.path(token_ids, 4, 1337, objects) == array(
+        "Q", sequence_hashes(block_hashes(token_ids, 4, 1337, objects))
+    )
     assert paths.path(token_ids, 4, 1337, objects)[3:] != without[3:]
     assert paths.path(token_ids, 4, 1337) == without
 
@@ -117,7 +121,7 @@ def test_objects_in_a_prompt_are_part_of_its_path() -> None:
 def test_a_path_that_grows_while_others_are_asked_for_is_the_same() -> None:
     paths = PromptPaths(8000)
     token_ids = pack_tokens(range(STRETCH_BLOCKS * 4 * 5 + 9))
-    growing: list[int] = []
+    growing = array("Q")
     for number, _ in enumerate(paths.grow(growing, token_ids, 4, 1337)):
         other = pack_tokens(range(number, number + STRETCH_BLOCKS * 8))
         assert paths.path(other, 4, 1337) == plain(other, 4, 1337)

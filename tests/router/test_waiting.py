@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from typing import cast
 
 from prometheus_client import CollectorRegistry
@@ -59,7 +60,7 @@ class Scene:
 
 def routed() -> Routed:
     request = InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens=4))
-    return Routed(RequestMachine(request, TokenDelivery("r", lambda delivery: None), 3), [], LegWatch(0.0))
+    return Routed(RequestMachine(request, TokenDelivery("r", lambda delivery: None), 3), array("Q"), LegWatch(0.0))
 
 
 def test_a_request_whose_worker_is_lost_in_the_turn_in_which_it_was_placed_waits_for_the_next_one() -> None:

@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from poolgrid.runtime.allocation import HOLES_BYTES_MAX, Heap, HeapTrimmer, return_large_blocks
+from poolgrid.runtime.allocation import (
+    HOLES_BYTES_MAX,
+    LOOK_ANYWAY_S,
+    LOOK_INTERVAL_S,
+    WORKING_S,
+    Heap,
+    HeapTrimmer,
+    return_large_blocks,
+)
 
 PROGRAM = """
 import sys
@@ -54,7 +62,7 @@ from poolgrid.runtime import allocation
 from poolgrid.runtime.allocation import _resident_bytes, keep_heap_trimmed
 
 if sys.argv[1] == "told":
-    allocation.LOOK_INTERVAL_S = 0.05
+    allocation.LOOK_INTERVAL_S = allocation.LOOK_ANYWAY_S = 0.05
     assert keep_heap_trimmed()
 before = _resident_bytes()
 bodies = [[b"x" * 65_000 for _ in range(300)] for _ in range(5)]
@@ -81,57 +89,125 @@ MEGA = 1024 * 1024
 
 
 class FakeHeap:
-    """A process: 100 MB of code, what is in use, and holes of which some are resident."""
+    """A process: 100 MB of code, what is in use, and holes of which some are resident. Its trimmer looks when it does.
+
+    What is taken comes from holes first, those that are resident before the others.
+    """
 
     def __init__(self) -> None:
         self.in_use = 0
         self.resident_holes = 0
         self.holes = 0
         self.trims = 0
+        self.asked = 0
+        self.now_s = 1000.0
+        self.trimmer = HeapTrimmer(lambda: self.resident * MEGA, self.ask, self.trim, self.now_s)
+
+    @property
+    def resident(self) -> int:
+        return 100 + self.in_use + self.resident_holes
 
     def take(self, mega: int) -> None:
         self.in_use += mega
+        self.resident_holes -= min(mega, self.resident_holes)
+        self.holes -= min(mega, self.holes)
 
     def give(self, mega: int) -> None:
         self.in_use -= mega
         self.resident_holes += mega
         self.holes += mega
 
-    def look(self) -> Heap:
-        return Heap((100 + self.in_use + self.resident_holes) * MEGA, self.in_use * MEGA, self.holes * MEGA)
+    def ask(self) -> Heap:
+        self.asked += 1
+        return Heap(self.resident * MEGA, self.in_use * MEGA, self.holes * MEGA)
 
     def trim(self) -> None:
         self.resident_holes = 0
         self.trims += 1
 
+    def look(self, after_s: float = LOOK_INTERVAL_S) -> bool:
+        self.now_s += after_s
+        return self.trimmer.look(self.now_s)
+
 
 def test_holes_are_given_back_when_they_have_grown_and_only_once() -> None:
     heap = FakeHeap()
-    trimmer = HeapTrimmer(heap.look, heap.trim)
-    assert not trimmer.look(), "nothing has happened"
+    assert not heap.look(), "nothing has happened"
     heap.take(500)
-    assert not trimmer.look(), "what it holds it uses"
+    assert not heap.look(), "what it holds it uses"
     heap.give(60)
-    assert trimmer.look()
-    assert (heap.trims, heap.look().resident_bytes) == (1, 540 * MEGA)
-    assert not trimmer.look(), "holes that were given back still count as holes"
+    assert heap.look(LOOK_ANYWAY_S)
+    assert (heap.trims, heap.resident) == (1, 540)
+    assert not heap.look(LOOK_ANYWAY_S), "holes that were given back still count as holes"
 
 
 def test_what_was_in_use_at_the_last_look_is_given_back_when_it_became_a_hole() -> None:
     heap = FakeHeap()
-    trimmer = HeapTrimmer(heap.look, heap.trim)
     heap.take(200)
     heap.give(60)
-    assert trimmer.look(), "with 140 MB still in use"
+    assert heap.look(), "with 140 MB still in use"
     heap.give(140)
-    assert trimmer.look(), "the process has not grown since, and yet there are holes"
-    assert heap.look().resident_bytes == 100 * MEGA
+    assert heap.look(LOOK_ANYWAY_S), "the process has not grown since, and yet there are holes"
+    assert heap.resident == 100
 
 
 def test_few_holes_are_kept() -> None:
     heap = FakeHeap()
-    trimmer = HeapTrimmer(heap.look, heap.trim)
     few = HOLES_BYTES_MAX // MEGA - 1
     heap.take(few)
     heap.give(few)
-    assert not trimmer.look()
+    assert not heap.look(LOOK_ANYWAY_S)
+
+
+def test_malloc_is_asked_once_a_minute_while_as_much_is_resident_as_before() -> None:
+    heap = FakeHeap()
+    heap.take(500)
+    heap.look()
+    asked = heap.asked
+    looks = int(10 * LOOK_ANYWAY_S / LOOK_INTERVAL_S)
+    for number in range(looks):
+        heap.take(number % 3)
+        heap.give(number % 3)
+        assert not heap.look()
+    assert heap.asked - asked == 10
+
+
+def test_holes_that_are_there_again_at_once_are_what_the_process_works_with() -> None:
+    heap = FakeHeap()
+    heap.take(300)
+    trims = []
+    minutes = 30
+    for _ in range(int(minutes * 60 / LOOK_INTERVAL_S)):
+        heap.take(200)
+        heap.give(200)
+        heap.look()
+        trims.append(heap.trims)
+    assert 1 < heap.trims <= 1 + minutes * 60 / WORKING_S, "in the place of one for each look"
+    assert trims[int(WORKING_S / LOOK_INTERVAL_S)] == 1
+
+
+def test_what_comes_beside_them_is_given_back_at_the_next_look() -> None:
+    heap = FakeHeap()
+    for _ in range(3):
+        heap.take(80)
+        heap.give(80)
+        heap.look()
+    assert heap.trims == 1
+    heap.take(400)
+    heap.give(400)
+    assert heap.look()
+    assert heap.resident == 100
+
+
+def test_what_the_process_worked_with_is_given_back_once_it_has_nothing_to_do() -> None:
+    heap = FakeHeap()
+    for _ in range(3):
+        heap.take(80)
+        heap.give(80)
+        heap.look()
+    assert heap.resident == 180
+    waited_s = 0.0
+    while not heap.look():
+        waited_s += LOOK_INTERVAL_S
+        assert waited_s <= WORKING_S + LOOK_ANYWAY_S
+    assert heap.resident == 100

@@ -76,7 +76,7 @@ class Client:
         )
 
     def path(self, request: InferenceRequest) -> list[int]:
-        return prompt_path(request, BLOCK, TenantPaths(1024))
+        return list(prompt_path(request, BLOCK, TenantPaths(1024)))
 
 
 def leg(request: InferenceRequest, stage: Stage = Stage.WHOLE, params: bytes | None = None) -> Generate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from array import array
 
 import pytest
 from hypothesis import given
@@ -170,3 +171,10 @@ def test_one_block_behind_a_parent_is_named_as_in_a_chain(parent: int, seed: int
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=80))
 def test_hashes_as_an_array_are_those_that_were_packed(hashes: list[int]) -> None:
     assert hash_array(pack_hashes(hashes)).tolist() == hashes
+
+
+def test_hashes_are_packed_alike_whatever_holds_them() -> None:
+    hashes = [0, 1, 2**64 - 1, *range(600)]
+    for some in (hashes[:3], hashes):
+        packed = struct.pack(f"<{len(some)}Q", *some)
+        assert pack_hashes(some) == pack_hashes(tuple(some)) == pack_hashes(array("Q", some)) == packed
