@@ -58,7 +58,7 @@ def segments(seen: Sequence[Use], shared: bool = False) -> Observed:
 
 def paths(seen: Sequence[Use], shared: bool = False) -> Observed:
     """Prompts of two stretches and more, that share their beginnings by threes, and of which a part holds a few."""
-    caches = TenantPaths(3 * 60_000)
+    caches = TenantPaths(3 * 40_000)
     observed: Observed = []
     for use in seen:
         tokens = b"".join(token.to_bytes(4, "little") for token in range(use.what % 3, 70 * 16 + 40 * use.what))
@@ -68,13 +68,13 @@ def paths(seen: Sequence[Use], shared: bool = False) -> Observed:
         before = caches.reused_blocks
         path = caches.of(request).path(tokens, 16, hash_seed("", salt))
         observed.append((use, len(path) - (caches.reused_blocks - before)))
-        assert caches.used_bytes <= 3 * 60_000
+        assert caches.used_bytes <= 3 * 40_000
     return observed
 
 
 def media(seen: Sequence[Use], shared: bool = False) -> Observed:
     """Pictures of 1 KB in a cache that holds four of a tenant's; the work is a fetch."""
-    caches = TenantCaches(3 * 4_096, lambda bytes_max: MediaCache(bytes_max, 60_000, SystemClock()))
+    caches = TenantCaches(3 * 4_096, lambda bytes_max: MediaCache(bytes_max, 40_000, SystemClock()))
     observed: Observed = []
 
     async def run() -> None:
