@@ -274,9 +274,11 @@ class DirectProtocol(BoundedProtocol):
     _gathering: _DirectCycle | None = None
     _serving: _DirectCycle | None = None
     _repeated: RepeatedHead | None = None
-    """The head of the request before."""
+    """The head of a request before: of the last one that came whole, or of one before that."""
     _repeated_scope: dict[str, Any]
     """What of its scope is the connection's, as it was before anybody else put something there."""
+    _repeated_endpoint: Any
+    """The endpoint that its request went to."""
     _of_head: dict[str, Any]
     """What its endpoint keeps of it."""
     default_lines = DefaultLines()
@@ -306,14 +308,15 @@ class DirectProtocol(BoundedProtocol):
         before = self.cycle
         super().data_received(data)
         cycle = self._serving
-        if cycle is not None and cycle is self.cycle and cycle is not before and self._heads_tried < HEADS_TRIED_MAX:
+        if cycle is not None and cycle is self.cycle and cycle is not before:
             # It came whole, and there was nothing before it.
-            self._heads_tried += 1
             self._repeated = None
-            if cycle.keep_alive and self._waiting is None:
+            if self._heads_tried < HEADS_TRIED_MAX and cycle.keep_alive and self._waiting is None:
+                self._heads_tried += 1
                 scope = cycle.scope
                 self._repeated = RepeatedHead.of(data, list(scope["headers"]), table.limits.header_line_bytes)
                 self._repeated_scope = {name: value for name, value in scope.items() if name not in _OF_A_REQUEST}
+                self._repeated_endpoint = cycle.endpoint
                 self._of_head = {}
 
     def _begin_again(self, head: RepeatedHead, data: bytes) -> bool:
@@ -321,8 +324,9 @@ class DirectProtocol(BoundedProtocol):
         last = self._serving
         if last is None or self.cycle is not last or self.limit_concurrency is not None:
             return False
-        endpoint = self.app.direct_endpoint(last.scope["raw_path"])
-        if endpoint is not last.endpoint:
+        # Of this head, which need not be that of the request before: one that came in pieces leaves it as it is.
+        endpoint = self._repeated_endpoint
+        if self.app.direct_endpoint(self._repeated_scope["raw_path"]) is not endpoint:
             return False
         taken = head.taken(data)
         if taken is None:

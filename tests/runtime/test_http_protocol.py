@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
@@ -24,7 +26,9 @@ class Endpoint:
 
     body_bytes_max = LIMIT
 
-    def __init__(self) -> None:
+    def __init__(self, name: bytes = b"") -> None:
+        self.name = name
+        """What its answers begin with."""
         self.left = asyncio.Event()
         self.hold = asyncio.Event()
         self.entered = asyncio.Event()
@@ -76,7 +80,7 @@ class Endpoint:
                 await send({"type": "http.response.body", "body": answer, "more_body": False})
             assert connection.answer(500, [], b"again"), "after the last byte it is taken and goes nowhere"
             return
-        answer = b"%d %s" % (len(body), how)
+        answer = b"%b%d %b" % (self.name, len(body), how)
         headers_out = [(b"content-length", b"%d" % len(answer))]
         if headers.get(b"x-close"):
             headers_out.append((b"connection", b"close"))
@@ -85,19 +89,21 @@ class Endpoint:
 
 
 class Application:
-    """A direct endpoint at ``/direct``, ordinary ASGI elsewhere."""
+    """Direct endpoints at ``/direct`` and ``/second``, ordinary ASGI elsewhere."""
 
     def __init__(self) -> None:
         self.endpoint = Endpoint()
+        self.second = Endpoint(b"second ")
         self.is_closed = False
         """Whether the short way is."""
 
     def direct_endpoint(self, url: bytes) -> Endpoint | None:
-        return self.endpoint if url == b"/direct" and not self.is_closed else None
+        return None if self.is_closed else {b"/direct": self.endpoint, b"/second": self.second}.get(url)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/direct" and scope["method"] == "POST" and not scope["query_string"]:
-            await self.endpoint(scope, receive, send)
+        endpoint = {"/direct": self.endpoint, "/second": self.second}.get(scope["path"])
+        if endpoint is not None and scope["method"] == "POST" and not scope["query_string"]:
+            await endpoint(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -260,6 +266,30 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return pieces
 
 
+@contextmanager
+def arrivals() -> Iterator[asyncio.Event]:
+    """An event that is set whenever something comes to a server."""
+    arrived = asyncio.Event()
+    plain = DirectProtocol.data_received
+
+    def noted(protocol: DirectProtocol, data: bytes) -> None:
+        arrived.set()
+        plain(protocol, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DirectProtocol, "data_received", noted)
+        yield arrived
+
+
+async def send_in_pieces(client: Client, request: bytes, arrived: asyncio.Event) -> None:
+    """Send half of a request, and the rest once that has come; whatever was sent before has come already."""
+    half = len(request) // 2
+    arrived.clear()
+    client.writer.write(request[:half])
+    await arrived.wait()
+    client.writer.write(request[half:])
+
+
 async def sizes(client: Client, *requests: bytes) -> list[bytes]:
     """Return what is answered to requests that are sent one after the other."""
     answers = []
@@ -331,6 +361,75 @@ def test_a_connection_whose_heads_never_come_again_keeps_none(parsed: list[bytes
             same = post(b"abc", "x-request-id: same")
             assert set(await sizes(client, same, same, same)) == {b"3 gathered"}
             assert parsed == [*requests, same, same, same], "nothing is remembered any more"
+
+    asyncio.run(go())
+
+
+def test_a_head_that_came_before_goes_to_its_own_endpoint_whatever_came_between() -> None:
+    """Not to the endpoint of the request before: one that came in pieces, or after more heads than are kept."""
+
+    async def go() -> None:
+        with arrivals() as arrived:
+            await talk(arrived)
+
+    async def talk(arrived: asyncio.Event) -> None:
+        async with talking() as (_, client):
+            assert await sizes(client, post(b"a")) == [b"1 gathered"]
+            second = post(b"xyz", path="/second")
+            await send_in_pieces(client, second, arrived)
+            assert (await client.response())[2] == b"second 3 gathered"
+            assert await sizes(client, post(b"bb")) == [b"2 gathered"]
+            for number in range(HEADS_TRIED_MAX):
+                await sizes(client, post(b"abc", f"x-request-id: {number}"))
+            last = post(b"abcd", f"x-request-id: {HEADS_TRIED_MAX - 1}")
+            assert await sizes(client, second, last, second, last) == [b"second 3 gathered", b"4 gathered"] * 2
+
+    asyncio.run(go())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["/direct", "/direct", "/second", "/second", "/other"]),
+            st.sampled_from([(), (), ("x-request-id: 1",)]),
+            st.integers(0, 12),  # bytes of the body
+            st.integers(0, 2),  # how often it comes again before the next
+            st.sampled_from(["whole", "whole", "in pieces", "behind the one before"]),
+        ),
+        min_size=4,
+        max_size=16,
+    )
+)
+def test_requests_of_one_connection_are_answered_as_if_each_had_its_own(
+    asked: list[tuple[str, tuple[str, ...], int, int, str]],
+) -> None:
+    async def go() -> None:
+        with arrivals() as arrived:
+            await talk(arrived)
+
+    async def talk(arrived: asyncio.Event) -> None:
+        async with talking() as (_, client):
+            expected: list[bytes] = []
+            answered: list[bytes] = []
+            for path, headers, size, again, how in asked:
+                for _ in range(again + 1):
+                    request = post(b"b" * size, *headers, path=path)
+                    name = {"/direct": b"", "/second": b"second "}.get(path)
+                    expected.append(b"" if name is None else b"%b%d gathered" % (name, size))
+                    if how == "behind the one before":
+                        client.writer.write(request)
+                        continue
+                    while len(answered) < len(expected) - 1:
+                        answered.append((await client.response())[2])
+                    if how == "in pieces":
+                        await send_in_pieces(client, request, arrived)
+                    else:
+                        client.writer.write(request)
+                    answered.append((await client.response())[2])
+            while len(answered) < len(expected):
+                answered.append((await client.response())[2])
+            assert answered == expected
 
     asyncio.run(go())
 
