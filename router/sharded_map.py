@@ -12,15 +12,18 @@ Rules
        calls every shard has its turn.
     3. Keys that share all of their leading ``DEPTH_MAX`` bits are not kept apart. Sequence hashes are XXH3, which
        spreads them evenly.
-    4. ``entries`` is the number of keys. Code that works on ``shards`` directly, for speed, keeps it right.
+    4. The garbage collector knows no shard, so that nothing waits while it looks at millions of entries. Values are
+       numbers, or objects that it does not know either.
+    5. ``entries`` is the number of keys. Code that works on ``shards`` directly, for speed, keeps it right.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from itertools import chain, repeat
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
 
@@ -38,6 +41,25 @@ DEPTH_MAX = 18
 """Leading bits that shards differ by at the most: a quarter of a million shards, half a billion entries."""
 
 
+ALL_DICTS_ARE_KNOWN = sys.version_info >= (3, 14)
+"""Whether the garbage collector knows each dict: up to Python 3.13 it knows none of numbers, or of other values that it
+does not know."""
+
+_untrack = ctypes.pythonapi.PyObject_GC_UnTrack
+_untrack.argtypes, _untrack.restype = [ctypes.py_object], None
+
+
+def unknown_dict() -> dict[Any, Any]:
+    """Return an empty dict that the collector does not know, for values that it does not know either.
+
+    What refers back to such a dict is never found to be garbage.
+    """
+    made: dict[Any, Any] = {}
+    if ALL_DICTS_ARE_KNOWN:
+        _untrack(made)
+    return made
+
+
 class ShardedMap(Generic[V]):
     """A dict from u64 to anything, in shards of bounded size."""
 
@@ -46,7 +68,7 @@ class ShardedMap(Generic[V]):
     def __init__(self, shard_entries: int = SHARD_ENTRIES, depth: int = 0) -> None:
         """Make an empty map of ``2**depth`` shards: what is sure to grow large begins with more than one."""
         self.shard_entries = shard_entries
-        self.shards: list[dict[int, V]] = [{} for _ in range(1 << depth)]
+        self.shards: list[dict[int, V]] = [unknown_dict() for _ in range(1 << depth)]
         self.shift = KEY_BITS - depth
         """``shards[key >> shift]`` is the shard of a key."""
         self.entries = 0
@@ -88,7 +110,7 @@ class ShardedMap(Generic[V]):
             first, end = self._places(key >> self.shift)
         width = (end - first) >> SPLIT_BITS
         shift = self.shift + width.bit_length() - 1
-        parts: list[dict[int, V]] = [{} for _ in range(1 << SPLIT_BITS)]
+        parts: list[dict[int, V]] = [unknown_dict() for _ in range(1 << SPLIT_BITS)]
         last = len(parts) - 1
         for each, value in shard.items():
             parts[each >> shift & last][each] = value

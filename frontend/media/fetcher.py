@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
@@ -165,6 +166,7 @@ class MediaFetcher:
         except (httpx.ConnectError, httpx.ConnectTimeout):
             raise
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, ssl.SSLError) as error:
+            _let_go(error)
             raise MediaRefused(
                 "media_fetch_failed",
                 f"fetching {shown(str(target))} failed: {error or type(error).__name__}",
@@ -181,6 +183,18 @@ class MediaFetcher:
                 limits=httpx.Limits(max_connections=self._connections_max, max_keepalive_connections=0),
             )
         return self._client
+
+
+def _let_go(error: BaseException) -> None:
+    """Have the frames that an error came through hold nothing any more.
+
+    In Python 3.13 those of ``contextlib`` keep the error itself, a circle in which what was read of a file would stay
+    until the garbage collector comes round.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__context__
 
 
 def _parse(url: str) -> httpx.URL:

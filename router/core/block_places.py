@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poolgrid.router.core.run_forest import Run
-from poolgrid.router.sharded_map import KEY_BITS
+from poolgrid.router.sharded_map import KEY_BITS, unknown_dict
 
 GONE = 1 << 31
 """In the number of a run: this block went."""
@@ -104,7 +104,7 @@ class BlockPlaces:
             number = self._next
             self._next += 1
             if number >> PAGE_BITS == len(self._pages):
-                self._pages.append({})
+                self._pages.append(unknown_dict())
         run.number = number
         self._pages[number >> PAGE_BITS][number & _PAGE_MASK] = run
         self.add(run, run.blocks)

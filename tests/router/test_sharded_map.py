@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
+import msgspec
 import pytest
 
-from poolgrid.router.sharded_map import DEPTH_MAX, KEY_BITS, SPLIT_EVERY_ENTRIES, ShardedMap
+from poolgrid.router.sharded_map import DEPTH_MAX, KEY_BITS, SPLIT_EVERY_ENTRIES, ShardedMap, unknown_dict
 from tests.router.index_structure import assert_sound_map
 
 
@@ -81,3 +83,24 @@ def test_it_is_freed_in_pieces() -> None:
 
     assert len(sharded) == 0
     assert pieces >= 90
+
+
+class Plain(msgspec.Struct, gc=False):
+    number: int
+
+
+def test_the_collector_never_knows_a_dict_that_it_is_not_to_know() -> None:
+    made = unknown_dict()
+    other = unknown_dict()
+    for number in range(5000):
+        made[number] = number
+    made.update({number: Plain(number) for number in range(0, 5000, 7)})
+    assert not gc.is_tracked(made)
+    for number in range(0, 5000, 3):
+        del made[number]
+    gc.collect()
+    assert not gc.is_tracked(made)
+    assert len(made) == 5000 - 1667
+    made.clear()
+    assert not gc.is_tracked(made)
+    assert other == {}
