@@ -186,6 +186,27 @@ def test_an_end_that_was_lost_and_is_as_long_again_is_noticed_while_nothing_happ
     assert dialogue.reader.next_offset == other.next_offset < 9
 
 
+def test_an_end_that_was_lost_with_the_message_of_a_snapshot_is_noticed_though_nothing_more_comes() -> None:
+    dialogue = Dialogue()
+    journal = fill(StreamJournal(dialogue.stream, "w", StillClock()), 3, at_once=1)
+    snapshot(journal, 3)
+    dialogue.note(dialogue.reader.start(0))
+    dialogue.answer()
+    assert dialogue.reader.next_offset == 3, "the snapshot is loaded, and no message read"
+    anchored_to = dialogue.reader.next_sequence
+    dialogue.stream.lose_end(1)
+    other = StreamJournal(dialogue.stream, "other", StillClock())
+    other.recover(1000)
+    fill(other, 1)
+    assert dialogue.stream.last == anchored_to - 1
+
+    for _ in range(2):
+        dialogue.pass_time(6000)
+        dialogue.settle()
+
+    assert (dialogue.reader.state, dialogue.reader.next_offset) == (FeedState.LIVE, 1)
+
+
 def test_a_stream_that_does_not_reach_back_means_a_snapshot() -> None:
     dialogue, journal = followed(3)
     fill(journal, 30)

@@ -175,6 +175,11 @@ class Chain:
         """Whether a piece that is no first one can belong to what was seen."""
 
     @property
+    def is_anchored(self) -> bool:
+        """Say whether the next message is one that was there when the anchor was found."""
+        return self._anchor is not None
+
+    @property
     def unfinished(self) -> bool:
         """Say whether pieces of a body are still to come."""
         return bool(self._pieces)

@@ -155,7 +155,8 @@ class StreamReader:
         if first > self.next_sequence or (facts is not None and facts.first_sequence > self.next_sequence):
             return self._ask_snapshot(now_ms)
         if facts is not None:
-            if facts.last_sequence + 1 < self.next_sequence:
+            # Where a snapshot belongs is a message that must be there, though none behind it need be.
+            if facts.last_sequence < self.next_sequence - (not self._chain.is_anchored):
                 return self._break(f"the stream ends at message {facts.last_sequence}, before what was read", now_ms)
             self._goal = facts.last_sequence
         before = self.next_sequence
