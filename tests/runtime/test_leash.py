@@ -64,7 +64,7 @@ def test_a_command_whose_leash_was_cut_ends_too() -> None:
         process.kill()
         process.wait()
         # The pipe of its output ends with it.
-        assert wait([process.stdout], PATIENCE_S)
+        assert wait([process.stdout.fileno()], PATIENCE_S)
         assert os.read(process.stdout.fileno(), 1) == b""
         psutil.wait_procs([command], PATIENCE_S)  # it closes what it inherited a moment before it is gone
         assert not command.is_running() or command.status() == psutil.STATUS_ZOMBIE
