@@ -18,7 +18,7 @@ Both asking ``malloc`` for its holes and giving them back keep everybody else ou
 them in a router that serves 2,000 long prompts a second. So neither is done more often than it must be:
 
 1. Nobody asks while about as much is resident as at the last time, for ``LOOK_ANYWAY_S``.
-2. About as many holes as were given back, within ``LOOK_ANYWAY_S`` after that, are what the process works with: caches
+2. About as many holes as were given back, within ``CAME_BACK_S`` after that, are what the process works with: caches
    that are full, and what goes out of them. They are left alone for ``WORKING_S``, and then tried again.
 """
 
@@ -45,8 +45,12 @@ holds when nothing has happened yet."""
 LOOK_INTERVAL_S = 5.0
 """Between two looks at what is resident, which take some microseconds."""
 
-LOOK_ANYWAY_S = 60.0
-"""How long what ``malloc`` said of its holes is believed while what is resident stays the same."""
+LOOK_ANYWAY_S = 15.0
+"""How long what ``malloc`` said of its holes is believed while what is resident stays the same: what was in use then
+and is none now is given back within 20 s."""
+
+CAME_BACK_S = 60.0
+"""Until when after they were given back holes have come back at once."""
 
 WORKING_S = 300.0
 """How long holes that came back at once are left alone."""
@@ -134,7 +138,7 @@ class HeapTrimmer:
             return False
         grown_bytes = beside_bytes - self._floor_bytes
         came_back = self._given_back_bytes / 2 <= grown_bytes < self._given_back_bytes + HOLES_BYTES_MAX
-        if came_back and now_s < self._given_back_s + LOOK_ANYWAY_S:
+        if came_back and now_s < self._given_back_s + CAME_BACK_S:
             self._working_bytes, self._working_until_s = beside_bytes, now_s + WORKING_S
             return False
         self._trim()

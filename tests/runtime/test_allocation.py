@@ -159,7 +159,7 @@ def test_few_holes_are_kept() -> None:
     assert not heap.look(LOOK_ANYWAY_S)
 
 
-def test_malloc_is_asked_once_a_minute_while_as_much_is_resident_as_before() -> None:
+def test_malloc_is_asked_every_quarter_of_a_minute_while_as_much_is_resident_as_before() -> None:
     heap = FakeHeap()
     heap.take(500)
     heap.look()
