@@ -6,7 +6,7 @@ from array import array
 
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.frontend.ports import InferenceRequest
-from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
+from poolgrid.wire.hashing import TOKEN_BYTES, hash_seed
 from poolgrid.wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks
 
 
@@ -16,14 +16,14 @@ def prompt_path(request: InferenceRequest, block_size: int, paths: TenantPaths) 
     ``paths`` remembers those of text. With media they end where the engine's own tokens are not known: at the first
     medium of unknown length.
     """
-    seed = hash_seed(request.lora_name, request.cache_salt)
+    token_ids = request.token_ids
+    touched: dict[int, list[int]] = {}
     media = request.multimodal
-    if media is None:
-        return paths.of(request).path(request.token_ids, block_size, seed)
-    known = known_tokens(media.items, len(request.token_ids) // TOKEN_BYTES)
-    touched = media_hashes_of_blocks(media.items, block_size)
-    hashes = block_hashes(request.token_ids[: TOKEN_BYTES * known], block_size, seed, touched)
-    return array("Q", sequence_hashes(hashes))
+    if media is not None:
+        known = known_tokens(media.items, len(token_ids) // TOKEN_BYTES)
+        touched = media_hashes_of_blocks(media.items, block_size)
+        token_ids = token_ids[: TOKEN_BYTES * known]
+    return paths.of(request).path(token_ids, block_size, hash_seed(request.lora_name, request.cache_salt), touched)
 
 
 def media_hashes(request: InferenceRequest) -> tuple[int, ...]:

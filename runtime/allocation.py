@@ -111,11 +111,8 @@ class HeapTrimmer:
         self._resident_bytes = resident_bytes
         self._ask = ask
         self._trim = trim
-        found = ask()
-        self._floor_bytes = found.beside_bytes
+        self._floor_bytes = self._asked(now_s).beside_bytes
         """Least that was resident beside what was in use, since something was last given back."""
-        self._asked_at_bytes = found.resident_bytes
-        self._ask_anyway_s = now_s + LOOK_ANYWAY_S
         self._given_back_bytes = 0
         """At the last time, which was ``_given_back_s``."""
         self._given_back_s = now_s
@@ -147,6 +144,7 @@ class HeapTrimmer:
         return True
 
     def _asked(self, now_s: float) -> Heap:
+        """Ask, and note what was resident then, and when to ask in any case."""
         found = self._ask()
         self._asked_at_bytes, self._ask_anyway_s = found.resident_bytes, now_s + LOOK_ANYWAY_S
         return found

@@ -34,8 +34,8 @@ BLOCK_SIZES_MAX = 16
 
 _U64 = 2**64
 _LONG_TOKENS = 256
-_NATIVE_U32 = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
-_NATIVE_U64 = sys.byteorder == "little"
+_LITTLE_ENDIAN = sys.byteorder == "little"
+_NATIVE_U32 = _LITTLE_ENDIAN and array("I").itemsize == TOKEN_BYTES
 _Cut = Callable[[memoryview], Iterator[tuple[Any, ...]]]
 _pair = struct.Struct("<QQ")
 _hashes = [struct.Struct(f"<{count}Q") for count in range(513)]
@@ -126,7 +126,7 @@ def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
     """Pack u64 hashes for the wire: little-endian, 8 bytes each."""
-    if _NATIVE_U64 and type(hashes) is array:
+    if _LITTLE_ENDIAN and type(hashes) is array and hashes.typecode == "Q":
         return hashes.tobytes()
     count = len(hashes)
     return _packers[count](*hashes) if count < len(_packers) else struct.pack(f"<{count}Q", *hashes)
@@ -142,7 +142,7 @@ def unpack_hashes(packed: bytes) -> tuple[int, ...]:
 def hash_array(packed: bytes) -> array[int]:
     """Return the hashes of an event as an array, for what keeps them: no object for each, nothing for the collector."""
     hashes = array("Q", packed)
-    if sys.byteorder != "little":
+    if not _LITTLE_ENDIAN:
         hashes.byteswap()
     return hashes
 

@@ -125,6 +125,13 @@ class FakeHeap:
         self.resident_holes = 0
         self.trims += 1
 
+    def work(self, mega: int, looks: int = 1) -> None:
+        """Take so much and give it again, before each of some looks."""
+        for _ in range(looks):
+            self.take(mega)
+            self.give(mega)
+            self.look()
+
     def look(self, after_s: float = LOOK_INTERVAL_S) -> bool:
         self.now_s += after_s
         return self.trimmer.look(self.now_s)
@@ -178,9 +185,7 @@ def test_holes_that_are_there_again_at_once_are_what_the_process_works_with() ->
     trims = []
     minutes = 30
     for _ in range(int(minutes * 60 / LOOK_INTERVAL_S)):
-        heap.take(200)
-        heap.give(200)
-        heap.look()
+        heap.work(200)
         trims.append(heap.trims)
     assert 1 < heap.trims <= 1 + minutes * 60 / WORKING_S, "in the place of one for each look"
     assert trims[int(WORKING_S / LOOK_INTERVAL_S)] == 1
@@ -188,10 +193,7 @@ def test_holes_that_are_there_again_at_once_are_what_the_process_works_with() ->
 
 def test_what_comes_beside_them_is_given_back_at_the_next_look() -> None:
     heap = FakeHeap()
-    for _ in range(3):
-        heap.take(80)
-        heap.give(80)
-        heap.look()
+    heap.work(80, looks=3)
     assert heap.trims == 1
     heap.take(400)
     heap.give(400)
@@ -201,10 +203,7 @@ def test_what_comes_beside_them_is_given_back_at_the_next_look() -> None:
 
 def test_what_the_process_worked_with_is_given_back_once_it_has_nothing_to_do() -> None:
     heap = FakeHeap()
-    for _ in range(3):
-        heap.take(80)
-        heap.give(80)
-        heap.look()
+    heap.work(80, looks=3)
     assert heap.resident == 180
     waited_s = 0.0
     while not heap.look():

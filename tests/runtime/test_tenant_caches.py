@@ -74,7 +74,7 @@ def paths(seen: Sequence[Use], shared: bool = False) -> Observed:
 
 def media(seen: Sequence[Use], shared: bool = False) -> Observed:
     """Pictures of 1 KB in a cache that holds four of a tenant's; the work is a fetch."""
-    caches = TenantCaches(3 * 4_096, lambda bytes_max: MediaCache(bytes_max, 40_000, SystemClock()))
+    caches = TenantCaches(3 * 4_096, lambda bytes_max: MediaCache(bytes_max, 60_000, SystemClock()))
     observed: Observed = []
 
     async def run() -> None:

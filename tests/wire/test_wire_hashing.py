@@ -178,3 +178,4 @@ def test_hashes_are_packed_alike_whatever_holds_them() -> None:
     for some in (hashes[:3], hashes):
         packed = struct.pack(f"<{len(some)}Q", *some)
         assert pack_hashes(some) == pack_hashes(tuple(some)) == pack_hashes(array("Q", some)) == packed
+    assert pack_hashes(array("I", [1, 2])) == pack_hashes([1, 2])

@@ -156,7 +156,8 @@ class StreamReader:
             return self._ask_snapshot(now_ms)
         if facts is not None:
             # Where a snapshot belongs is a message that must be there, though none behind it need be.
-            if facts.last_sequence < self.next_sequence - (not self._chain.is_anchored):
+            needed = self.next_sequence if self._chain.is_anchored else self.next_sequence - 1
+            if facts.last_sequence < needed:
                 return self._break(f"the stream ends at message {facts.last_sequence}, before what was read", now_ms)
             self._goal = facts.last_sequence
         before = self.next_sequence
