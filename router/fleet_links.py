@@ -9,10 +9,14 @@ Rules
     3. A worker whose card its router cannot serve (``objection``) gets no link: it is named in ``unreachable`` with the
        reason, said to be so once, and never tried.
     4. ``version`` changes whenever somebody's reachability may have.
+    5. A router that starts waits for the links of the workers that it finds to come up, for ``FIRST_CONTACT_MS`` at
+       most: one that said before that it is ready would answer for a moment that nobody can serve.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 
@@ -23,6 +27,7 @@ from poolgrid.dispatch.worker_link import WorkerLink
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.awake_clock import within
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.log_lines import about
 from poolgrid.wire.card import WorkerCard
@@ -33,6 +38,10 @@ log = logging.getLogger(__name__)
 
 UNREACHABLE = "unreachable"
 """Filter reason of a worker that the pool knows and this router cannot talk to."""
+
+FIRST_CONTACT_MS = 1_000.0
+"""A worker that lives answers in milliseconds, on a busy host in tenths of a second. One that died and whose lease runs
+on answers never: a router started anew after a crash does not wait for it any longer."""
 
 OpenLink = Callable[
     [
@@ -93,6 +102,17 @@ class FleetLinks:
         self._objection = objection
         self._misfits: dict[WorkerKey, str] = {}
         """Workers that this router cannot serve, and why."""
+        self._contact: asyncio.Future[None] | None = None
+        """Done once no link is down that may come up; of a router that starts."""
+
+    async def first_contact(self, clock: Clock) -> bool:
+        """Wait until every link is up, for ``FIRST_CONTACT_MS`` at most; return whether all are."""
+        if self.away:
+            self._contact = asyncio.get_running_loop().create_future()
+            with contextlib.suppress(TimeoutError):
+                await within(FIRST_CONTACT_MS, clock, self._contact)
+            self._contact = None
+        return not self.away
 
     def sync(self, workers: Mapping[WorkerKey, Worker]) -> None:
         """Have exactly one link per worker process of the fleet."""
@@ -195,6 +215,8 @@ class FleetLinks:
         self.away = frozenset(key for key in down if self._endpoint_of[key] in self._links)
         self.unreachable = {**down, **self._misfits}
         self.version += 1
+        if self._contact is not None and not self.away and not self._contact.done():
+            self._contact.set_result(None)
 
     def _on_up(self, _: WorkerLink) -> None:
         self._note_reachability()

@@ -35,7 +35,7 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.router.decision_span import tell_decision
-from poolgrid.router.fleet_links import FleetLinks, Objection, OpenLink
+from poolgrid.router.fleet_links import FIRST_CONTACT_MS, FleetLinks, Objection, OpenLink
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import Chosen, Lack, NotPlaced, WaitCause
 from poolgrid.router.ports import JournalFeed
@@ -45,6 +45,7 @@ from poolgrid.router.view import RouterView
 from poolgrid.router.waiting import WaitingLine, queue_span
 from poolgrid.runtime.bulk_work import BulkWork
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.figures import counted
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 from poolgrid.runtime.tracing.record import TraceRecord
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
@@ -127,10 +128,16 @@ class RouterService:
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Follow the journal; returns when the state is that of the pool, and the router may serve."""
+        """Follow the journal; returns when the state is that of the pool, its workers are reached, and it may serve."""
         self._loop = asyncio.get_running_loop()
         await self._feed.start(self.catching_up)
         await self.catching_up.level.wait()
+        if not await self.links.first_contact(self._clock):
+            log.warning(
+                "ready, and %s of the pool cannot be reached yet: no answer within %.0f ms",
+                counted(len(self.links.away), "worker"),
+                FIRST_CONTACT_MS,
+            )
         self.ready = True
         self._housekeeping = supervised(self._run_housekeeping, "router housekeeping", Restart())
 

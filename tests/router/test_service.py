@@ -21,6 +21,7 @@ from poolgrid.dispatch.worker_link import WorkerLink
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.ports import InferenceRequest, Refused
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_objection
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
@@ -60,10 +61,14 @@ class ToldFeed:
     def __init__(self) -> None:
         self.offset = 0
         self.listener: PoolListener | None = None
+        self.there: list[tuple[WorkerKey, AnyEvent]] = []
+        """What a router finds when it starts."""
 
     async def start(self, listener: PoolListener) -> None:
         self.listener = listener
         listener.on_snapshot(0, [], [])
+        if self.there:
+            self.tell(*self.there)
 
     def trouble(self, now_ms: float) -> str:
         return ""
@@ -170,6 +175,57 @@ async def routed(policy: Policy | None = None, links_max: int = LINKS_MAX, **set
 
 REQUEST = InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens=4))
 BEFORE, AFTER = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
+
+
+def test_a_router_that_starts_is_ready_once_the_workers_that_it_finds_are_reached() -> None:
+    """Before, it would tell gateways and dry runs that nobody can serve."""
+
+    async def scenario() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router = Routed(context)
+        router.feed.there = [(OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER)))]
+        starting = asyncio.create_task(router.service.start())
+        try:
+            await asyncio.sleep(0)
+            router.bring_up(BEFORE)
+            await asyncio.sleep(0.01)
+            assert not starting.done()
+            assert not router.service.ready
+
+            router.bring_up(AFTER)
+            await starting
+            assert router.service.ready
+            assert router.service.links.unreachable == {}
+        finally:
+            await router.service.stop()
+            context.destroy(linger=0)
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_starts_waits_for_a_dead_worker_only_so_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool that crashed as a whole is in the journal with leases that still run."""
+    monkeypatch.setattr(fleet_links, "FIRST_CONTACT_MS", 20.0)
+
+    async def scenario() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router = Routed(context)
+        router.feed.there = [(OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER)))]
+        starting = asyncio.create_task(router.service.start())
+        try:
+            await asyncio.sleep(0)
+            router.bring_up(BEFORE)
+            await starting
+            assert router.service.ready
+            assert set(router.service.links.unreachable) == {NEW}
+            assert "1 worker of the pool cannot be reached yet" in caplog.text
+        finally:
+            await router.service.stop()
+            context.destroy(linger=0)
+
+    asyncio.run(scenario())
 
 
 def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_breaks() -> None:
