@@ -9,6 +9,7 @@ from poolgrid.dispatch.effects import End, Heard
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.reuse_sketch import ReuseSketch
+from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
@@ -21,6 +22,7 @@ from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.instruments import Counter
+from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
 from poolgrid.wire.request_ids import dispatch_of
 
@@ -142,10 +144,12 @@ class RequestBooks:
         if routed is not None:
             self._metrics.leg_times.heard(routed.watch, heard, perf_counter())
         cached_tokens = heard.delta.cached_tokens
-        if self._plans and heard.delta.token_ids:
-            # The worker's own event comes some milliseconds later, and whoever waits would come too late for a step.
-            computed = self._state.apply(PromptComputed(heard.dispatch.worker, heard.dispatch.id))
-            if computed:
+        # The worker's own events come some milliseconds later: too late for whoever waits for a step, or asks at once
+        # about the same prompt again.
+        is_held = routed is not None and heard.first and len(machine.request.token_ids) >= TOKEN_BYTES * TOKENS_MIN
+        if (is_held or self._plans) and heard.delta.token_ids:
+            computed = self._state.apply(PromptComputed(heard.dispatch.worker, heard.dispatch.id, is_held))
+            if computed and self._plans:
                 self._on_free()
         if cached_tokens is not None:
             self.realised(heard.dispatch.id, cached_tokens)

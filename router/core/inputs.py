@@ -96,6 +96,8 @@ class PromptComputed(msgspec.Struct, frozen=True, gc=False):
 
     worker: WorkerKey
     dispatch_id: str
+    is_held: bool = False
+    """Its worker is believed to hold the prompt's blocks, until the worker's own events say what it holds."""
 
 
 @final

@@ -235,7 +235,7 @@ class PrefixIndex:
             # A sequence that its only holder continues: the usual growth, almost without a call.
             assert parent is not None
             places = self._places
-            if count > 1 and places.has_twice(hashes):
+            if count > 1 and len(set(hashes)) != count:
                 self.counters.contradictions += 1
                 stored = 0
             else:
@@ -250,7 +250,6 @@ class PrefixIndex:
                 else:
                     # What generation adds, block by block.
                     before.append(first)
-                    places.recent.add(first)
                     places.fresh_blocks.append(first)
                     places.fresh_numbers.append(above.number)
                     if len(places.fresh_blocks) >= places.fresh_entries:
@@ -672,14 +671,12 @@ class PrefixIndex:
         """Add new blocks, few enough for a run, behind a block of ``above``; refuse (False) what contradicts edges."""
         edges = self._edges
         first, last = blocks[0], blocks[-1]
-        if first in edges or last in edges or self._places.has_twice(blocks):
+        if first in edges or last in edges or len(set(blocks)) != len(blocks):
             self.counters.contradictions += 1
             return False
         if above is not None and above.blocks[-1] != parent:
             assert parent is not None
             above = self._split(above, above.blocks.index(parent) + 1)
-            # What was fresh may have been handed out meanwhile.
-            self._places.recent.update(blocks)
         self._blocks += len(blocks)
         if (
             above is not None
@@ -714,7 +711,6 @@ class PrefixIndex:
             moved = front = self._runs.cut_front(run, at, self._above(run))
             tail = run
         self._places.take(run, moved.blocks)
-        self._places.recent.update(moved.blocks)
         self._places.enter(moved)
         for part in (front, tail):
             self._set_edge(part.blocks[0], part, run)
@@ -861,7 +857,6 @@ class PrefixIndex:
             child.blocks[:0] = moved
             child.parent = blocks[-1]
             self._places.take(run, moved)
-            self._places.recent.update(moved)
             self._places.add(child, moved)
             self._set_edge(moved[0], child, run)
             self._set_edge(blocks[-1], run, run)

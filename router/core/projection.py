@@ -170,6 +170,7 @@ class Projection:
                 if self.approximate is None:
                     index.clear(key)
                     self.ledger.move(key, index.slot(key))
+                    self.trust.computed.drop_all_of(key)
                 if self.retention is not None:
                     self.retention.drop(key)
             elif type(event) is WorkerJoined:

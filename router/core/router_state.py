@@ -57,7 +57,7 @@ class RouterState:
         """Let an input take effect.
 
         Returns the decision for ``WorkerWanted``, or why there is none, and nothing changed; for ``Renewed``,
-        ``PromptComputed`` and ``Released`` whether there was such an entry; else ``None``. Raises ``Hole`` for records
+        ``PromptComputed`` and ``Released`` whether that changed something; else ``None``. Raises ``Hole`` for records
         that are not the next.
         """
         # One of few exact types, the commonest first: ``match`` would cost a request a microsecond more.
@@ -100,11 +100,12 @@ class RouterState:
                 log.note(given)
             return True
         elif type(given) is PromptComputed:
-            if not self.projection.ledger.prompt_seen(given.worker, given.dispatch_id):
-                return False
-            if log is not None:
+            seen = self.projection.ledger.prompt_seen(given.worker, given.dispatch_id)
+            if given.is_held and self.projection.trust.prompt_computed(given.worker, given.dispatch_id):
+                seen = True
+            if seen and log is not None:
                 log.note(given)
-            return True
+            return seen
         elif type(given) is Expired:
             expired, renewed = self.projection.ledger.expire(given.now_ms, given.held)
             paces, retention = self.projection.paces, self.projection.retention

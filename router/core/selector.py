@@ -43,6 +43,7 @@ PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Legs that compute a prompt."""
 
 _ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
+MutableColumn = list[float] | FloatArray
 _NOBODY: Mapping[WorkerKey, str] = MappingProxyType({})
 """No worker, for the many decisions that share it."""
 
@@ -289,6 +290,11 @@ class Selector:
             found = self._projection.index.find(path)
             if found:
                 device, host, disk = self._overlap_of_few(few, path, found)
+            computed = self._projection.trust.computed
+            if computed.begins_like(path):
+                device, host, disk = list(device), list(host), list(disk)
+                for worker, depth in computed.overlaps(path):
+                    _raise_overlap(group.row_of_worker.get(worker), depth, device, host, disk)
         candidates = FewCandidates(
             group.workers,
             prefill_tokens,
@@ -422,7 +428,12 @@ class Selector:
         mask_of_group = 0
         for slot in group.slots.tolist():
             mask_of_group |= 1 << slot
-        return next((depth for depth, mask in self._projection.index.find(path) if mask & mask_of_group), 0)
+        projection = self._projection
+        found = next((depth for depth, mask in projection.index.find(path) if mask & mask_of_group), 0)
+        computed = [
+            depth for worker, depth in projection.trust.computed.overlaps(path) if worker in group.row_of_worker
+        ]
+        return max(found, *computed) if computed else found
 
     def advise(self, decision: Decision, path: Sequence[int], now_ms: float) -> None:
         """Let a decision say how long the prompt's blocks should stay, where that is learnt and the worker takes it."""
@@ -526,6 +537,11 @@ class Selector:
         host = disk = np.zeros(len(group.workers))
         if path:
             host, disk = self._fill_overlap(group, path, device)
+            computed = self._projection.trust.computed
+            if computed.begins_like(path):
+                host, disk = host.copy(), disk.copy()
+                for worker, depth in computed.overlaps(path):
+                    _raise_overlap(group.row_of_worker.get(worker), depth, device, host, disk)
             if untrusted:
                 self._predict_overlap(group, path, untrusted, now_ms, device, host, disk)
         return device, host, disk
@@ -597,6 +613,14 @@ class Selector:
             _few(taken, slots.tolist(), limits.tolist()),
             None if self._projection.paces is None else _engine_columns(taken),
         )
+
+
+def _raise_overlap(
+    row: int | None, depth: int, device: MutableColumn, host: MutableColumn, disk: MutableColumn
+) -> None:
+    """Let a worker hold at least so many leading blocks; those that it has not told of are on its device."""
+    if row is not None and depth > device[row] + host[row] + disk[row]:
+        device[row], host[row], disk[row] = float(depth), 0.0, 0.0
 
 
 def _fill_depths(group: _Group, found: Sequence[tuple[int, int]], device: FloatArray) -> None:

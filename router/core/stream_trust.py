@@ -7,7 +7,9 @@ Rules
     2. From the moment a worker is untrusted, the router's own choices for it are recorded, and its overlap is what they
        predict, for ``ttl_ms`` each. What the index says of it meanwhile is kept up to date and not used.
     3. A worker that is trusted again, or leaves, loses its predictions.
-    4. It is a fold like the projection it belongs to: events, choices and their times decide, nothing else.
+    4. What a chosen worker computed and has not told of yet is believed of it (``ComputedPrompts``), as long as its
+       stream is.
+    5. It is a fold like the projection it belongs to: events, choices and their times decide, nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.computed_prompts import ComputedPrompts
 from poolgrid.router.core.overlap_check import OverlapCheck
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.tier_overlap import TierOverlap
@@ -35,8 +38,9 @@ PREDICTION_BUDGET_BYTES = 64 * 1024 * 1024
 """Memory of the predictions: half a million blocks; beyond it the oldest paths are cut."""
 
 
-OpenChoice = tuple[WorkerKey, str, Sequence[int], int, int]
-"""A choice whose start is awaited: worker, dispatch, path, block size, blocks that the index said it holds."""
+OpenChoice = tuple[WorkerKey, str, Sequence[int], int, int, int]
+"""A choice whose start is awaited: worker, dispatch, path, block size, blocks that the index said it holds, and the
+place among the prompts that are computed, from 1 on, or 0."""
 
 Window = tuple[WorkerKey, list[tuple[int, int, int]], bool]
 """A worker's cross-check: what counts for it (predicted, realised, disagreeing tokens), and whether it is suspect."""
@@ -65,6 +69,8 @@ class StreamTrust:
         """What stands in for the overlap of the workers in ``untrusted``."""
         self.untrusted: dict[WorkerKey, str] = {}
         """Workers whose overlap is not believed, and why."""
+        self.computed = ComputedPrompts()
+        """Prompts of choices whose start is awaited and whose first token came."""
         self.verdicts = 0
         """How often a worker became suspect."""
 
@@ -80,6 +86,7 @@ class StreamTrust:
         """Forget a worker that left, or whose life ended."""
         self._states.pop(worker, None)
         self._checks.pop(worker, None)
+        self.computed.drop_all_of(worker)
         self._judge(worker)
 
     def started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
@@ -94,6 +101,7 @@ class StreamTrust:
         pending = self._pending.pop((worker, request_id), None)
         if pending is None:
             return
+        self.computed.drop(worker, request_id)
         block_size = pending.block_size
         predicted = pending.blocks * block_size
         if predicted != cached_tokens:
@@ -108,7 +116,8 @@ class StreamTrust:
 
     def not_started(self, worker: WorkerKey, request_id: str) -> None:
         """Await a request no longer: it ended before it started."""
-        self._pending.pop((worker, request_id), None)
+        if self._pending.pop((worker, request_id), None) is not None:
+            self.computed.drop(worker, request_id)
 
     def _judge(self, worker: WorkerKey) -> None:
         state, reason = self._states.get(worker, (StreamState.SYNCING, ""))
@@ -142,9 +151,15 @@ class StreamTrust:
             path, block_size, self._index.overlap(path, worker).blocks if blocks is None else blocks
         )
         while len(self._pending) > PENDING_MAX:
-            self._pending.popitem(last=False)
+            oldest, _ = self._pending.popitem(last=False)
+            self.computed.drop(*oldest)
         if worker in self.untrusted:
             self.predictions.record(worker, path, now_ms)
+
+    def prompt_computed(self, worker: WorkerKey, request_id: str) -> bool:
+        """Believe a worker to hold the prompt of a choice, until its stream tells; return whether that is news."""
+        pending = self._pending.get((worker, request_id))
+        return pending is not None and self.computed.add(worker, request_id, pending.path)
 
     def predicted(self, worker: WorkerKey, path: Sequence[int], now_ms: float) -> TierOverlap:
         """Return what the router's own choices say of an untrusted worker."""
@@ -155,8 +170,10 @@ class StreamTrust:
 
     def open_choices(self) -> list[OpenChoice]:
         """Return the choices whose start is awaited."""
+        places = {key: place for place, key in enumerate(self.computed, 1)}
         return [
-            (key[0], key[1], pending.path, pending.block_size, pending.blocks) for key, pending in self._pending.items()
+            (key[0], key[1], pending.path, pending.block_size, pending.blocks, places.get(key, 0))
+            for key, pending in self._pending.items()
         ]
 
     def windows(self) -> list[Window]:
@@ -171,10 +188,14 @@ class StreamTrust:
         The order and the words of ``untrusted`` are those of when it was judged, so they are not to be had again.
         """
         self._pending.clear()
-        self._pending.update(
-            ((worker, request_id), _Pending(path, block_size, blocks))
-            for worker, request_id, path, block_size, blocks in open_choices
-        )
+        self.computed.clear()
+        computed: list[tuple[int, WorkerKey, str]] = []
+        for worker, request_id, path, block_size, blocks, place in open_choices:
+            self._pending[(worker, request_id)] = _Pending(path, block_size, blocks)
+            if place:
+                computed.append((place, worker, request_id))
+        for _, worker, request_id in sorted(computed):
+            self.prompt_computed(worker, request_id)
         self._checks = {worker: OverlapCheck(window, is_suspect) for worker, window, is_suspect in windows}
         self.untrusted = dict(untrusted)
 

@@ -60,8 +60,10 @@ class Draft:
             self.ledger,
             self.policy_count,
             [
-                OpenChoice(worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size, blocks)
-                for worker, dispatch_id, path, block_size, blocks in self.open_choices
+                OpenChoice(
+                    worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size, blocks, computed
+                )
+                for worker, dispatch_id, path, block_size, blocks, computed in self.open_choices
             ],
             [
                 CheckWindow(worker.worker_id, worker.dp_rank, window, is_suspect)
@@ -153,7 +155,7 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
     trust.restore(
         [
             (WorkerKey(WorkerId(each.worker_id), each.dp_rank), each.dispatch_id, unpack_hashes(each.path),
-             each.block_size, each.blocks)
+             each.block_size, each.blocks, each.computed)
             for each in checkpoint.open_choices
         ],
         [

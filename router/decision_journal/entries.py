@@ -38,7 +38,7 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 3
+INPUTS_VERSION = 4
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -88,6 +88,8 @@ class OpenChoice(msgspec.Struct, array_like=True, frozen=True, gc=False):
     path: bytes
     block_size: int
     blocks: int
+    computed: int = 0
+    """Place among those whose worker is believed to hold their prompt since its first token, from 1 on; 0 = none."""
 
 
 class CheckWindow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -263,6 +265,8 @@ class PrefillEnded(JournalEntry, frozen=True):
 
     worker: int
     dispatch_id: str
+    is_held: bool = False
+    """The worker is believed to hold the prompt from now on."""
 
 
 class EntryReleased(JournalEntry, frozen=True):

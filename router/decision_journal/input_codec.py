@@ -118,7 +118,7 @@ class InputWriter:
             case Renewed(worker):
                 return LeaseRenewed(self._named((worker,), out)[worker], item.dispatch_id, item.now_ms)
             case PromptComputed(worker):
-                return PrefillEnded(self._named((worker,), out)[worker], item.dispatch_id)
+                return PrefillEnded(self._named((worker,), out)[worker], item.dispatch_id, item.is_held)
             case Released(worker):
                 return EntryReleased(self._named((worker,), out)[worker], item.dispatch_id)
             case Expired():
@@ -192,7 +192,7 @@ class InputReader:
             case LeaseRenewed():
                 return Renewed(workers[entry.worker], entry.dispatch_id, entry.now_ms)
             case PrefillEnded():
-                return PromptComputed(workers[entry.worker], entry.dispatch_id)
+                return PromptComputed(workers[entry.worker], entry.dispatch_id, entry.is_held)
             case EntryReleased():
                 return Released(workers[entry.worker], entry.dispatch_id)
             case ReservationsExpired():

@@ -22,6 +22,7 @@ import msgspec
 from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
 from poolgrid.router.core.projection import Projection
@@ -299,7 +300,9 @@ class Picker:
 
     def answer_began(self, booking: Booking) -> None:
         """Count the prompt as computed."""
-        if self._state.apply(PromptComputed(booking.worker, booking.dispatch_id)):
+        wanted = booking.wanted
+        is_held = wanted is not None and wanted.request.isl >= TOKENS_MIN
+        if self._state.apply(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
             self._router.load_changed()
 
     def ended(self, booking: Booking, cached_tokens: int | None) -> None:

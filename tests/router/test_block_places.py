@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter, deque
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from poolgrid.router.core.block_places import FRESH_ENTRIES, BlockPlaces
+from poolgrid.router.core.block_places import (
+    FRESH_ENTRIES,
+    GONE,
+    GONE_SPARED,
+    SPREAD,
+    BlockPlaces,
+    _put_in_order,
+    _Shard,
+)
 from poolgrid.router.core.run_forest import Run
 
 
@@ -28,7 +39,6 @@ def test_every_block_is_found_in_its_run_while_runs_come_grow_shrink_and_go(
         match randomness.randrange(4):
             case 0 | 1:
                 run = Run(None, random_blocks(randomness, randomness.randrange(1, 12)), 1)
-                assert not places.has_twice(run.blocks)
                 places.enter(run)
                 runs.append(run)
             case 2 if runs:
@@ -36,7 +46,6 @@ def test_every_block_is_found_in_its_run_while_runs_come_grow_shrink_and_go(
                 more = random_blocks(randomness, 3)
                 if gone:
                     more.append(gone.pop())  # it may come back, elsewhere
-                assert not places.has_twice(more)
                 run.blocks.extend(more)
                 places.add(run, more)
             case _ if runs:
@@ -81,16 +90,54 @@ def test_what_comes_and_goes_again_and_again_takes_no_more_room() -> None:
     assert max(sizes) < 4 * 12 * (len(kept) + 1000)
 
 
-@pytest.mark.parametrize("blocks", [[5, 6, 5], [7, 7]])
-def test_a_block_twice_in_a_chain_is_noticed_and_one_that_comes_back_is_not_taken_for_that(blocks: list[int]) -> None:
+def test_places_of_a_full_cache_take_three_times_its_blocks_however_long_blocks_come_and_go() -> None:
+    """Blocks come and go evenly, so that all shards have to be put in order at about the same time."""
+    randomness = random.Random(2)
     places = BlockPlaces(16_384, 8)
+    runs = deque(Run(None, random_blocks(randomness, 100), 1) for _ in range(1000))
+    for run in runs:
+        places.enter(run)
+    largest = 0
+    for _ in range(30_000):
+        oldest = runs.popleft()
+        oldest.blocks, gone = array("Q"), oldest.blocks
+        places.take(oldest, gone)
+        places.leave(oldest)
+        runs.append(Run(None, gone, 1))  # as good as any other
+        places.enter(runs[-1])
+        largest = max(largest, places.size_bytes())
 
-    assert places.has_twice(array("Q", blocks))
-    assert not places.has_twice(array("Q", [5, 6, 7]))
-    assert not places.has_twice(array("Q", [5, 6, 7]))
-    for _ in range(FRESH_ENTRIES):
-        assert places.has_twice(array("Q", [random.getrandbits(60), 1, 2, 3, 4, 5, 6, 1]))
-    assert len(places.recent) <= 5 * FRESH_ENTRIES
+    spared = GONE_SPARED * len(places._shards)
+    assert largest < 12 * (3.2 * 100 * len(runs) + 2 * spared + 2 * FRESH_ENTRIES)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)), max_size=30))
+def test_what_came_less_what_went_is_left_also_where_one_number_for_both_tells_nothing_apart(
+    told: list[tuple[int, int, int, int]],
+) -> None:
+    # Blocks such that each with a run of its own is the same number as any other with its run.
+    blocks = [(7 ^ (run * int(SPREAD))) & (2**64 - 1) for run in range(4)]
+    shard = _Shard(0)
+    expected: Counter[tuple[int, int]] = Counter()
+    entries: list[tuple[int, int]] = []
+    for block, run, came, went in told:
+        left = max(0, came - went)
+        expected[(blocks[block], run)] += left
+        entries += [(blocks[block], run)] * came + [(blocks[block], run | GONE)] * (came - left)
+        shard.gone += came - left
+    random.Random(0).shuffle(entries)
+    shard.blocks += array("Q", (block for block, _ in entries)).tobytes()
+    shard.numbers += array("I", (number for _, number in entries)).tobytes()
+
+    if entries:
+        _put_in_order(shard)
+
+    left_blocks, left_runs = array("Q"), array("I")
+    left_blocks.frombytes(shard.blocks)
+    left_runs.frombytes(shard.numbers)
+    assert Counter(zip(left_blocks, left_runs, strict=True)) == +expected
+    assert shard.gone == 0
 
 
 def test_hashes_that_are_all_alike_are_not_kept_apart_for_ever() -> None:

@@ -34,7 +34,13 @@ from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal import recorder
-from poolgrid.router.decision_journal.entries import INPUTS_VERSION, RouterSettingsNoted
+from poolgrid.router.decision_journal.entries import (
+    INPUTS_VERSION,
+    PrefillEnded,
+    RouterSettingsNoted,
+    decode,
+    encoder,
+)
 from poolgrid.router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
 from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
@@ -67,7 +73,7 @@ def crowd(router: RecordedRouter, number: int) -> None:
 def see_an_answer(router: RecordedRouter, number: int) -> None:
     """Now and then the first of an answer passes by, which no worker has told of."""
     if number % 7 == 5 and router.open:
-        router.state.apply(PromptComputed(*router.open[number % len(router.open)]))
+        router.state.apply(PromptComputed(*router.open[number % len(router.open)], is_held=number % 2 == 0))
 
 
 def played(seed: int, steps: int, **given: object) -> tuple[RecordedRouter, Log]:
@@ -150,6 +156,20 @@ def test_what_changes_nothing_is_not_in_the_log() -> None:
     router.state.apply(Expired(1e9, {"nobody"}))
 
     assert log == []
+
+
+def test_a_prompt_that_counts_as_held_is_in_the_log_once_and_in_recordings_of_before_in_none() -> None:
+    router, log = played(seed=1, steps=40)
+    trust = router.projection.trust
+    trust.computed.clear()
+    log.clear()
+    worker, dispatch_id, *_ = trust.open_choices()[-1]
+
+    assert router.state.apply(PromptComputed(worker, dispatch_id, is_held=True)) is True
+    assert router.state.apply(PromptComputed(worker, dispatch_id, is_held=True)) is False
+
+    assert [each for each, _ in log] == [PromptComputed(worker, dispatch_id, is_held=True)]
+    assert decode(encoder.encode(["PrefillEnded", 0, "d"])) == PrefillEnded(0, "d", is_held=False)
 
 
 def test_of_what_is_held_the_log_names_only_what_was_due() -> None:

@@ -283,6 +283,35 @@ def test_a_frame_of_many_ends_is_taken_in_several_turns() -> None:
     asyncio.run(scenario())
 
 
+def test_who_asks_again_at_once_goes_to_the_worker_that_computed_the_prompt_though_no_event_has_come() -> None:
+    """The answer of a few tokens is over before the stream of events says what it left in a cache."""
+
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
+            router.bring_up(BEFORE)
+            router.bring_up(AFTER)
+            of_length = {"long": pack_tokens(range(800)), "short": pack_tokens(range(1000, 1400))}
+            for length, overlap in (("long", 50), ("short", 0)):
+                token_ids = of_length[length]
+                first = msgspec.structs.replace(REQUEST, request_id=f"{length}-1", token_ids=token_ids)
+                await service.submit(first)
+                went_to = router.sent[-1]
+                [leg] = service.in_flight.under_way(went_to)
+                router.say(went_to, TokenDelta(leg, 0, pack_tokens([7]), FinishReason.LENGTH))
+                assert service.counts() == (0, 0)
+
+                for name, followed in (("again", token_ids), ("other", token_ids[:-400] + pack_tokens(range(100)))):
+                    asked = msgspec.structs.replace(REQUEST, request_id=f"{length}-{name}", token_ids=followed)
+                    decision = service.preview(asked)
+                    shared = overlap if name == "again" else overlap and (800 - 100) // 16
+                    assert decision.overlap_blocks == shared
+                    assert not overlap or service.links.get(router.sent[-1]) is service.links.to_worker(decision.worker)
+
+    asyncio.run(scenario())
+
+
 def test_a_predicted_first_token_is_kept_beside_what_it_became_and_a_target_is_told() -> None:
     async def scenario() -> None:
         async with routed(make_policy("predicted")) as router:
