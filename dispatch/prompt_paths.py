@@ -9,7 +9,7 @@ Rules
        the comparison with it and the hashes of its new blocks. Stretches are for what prompts share beyond that.
     4. At most ``budget_bytes``, half of it for each; the stretch, or prompt, that was used longest ago goes first.
     5. A path is an array. As a list it would be an object for each hash, all of which are touched when it is copied or
-       given up, and looked at by the garbage collector.
+       given up, and looked at by the garbage collector. Nobody changes one that is whole: it is remembered as it is.
 
 So turn n of a conversation costs the hashes of its new text. No clock, no lock: owned by one event loop.
 """
@@ -114,7 +114,7 @@ class PromptPaths:
             at = end
             yield
         if continued is None or len(continued.path) < len(path):
-            self._recent.keep(token_ids[:whole], path[:], block_size, seed, continued)
+            self._recent.keep(token_ids[:whole], path, block_size, seed, continued)
 
 
 def _size(key: _Key, hashes: array[int]) -> int:

@@ -21,7 +21,6 @@ pre-tokenizer and model. So the ids of a text are those of its pieces, in order.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import random
@@ -105,6 +104,30 @@ class Lookup(msgspec.Struct):
         return sum(len(text) if text.isascii() else 3 * len(text) for text in self.texts)
 
 
+class _Ways:
+    """How one tokenizer's work is done, whatever the template."""
+
+    def __init__(self, tokenizer: Tokenizer, fast: bool, word_cache: bool) -> None:
+        if not word_cache:
+            _forget_words(tokenizer)
+        text = tokenizer.to_str()
+        document = json.loads(text)
+        self.reference: BatchEncoder = _Tokenizers(tokenizer)
+        self.encoder: BatchEncoder = self.reference
+        self.slow_because = ""
+        contents = [str(added["content"]) for added in document.get("added_tokens") or []]
+        probe_texts = list(probes(contents))
+        if fast and not word_cache:
+            self.slow_because = "it remembers words, by which tenants could tell what others have sent"
+        elif fast:
+            self.encoder, self.slow_because = _choose(text, self.reference, probe_texts)
+        else:
+            self.slow_because = "it is switched off"
+        self.cuttable = _delimiters(document, tokenizer)
+        self.cut_probes = probe_texts[::8]
+        self.wrapping = _wrapping(document.get("post_processor"))
+
+
 class PromptEncoder:
     """Encodes the prompts of one model; safe to use from several threads at once."""
 
@@ -116,27 +139,19 @@ class PromptEncoder:
         cache_bytes: int = CACHE_BYTES_DEFAULT,
         fast: bool = True,
         word_cache: bool = True,
+        ways: _Ways | None = None,
     ) -> None:
-        """Choose the fastest exact way. ``template_text`` shows which delimiters prompts will have."""
-        if not word_cache:
-            _forget_words(tokenizer)
-        text = tokenizer.to_str()
-        document = json.loads(text)
-        self._reference: BatchEncoder = _Tokenizers(tokenizer)
-        self._encoder: BatchEncoder = self._reference
-        self.slow_because = ""
+        """Choose the fastest exact way, or take that of another encoder of the same tokenizer.
+
+        ``template_text`` shows which delimiters prompts will have.
+        """
+        self._tokenizer = tokenizer
+        self._ways = ways = _Ways(tokenizer, fast, word_cache) if ways is None else ways
+        self._reference = ways.reference
+        self._encoder = ways.encoder
+        self.slow_because = ways.slow_because
         """Why ``fastokens`` is not used; empty when it is."""
-        contents = [str(added["content"]) for added in document.get("added_tokens") or []]
-        probe_texts = list(probes(contents))
-        if fast and not word_cache:
-            self.slow_because = "it remembers words, by which tenants could tell what others have sent"
-        elif fast:
-            self._encoder, self.slow_because = _choose(text, self._reference, probe_texts)
-        else:
-            self.slow_because = "it is switched off"
-        self._cuttable = _delimiters(document, tokenizer)
-        self._cut_probes = probe_texts[::8]
-        self._wrapping = _wrapping(document.get("post_processor"))
+        self._wrapping = ways.wrapping
         self._caches = TenantCaches(cache_bytes, SegmentCache)
         self.reused_tokens = 0
         """Prompt tokens that came from the cache, since the start."""
@@ -151,18 +166,17 @@ class PromptEncoder:
 
     def for_template(self, template_text: str) -> PromptEncoder:
         """Return an encoder for another template, with caches and counts of its own and this one's tokenizer."""
-        other = copy.copy(self)
-        other._caches = TenantCaches(self._cache_bytes, SegmentCache)
-        other.reused_tokens = other.encoded_tokens = other.fast_failures = 0
-        other._cut_at(template_text)
-        return other
+        return PromptEncoder(
+            self._tokenizer, template_text=template_text, cache_bytes=self._cache_bytes, ways=self._ways
+        )
 
     def _cut_at(self, template_text: str) -> None:
         """Cut prompts at the delimiters that a template uses, as far as the tokenizer agrees."""
-        used = [content for content in self._cuttable if content in template_text]
-        rest = [content for content in self._cuttable if content not in template_text]
+        cuttable = self._ways.cuttable
+        used = [content for content in cuttable if content in template_text]
+        rest = [content for content in cuttable if content not in template_text]
         self.delimiters = tuple((used or rest)[:DELIMITERS_MAX])
-        if self._cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(self._cut_probes)):
+        if self._cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(self._ways.cut_probes)):
             self.delimiters = ()
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from poolgrid.frontend.segment_cache import SAME_HEAD_MAX, SEGMENT_CHARS_MIN, SegmentCache
 
 END = ("<|end|>", "<|start|>")
@@ -49,6 +52,47 @@ def test_segments_one_behind_the_other_are_found_in_one_go_up_to_the_first_that_
     assert standing_at(cache, "".join(segments), 0) == (len(known), b"012")
     assert standing_at(cache, f"{known}<|end|>and more", 0) == (len(known), b"012")
     assert standing_at(cache, f"{segments[0]}<|start|>new{known}", 0) == (len(segments[0]), b"0")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "salt"]), st.lists(st.integers(0, 12), min_size=1, max_size=8)), max_size=40
+    )
+)
+def test_what_followed_a_segment_before_makes_no_difference_to_what_is_found(
+    prompts: list[tuple[str, list[int]]],
+) -> None:
+    """Conversations fork, return and are forgotten; a prompt is found as by a cache that has just been filled."""
+    text_of = {number: f"<|start|>{number}{' word' * (100 + number)}" for number in range(13)}
+    # Some sixteen of the twenty-six fit.
+    cache = SegmentCache(16 * 1500)
+
+    for salt, numbers in prompts:
+        text = "".join(text_of[number] for number in numbers)
+        kept = {number for number in range(13) if ((salt, text_of[number]) if salt else text_of[number]) in cache._kept}
+        known = next((at for at, number in enumerate(numbers) if number not in kept), len(numbers))
+        parts: list[bytes] = []
+
+        end = cache.follow(text, 0, END, salt, parts)
+
+        assert parts == [f"{salt}{number}".encode() for number in numbers[:known]]
+        assert end == sum(len(text_of[number]) for number in numbers[:known])
+        for number in numbers:
+            cache.keep(text_of[number], f"{salt}{number}".encode(), salt)
+
+
+def test_segments_that_follow_each_other_in_a_circle_hold_each_other_no_more_once_all_is_forgotten() -> None:
+    cache = SegmentCache(100_000)
+    first, second = (f"<|start|>{number}{' word' * 100}" for number in range(2))
+    cache.keep(first, b"0")
+    cache.keep(second, b"1")
+    assert standing_at(cache, first + second + first, 0) is not None
+    kept = cache._heads[first[:SEGMENT_CHARS_MIN]][0]
+    assert kept.followed_by is not None
+
+    cache.clear()
+    assert kept.followed_by is None
 
 
 def test_a_segment_that_is_found_where_it_stands_is_not_the_next_to_be_forgotten() -> None:
