@@ -37,6 +37,7 @@ from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
 from poolgrid.wire.hashing import hash_seed, pack_tokens
@@ -95,17 +96,23 @@ def card(endpoint: str) -> WorkerCard:
     return WorkerCard("m", Role.AGGREGATED, 16, WorkerLimits(8, 1024, 100, 1600), endpoint)
 
 
-class ToldLink(WorkerLink):
-    """A real link that is up when a test says so, and remembers instead of sending."""
+class ToldDealer:
+    """The connection of a link: it remembers requests instead of sending, and is there when a test says so."""
 
-    sent: list[str]
-    last: Generate | None = None
+    def __init__(self, endpoint: str, sent: list[str]) -> None:
+        self.last: Generate | None = None
+        self._endpoint = endpoint
+        self._sent = sent
 
-    def generate(self, message: Generate) -> bool:
-        if self.is_up:
-            self.sent.append(self.endpoint)
+    def send(self, frame: bytes) -> bool:
+        message = codec.to_worker.decode(frame)
+        if isinstance(message, Generate):
+            self._sent.append(self._endpoint)
             self.last = message
-        return self.is_up
+        return True
+
+    def close(self) -> None:
+        pass
 
 
 class Routed:
@@ -125,7 +132,8 @@ class Routed:
         state = RouterState(Selector(projection, policy or make_policy("kv", settings.cost_weights(), 0.0)))
         self.feed = ToldFeed()
         self.metrics = RouterMetrics(CollectorRegistry())
-        self.links: dict[str, ToldLink] = {}
+        self.links: dict[str, WorkerLink] = {}
+        self.dealers: dict[str, ToldDealer] = {}
         self.sent: list[str] = []
         self.context = context
         self._clock = SystemClock()
@@ -140,8 +148,9 @@ class Routed:
         on_up: Callable[[WorkerLink], None],
         on_down: Callable[[WorkerLink, str], None],
     ) -> WorkerLink:
-        link = ToldLink(self.context, endpoint, 60_000, self._clock, on_tokens, on_up, on_down, lambda: None)
-        link.sent = self.sent
+        link = WorkerLink(self.context, endpoint, 60_000, self._clock, on_tokens, on_up, on_down, lambda: None)
+        link._dealer.close()
+        link._dealer = self.dealers[endpoint] = ToldDealer(endpoint, self.sent)
         self.links[endpoint] = link
         return link
 
@@ -349,7 +358,7 @@ def test_what_is_learned_goes_with_the_request_to_an_engine_that_takes_it_and_wh
 
             async def sent(request_id: str, **given: Any) -> KvRetention | None:
                 await router.service.submit(msgspec.structs.replace(request, request_id=request_id, **given))
-                generate = router.links[BEFORE].last
+                generate = router.dealers[BEFORE].last
                 assert generate is not None
                 assert generate.request_id == request_id
                 return generate.retention

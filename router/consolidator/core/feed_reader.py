@@ -28,8 +28,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import msgspec
-
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
@@ -67,7 +65,8 @@ class Snapshot:
     chains: list[tuple[int, BlockChain]]
 
 
-class Deliver(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Deliver:
     """Records that follow each other and what was delivered before."""
 
     records: list[JournalRecord]
