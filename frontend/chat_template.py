@@ -8,16 +8,15 @@ controls and ``{% generation %}``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
 
+from poolgrid.frontend.template_additions import GenerationTag, raise_exception, to_json
 from poolgrid.frontend.template_sandbox import TemplateSandbox, TimeOver
 
 OUTPUT_CHARS_MAX = 32 * 1024 * 1024
@@ -39,30 +38,6 @@ class TemplateTooSlow(TemplateFailure):
     """The rendering took longer than it may."""
 
 
-class _GenerationTag(Extension):
-    """``{% generation %}`` marks the assistant's words for training; here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 class ChatTemplate:
     """One compiled template. ``special_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template."""
 
@@ -77,9 +52,9 @@ class ChatTemplate:
         def strftime_now(form: str) -> str:
             return now().strftime(form)
 
-        environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        environment.filters["tojson"] = environment.bounded(_to_json)
-        environment.globals["raise_exception"] = _raise_exception
+        environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+        environment.filters["tojson"] = environment.bounded(to_json)
+        environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = strftime_now
         self.source = source
         """The template as it came, which shows the special tokens that prompts will have."""

@@ -16,11 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
+from poolgrid.router.core.candidates import FewCandidates, RoutingRequest
 from poolgrid.router.core.step_curve import FloatArray
+from poolgrid.wire.identifiers import Stage
+
+_DECODE = Stage.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,18 @@ class CostWeights:
     """Credit for one block on disk only."""
 
 
-X = TypeVar("X", float, FloatArray)
-"""One worker's number, or the numbers of all workers."""
+Numbers = Any
+"""One worker's number, or the numbers of all workers: both know the same operators. A type variable for the two is what
+mypyc cannot compile."""
 
 
 def costs_of(
-    rows: Iterable[tuple[X, X, X, X, X]], weights: CostWeights, isl: int, block_size: int, blocks: int
-) -> list[tuple[X, X, X, X]]:
+    rows: Iterable[tuple[Numbers, Numbers, Numbers, Numbers, Numbers]],
+    weights: CostWeights,
+    isl: int,
+    block_size: int,
+    blocks: int,
+) -> list[tuple[Numbers, Numbers, Numbers, Numbers]]:
     """Return what a request would cost on each worker: the one place where the formula stands.
 
     A row is a worker's prefill tokens, active blocks, and overlap in blocks on device, host and disk. What is returned
@@ -57,7 +66,7 @@ def costs_of(
     """
     queue_weight, prefill_weight, decode_weight = weights.queue_weight, weights.prefill_weight, weights.decode_weight
     device_weight, host_weight, disk_weight = weights.device_weight, weights.host_weight, weights.disk_weight
-    costs: list[tuple[X, X, X, X]] = []
+    costs: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
     for prefill_tokens, active_blocks, device, host, disk in rows:
         credit = device_weight * device + host_weight * host + disk_weight * disk
         left = (queue_weight * prefill_tokens + isl) / block_size - credit
@@ -66,6 +75,19 @@ def costs_of(
         decode = active_blocks + blocks
         costs.append((credit, prefill, decode, prefill_weight * prefill + decode_weight * decode))
     return costs
+
+
+def costs_of_few(
+    request: RoutingRequest, few: FewCandidates, weights: CostWeights
+) -> list[tuple[float, float, float, float]]:
+    """Return ``costs_of`` a handful of workers; one that decodes computes no prompt, and no overlap counts."""
+    isl, queued = request.isl, few.prefill_tokens
+    device, host, disk = few.device_overlap, few.host_overlap, few.disk_overlap
+    if request.stage is _DECODE:
+        isl, queued = 0, (0.0,) * len(few.workers)
+        device = host = disk = queued
+    rows = zip(queued, few.active_blocks, device, host, disk, strict=True)
+    return costs_of(rows, weights, isl, request.block_size, request.blocks)
 
 
 def softmax_weights(costs: FloatArray, temperature: float) -> FloatArray:

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
-from poolgrid.router.core.policy import EXPECTED_MS, Choice, TermsOfFew
+from poolgrid.router.core.choice import Choice, TermsOfFew
+from poolgrid.router.core.policy import EXPECTED_MS
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,

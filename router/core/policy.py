@@ -10,36 +10,25 @@ A policy of your own is a class with ``name``, ``needs_overlap`` and ``choose``;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Column, FewCandidates, RoutingRequest
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.choice import KV_TERMS
+from poolgrid.router.core.choice import Choice as Choice  # policies of operators have it from here
+from poolgrid.router.core.choice_of_few import TIE_SEED
 from poolgrid.router.core.cost import FIELD_WEIGHTS, CostWeights, costs_of, softmax_weights
 from poolgrid.router.core.step_curve import FloatArray
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 
-_TIE_SEED = 1
 _SAMPLE_SEED = 2
 _RANDOM_SEED = 3
 
 EXPECTED_MS, PACE, OWN_MS = "expected_ttft_ms", "pace", "own_ms"
 """Terms of a policy that ``needs_paces``, by which its choices are learned from: the time to the first token that it
 expects, the pace that it reckoned with, and what the request's own prompt takes at pace 1."""
-
-
-class Choice(msgspec.Struct, frozen=True, gc=False):
-    """A policy's answer: a row of the candidates, why, and the numbers behind it."""
-
-    row: int
-    reason: str
-    costs: Column | None = None
-    """What was minimised, per row; ``None`` for policies without a cost."""
-    terms: Mapping[str, Column] = {}
-    """Named parts of the cost, per row."""
 
 
 class Policy(Protocol):
@@ -70,7 +59,7 @@ def lowest(costs: FloatArray, tie_key: str) -> tuple[int, str]:
     ties = np.flatnonzero(costs == costs.min())
     if len(ties) == 1:
         return int(ties[0]), "cheapest" if len(costs) > 1 else "only"
-    return int(ties[stable_u64(tie_key, _TIE_SEED) % len(ties)]), "tie"
+    return int(ties[stable_u64(tie_key, TIE_SEED) % len(ties)]), "tie"
 
 
 class KvAware:
@@ -97,7 +86,7 @@ class KvAware:
             device = host = disk = queued
         columns = (queued, candidates.active_blocks, device, host, disk)
         [(credit, prefill, decode, costs)] = costs_of([columns], self.weights, isl, request.block_size, request.blocks)
-        terms = dict(zip(_KV_TERMS, (credit, prefill, decode), strict=True))
+        terms = dict(zip(KV_TERMS, (credit, prefill, decode), strict=True))
         if self.temperature > 0.0 and len(costs) > 1:
             shares = np.cumsum(softmax_weights(costs, self.temperature))
             point = stable_u64(request.drawn_by, _SAMPLE_SEED) / 2**64
@@ -105,62 +94,6 @@ class KvAware:
             return Choice(row, "sampled", costs, terms)
         row, reason = lowest(costs, request.tie_key)
         return Choice(row, reason, costs, terms)
-
-    def choose_of_few(self, request: RoutingRequest, few: FewCandidates) -> Choice:
-        """Choose as ``choose`` does at temperature 0, bit for bit, without arrays."""
-        weights = self.weights
-        costs = [cost for _, _, _, cost in _costs_of_few(request, few, weights)]
-        terms = TermsOfFew(request, few, weights)
-        least = min(costs)
-        row = costs.index(least)
-        count = costs.count(least)
-        if count == 1:
-            return Choice(row, "cheapest" if len(costs) > 1 else "only", costs, terms)
-        for _ in range(stable_u64(request.tie_key, _TIE_SEED) % count):
-            row = costs.index(least, row + 1)
-        return Choice(row, "tie", costs, terms)
-
-
-def _costs_of_few(
-    request: RoutingRequest, few: FewCandidates, weights: CostWeights
-) -> list[tuple[float, float, float, float]]:
-    """Return ``costs_of`` a handful of workers."""
-    isl, queued, device, host, disk = (
-        request.isl, few.prefill_tokens, few.device_overlap, few.host_overlap, few.disk_overlap,
-    )  # fmt: skip
-    if request.stage is Stage.DECODE:
-        isl, queued = 0, (0.0,) * len(few)
-        device = host = disk = queued
-    rows = zip(queued, few.active_blocks, device, host, disk, strict=True)
-    return costs_of(rows, weights, isl, request.block_size, request.blocks)
-
-
-class TermsOfFew(Mapping[str, Column]):
-    """The terms of a choice of ``KvAware`` among few, worked out again when somebody asks: hardly anybody does, and as
-    numbers they would be half of what a decision takes."""
-
-    __slots__ = ("_few", "_request", "_weights")
-
-    def __init__(self, request: RoutingRequest, few: FewCandidates, weights: CostWeights) -> None:
-        self._request = request
-        self._few = few
-        self._weights = weights
-
-    def __getitem__(self, name: str) -> Column:
-        if name not in _KV_TERMS:
-            raise KeyError(name)
-        place = _KV_TERMS.index(name)
-        return tuple(row[place] for row in _costs_of_few(self._request, self._few, self._weights))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_KV_TERMS)
-
-    def __len__(self) -> int:
-        return len(_KV_TERMS)
-
-
-_KV_TERMS = ("overlap_credit", "adjusted_prefill", "potential_decode_blocks")
-"""In the order of ``costs_of``."""
 
 
 class Predicted:

@@ -16,6 +16,8 @@ from types import MappingProxyType
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, Engines, FewCandidates, IndexArray, RoutingRequest
+from poolgrid.router.core.choice import Choice
+from poolgrid.router.core.choice_of_few import choose_of_few
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.hold_plan import OTHERS_SHARE_MAX, Waiting, plan
@@ -27,7 +29,6 @@ from poolgrid.router.core.policy import (
     EXPECTED_MS,
     OWN_MS,
     PACE,
-    Choice,
     KvAware,
     Policy,
     Predicted,
@@ -304,7 +305,7 @@ class Selector:
             host,
             disk,
         )
-        return candidates, policy.choose_of_few(request, candidates)
+        return candidates, choose_of_few(request, candidates, policy.weights)
 
     def _overlap_of_few(
         self, few: _Few, path: Sequence[int], found: Sequence[tuple[int, int]]

@@ -18,10 +18,10 @@ import numpy as np
 
 from poolgrid.router.consolidator.journal.stored_records import SegmentKind
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
+from poolgrid.router.core.choice import Choice
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.paces import Arrivals, Awaited
-from poolgrid.router.core.policy import Choice
 from poolgrid.router.core.retention.learner import LearnerState
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes

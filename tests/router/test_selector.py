@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import poolgrid.router.core.selector as selector_module
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
+from poolgrid.router.core.choice_of_few import choose_of_few
 from poolgrid.router.core.cost import FIELD_WEIGHTS, CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.policy import KvAware, LeastLoaded, Lmetric, Policy, Random, RoundRobin, make_policy
@@ -355,7 +356,7 @@ def test_numbers_and_columns_have_one_cost_to_the_bit(
     policy = KvAware(weights)
 
     plain, general = (
-        policy.choose_of_few(wanted, few),
+        choose_of_few(wanted, few, weights),
         policy.choose(wanted, Candidates(workers, engines=None, **columns)),
     )
 
@@ -395,7 +396,6 @@ def test_few_workers_are_compared_without_arrays_to_the_same_bit(stage: Stage, m
         few = decided(plain.select(wanted, chain, 0.0, 0))
         with monkeypatch.context() as patch:
             patch.setattr(selector_module, "FEW_CANDIDATES", 0)
-            patch.setattr(KvAware, "choose_of_few", None)  # so that this way is not the other one
             general = decided(pool.selector(KvAware(weights)).select(wanted, chain, 0.0, 0))
         assert _columns(few) == _columns(general)
         assert (few.choice.row, few.reason, few.filtered) == (general.choice.row, general.reason, general.filtered)
