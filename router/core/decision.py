@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import final
 
 import msgspec
@@ -44,56 +43,84 @@ OTHER_BYTES = 200
 
 
 @final
-@dataclass(slots=True)
 class Decision:
     """Why one request went to one worker."""
 
-    request: RoutingRequest
-    time_ms: int
-    policy: str
-    offset: int
-    """The router's state held every journal record below this offset."""
-    choice: Choice
-    candidates: Candidates | FewCandidates
-    filtered: Mapping[WorkerKey, str] = field(default_factory=dict)
-    """Workers that were not candidates, and why."""
-    attempt: int = 0
-    """0 for the first dispatch, n for the n-th migration."""
-    realised_cached_tokens: int | None = None
-    """What the worker then really reused."""
-    realised_ttft_ms: float | None = None
-    """How long its first token then really took, as far as the policy expected something."""
-    untrusted: Mapping[WorkerKey, str] = field(default_factory=dict)
-    """Workers whose overlap is what the router's own choices predict, because their stream is not believed, and why."""
+    # Not a dataclass: what makes one of those is Python's own function, compiled or not, and takes two microseconds.
+    __slots__ = (
+        "attempt",
+        "behind_records",
+        "candidates",
+        "choice",
+        "compared_blocks",
+        "filtered",
+        "is_reservation",
+        "kept_bytes",
+        "offset",
+        "overlap_blocks",
+        "policy",
+        "queued_ms",
+        "realised_cached_tokens",
+        "realised_ttft_ms",
+        "request",
+        "retention",
+        "time_ms",
+        "untrusted",
+        "worker",
+    )
 
-    behind_records: int = 0
-    """Records that the pool's journal was known to hold beyond ``offset``; above 0 the router was catching up."""
-
-    retention: KvRetention | None = None
-    """How long the prompt's blocks should stay, as far as that was learnt; ``None`` = as long as others."""
-
-    is_reservation: bool = False
-    """Whether it was made for a global router, past which the tokens do not come here."""
-
-    queued_ms: float = 0.0
-    """How long the request waited for a worker with room before this decision could be carried out."""
-
-    compared_blocks: int | None = None
-    """Leading blocks of a prompt with media that could be compared with what workers hold."""
-
-    kept_bytes: int = 0
-    """What it takes of a log that keeps it."""
-
-    worker: WorkerKey = field(init=False)
-    """The chosen worker."""
-    overlap_blocks: int = field(init=False)
-    """Blocks that it was believed to hold, on any tier."""
-
-    def __post_init__(self) -> None:
-        """Look once at the chosen row."""
-        row, columns = self.choice.row, self.candidates
-        self.worker = columns.workers[row]
-        self.overlap_blocks = int(columns.device_overlap[row] + columns.host_overlap[row] + columns.disk_overlap[row])
+    def __init__(
+        self,
+        request: RoutingRequest,
+        time_ms: int,
+        policy: str,
+        offset: int,
+        choice: Choice,
+        candidates: Candidates | FewCandidates,
+        filtered: Mapping[WorkerKey, str],
+        attempt: int = 0,
+        untrusted: Mapping[WorkerKey, str] | None = None,
+        behind_records: int = 0,
+        compared_blocks: int | None = None,
+    ) -> None:
+        """Take note of a choice."""
+        self.request = request
+        self.time_ms = time_ms
+        self.policy = policy
+        self.offset = offset
+        """The router's state held every journal record below this offset."""
+        self.choice = choice
+        self.candidates = candidates
+        self.filtered = filtered
+        """Workers that were not candidates, and why."""
+        self.attempt = attempt
+        """0 for the first dispatch, n for the n-th migration."""
+        self.realised_cached_tokens: int | None = None
+        """What the worker then really reused."""
+        self.realised_ttft_ms: float | None = None
+        """How long its first token then really took, as far as the policy expected something."""
+        self.untrusted: Mapping[WorkerKey, str] = {} if untrusted is None else untrusted
+        """Workers whose overlap is what the router's own choices predict, because their stream is not believed, and
+        why."""
+        self.behind_records = behind_records
+        """Records that the pool's journal was known to hold beyond ``offset``; above 0 the router was catching up."""
+        self.retention: KvRetention | None = None
+        """How long the prompt's blocks should stay, as far as that was learnt; ``None`` = as long as others."""
+        self.is_reservation = False
+        """Whether it was made for a global router, past which the tokens do not come here."""
+        self.queued_ms = 0.0
+        """How long the request waited for a worker with room before this decision could be carried out."""
+        self.compared_blocks = compared_blocks
+        """Leading blocks of a prompt with media that could be compared with what workers hold."""
+        self.kept_bytes = 0
+        """What it takes of a log that keeps it."""
+        row = choice.row
+        self.worker: WorkerKey = candidates.workers[row]
+        """The chosen worker."""
+        self.overlap_blocks = int(
+            candidates.device_overlap[row] + candidates.host_overlap[row] + candidates.disk_overlap[row]
+        )
+        """Blocks that it was believed to hold, on any tier."""
 
     @property
     def reason(self) -> str:

@@ -375,7 +375,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
     features = len(_FEATURE_COLUMNS)
     costs = matrix[features] if made.has_costs else None
     terms = {name: matrix[features + made.has_costs + at] for at, name in enumerate(made.terms)}
-    return Decision(
+    decision = Decision(
         made.request,
         made.time_ms,
         made.policy,
@@ -386,10 +386,11 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
         made.attempt,
         untrusted={workers[number]: why for number, why in made.untrusted},
         behind_records=made.behind_records,
-        retention=made.retention,
         compared_blocks=len(made.path) // 8 if made.request.media else None,
-        queued_ms=made.queued_ms,
     )
+    decision.retention = made.retention
+    decision.queued_ms = made.queued_ms
+    return decision
 
 
 def path_of(made: DecisionMade) -> tuple[int, ...]:
