@@ -7,7 +7,6 @@ return a ``Job``; ``Job.tokenize`` is the only costly part, and pure, so that it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -64,12 +63,14 @@ COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""
 
 
-@dataclass(slots=True)
 class _Sighted:
     """A prompt whose text is there, and what is known of it."""
 
-    text: str
-    lookup: Lookup | None
+    __slots__ = ("lookup", "text")
+
+    def __init__(self, text: str, lookup: Lookup | None) -> None:
+        self.text = text
+        self.lookup = lookup
 
     @property
     def text_bytes(self) -> int:
