@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_ttfts
 from poolgrid.loadgen.trace import TraceRow, read_trace
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.policy import KvAware, Policy, make_policy
 from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.loadgen.trace import TraceError, read_trace
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, policy_named
 from poolgrid.runtime.figures import number, percent

@@ -12,7 +12,7 @@ import typer
 from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
 from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.cli.recording import Stage, load_recording
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.runtime.figures import counted, number, percent
 from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.simulation.pool import SIMULATED_POLICIES, Retention

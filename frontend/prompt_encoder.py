@@ -27,6 +27,7 @@ import random
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -346,7 +347,8 @@ def _wrapping(post_processor: Mapping[str, Any] | None) -> tuple[bytes, bytes] |
 def _choose(tokenizer_json: str, reference: BatchEncoder, texts: Sequence[str]) -> tuple[BatchEncoder, str]:
     """Return ``fastokens`` for this tokenizer, or the reference and why."""
     try:
-        import fastokens
+        # By its name: compiled code would take a module that is not there for one that is nothing.
+        fastokens = import_module("fastokens")
     except ImportError:
         return reference, "it is not installed (extra 'fast')"
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import Policy, make_policy
 from poolgrid.router.settings import RouterSettings
 

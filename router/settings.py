@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from poolgrid.dispatch.prompt_paths import BUDGET_BYTES
 from poolgrid.dispatch.reuse_sketch import SKETCH_BYTES
 from poolgrid.naming.settings import NamesSettings
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
 from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import make_policy
 from poolgrid.simulation.pool import Retention, RouterFleet, SimulatedPool
 from poolgrid.simulation.report import policy_report

@@ -14,7 +14,7 @@ from typing import Any
 
 from poolgrid.loadgen.trace import read_trace
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import Choice, Predicted, make_policy
 from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.simulation.report import policy_report

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from poolgrid.router.core.candidates import Column, FewCandidates, RoutingRequest
-from poolgrid.router.core.cost import CostWeights, costs_of_few
+from poolgrid.router.core.cost import costs_of_few
+from poolgrid.router.core.cost_weights import CostWeights
 
 KV_TERMS = ("overlap_credit", "adjusted_prefill", "potential_decode_blocks")
 """In the order of ``costs_of``."""

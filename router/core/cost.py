@@ -15,34 +15,16 @@ weight trades far more reuse than the balance is worth (measured in ``docs/decis
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from poolgrid.router.core.candidates import FewCandidates, RoutingRequest
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.step_curve import FloatArray
 from poolgrid.wire.identifiers import Stage
 
 _DECODE = Stage.DECODE
-
-
-@dataclass(frozen=True, slots=True)
-class CostWeights:
-    """How much each part of the cost counts."""
-
-    prefill_weight: float = 1.0
-    """Cost of one block that must be computed."""
-    queue_weight: float = 0.25
-    """How much the prompt tokens of others, still to be computed on the worker, count against it."""
-    decode_weight: float = 0.02
-    """Cost of one block of the worker's active requests."""
-    device_weight: float = 1.0
-    """Credit for one block already in device memory; 0 ignores caches."""
-    host_weight: float = 0.75
-    """Credit for one block in host memory only."""
-    disk_weight: float = 0.25
-    """Credit for one block on disk only."""
 
 
 Numbers = Any
@@ -99,7 +81,3 @@ def softmax_weights(costs: FloatArray, temperature: float) -> FloatArray:
     weights: FloatArray = np.exp(logits)
     shares: FloatArray = weights / weights.sum()
     return shares
-
-
-FIELD_WEIGHTS = CostWeights(queue_weight=1.0, decode_weight=1.0)
-"""The weights with which the cost is the field's."""

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.router_state import RouterState

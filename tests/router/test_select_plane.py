@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.router_state import RouterState

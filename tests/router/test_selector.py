@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import poolgrid.router.core.selector as selector_module
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from poolgrid.router.core.choice_of_few import choose_of_few
-from poolgrid.router.core.cost import FIELD_WEIGHTS, CostWeights
+from poolgrid.router.core.cost_weights import FIELD_WEIGHTS, CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.policy import KvAware, LeastLoaded, Lmetric, Policy, Random, RoundRobin, make_policy
 from poolgrid.router.core.selector import BUSY, NoWorker
