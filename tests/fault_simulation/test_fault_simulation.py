@@ -77,6 +77,7 @@ def test_an_unknown_profile_is_an_error_that_names_the_allowed_ones() -> None:
         make_scenario(1, "stormy")
 
 
+@needs_patches
 def test_a_failure_prints_what_was_seen_the_last_events_and_how_to_see_it_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
