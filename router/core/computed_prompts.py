@@ -71,10 +71,6 @@ class ComputedPrompts:
         self._first_block.clear()
         self._of_first.clear()
 
-    def begins_like(self, path: Sequence[int]) -> bool:
-        """Tell whether any prompt begins with the first block of a path."""
-        return bool(path) and path[0] in self._of_first
-
     def overlaps(self, path: Sequence[int]) -> list[tuple[WorkerKey, int]]:
         """Return how many leading blocks of a path such prompts have, with their workers, of which some come twice."""
         same = self._of_first.get(path[0]) if path else None

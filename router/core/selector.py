@@ -43,8 +43,10 @@ from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Legs that compute a prompt."""
 
+_MutableColumn = list[float] | FloatArray
+"""One number per worker that is still to be filled in, of few or of many."""
+
 _ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
-MutableColumn = list[float] | FloatArray
 _NOBODY: Mapping[WorkerKey, str] = MappingProxyType({})
 """No worker, for the many decisions that share it."""
 
@@ -291,11 +293,10 @@ class Selector:
             found = self._projection.index.find(path)
             if found:
                 device, host, disk = self._overlap_of_few(few, path, found)
-            computed = self._projection.trust.computed
-            if computed.begins_like(path):
+            computed = self._projection.trust.computed.overlaps(path)
+            if computed:
                 device, host, disk = list(device), list(host), list(disk)
-                for worker, depth in computed.overlaps(path):
-                    _raise_overlap(group.row_of_worker.get(worker), depth, device, host, disk)
+                _raise_overlap(group, computed, device, host, disk)
         candidates = FewCandidates(
             group.workers,
             prefill_tokens,
@@ -538,11 +539,10 @@ class Selector:
         host = disk = np.zeros(len(group.workers))
         if path:
             host, disk = self._fill_overlap(group, path, device)
-            computed = self._projection.trust.computed
-            if computed.begins_like(path):
+            computed = self._projection.trust.computed.overlaps(path)
+            if computed:
                 host, disk = host.copy(), disk.copy()
-                for worker, depth in computed.overlaps(path):
-                    _raise_overlap(group.row_of_worker.get(worker), depth, device, host, disk)
+                _raise_overlap(group, computed, device, host, disk)
             if untrusted:
                 self._predict_overlap(group, path, untrusted, now_ms, device, host, disk)
         return device, host, disk
@@ -617,11 +617,17 @@ class Selector:
 
 
 def _raise_overlap(
-    row: int | None, depth: int, device: MutableColumn, host: MutableColumn, disk: MutableColumn
+    group: _Group,
+    computed: Sequence[tuple[WorkerKey, int]],
+    device: _MutableColumn,
+    host: _MutableColumn,
+    disk: _MutableColumn,
 ) -> None:
-    """Let a worker hold at least so many leading blocks; those that it has not told of are on its device."""
-    if row is not None and depth > device[row] + host[row] + disk[row]:
-        device[row], host[row], disk[row] = float(depth), 0.0, 0.0
+    """Let workers hold at least what they have computed; what they have not told of is on their devices."""
+    for worker, depth in computed:
+        row = group.row_of_worker.get(worker)
+        if row is not None and depth > device[row] + host[row] + disk[row]:
+            device[row], host[row], disk[row] = float(depth), 0.0, 0.0
 
 
 def _fill_depths(group: _Group, found: Sequence[tuple[int, int]], device: FloatArray) -> None:

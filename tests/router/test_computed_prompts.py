@@ -60,7 +60,6 @@ def test_how_much_of_a_prompt_is_there_is_what_comparing_block_by_block_says(
 
     expected = sorted((worker, shared(blocks, asked)) for worker, blocks in left if blocks[0] == asked[0])
     assert sorted(computed.overlaps(path_of(asked))) == expected
-    assert computed.begins_like(path_of(asked)) == bool(expected)
     assert len(computed) == len(left)
 
 
@@ -77,7 +76,7 @@ def test_only_the_newest_are_kept_and_of_one_beginning_the_newest_are_compared()
 
     computed.drop_all_of(A)
     assert len(computed) == 0
-    assert not computed.begins_like(path_of([1]))
+    assert computed.overlaps(path_of([1])) == []
 
 
 def test_nothing_is_found_for_a_prompt_without_a_whole_block() -> None:
@@ -85,7 +84,6 @@ def test_nothing_is_found_for_a_prompt_without_a_whole_block() -> None:
     computed.add(A, "r", path_of([1]))
 
     assert computed.overlaps([]) == []
-    assert not computed.begins_like([])
 
 
 def chosen(pool: Pool, selector: Selector, name: str, path: list[int]) -> WorkerKey:

@@ -186,17 +186,27 @@ REQUEST = InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens
 BEFORE, AFTER = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 
 
+@asynccontextmanager
+async def half_reached() -> AsyncIterator[tuple[Routed, asyncio.Task[None]]]:
+    """A router that is starting in a pool of two workers, of which it has reached one."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = Routed(context)
+    router.feed.there = [(OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER)))]
+    starting = asyncio.create_task(router.service.start())
+    try:
+        await asyncio.sleep(0)
+        router.bring_up(BEFORE)
+        yield router, starting
+    finally:
+        await router.service.stop()
+        context.destroy(linger=0)
+
+
 def test_a_router_that_starts_is_ready_once_the_workers_that_it_finds_are_reached() -> None:
     """Before, it would tell gateways and dry runs that nobody can serve."""
 
     async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        router = Routed(context)
-        router.feed.there = [(OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER)))]
-        starting = asyncio.create_task(router.service.start())
-        try:
-            await asyncio.sleep(0)
-            router.bring_up(BEFORE)
+        async with half_reached() as (router, starting):
             await asyncio.sleep(0.01)
             assert not starting.done()
             assert not router.service.ready
@@ -205,9 +215,6 @@ def test_a_router_that_starts_is_ready_once_the_workers_that_it_finds_are_reache
             await starting
             assert router.service.ready
             assert router.service.links.unreachable == {}
-        finally:
-            await router.service.stop()
-            context.destroy(linger=0)
 
     asyncio.run(scenario())
 
@@ -219,20 +226,11 @@ def test_a_router_that_starts_waits_for_a_dead_worker_only_so_long(
     monkeypatch.setattr(fleet_links, "FIRST_CONTACT_MS", 20.0)
 
     async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        router = Routed(context)
-        router.feed.there = [(OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER)))]
-        starting = asyncio.create_task(router.service.start())
-        try:
-            await asyncio.sleep(0)
-            router.bring_up(BEFORE)
+        async with half_reached() as (router, starting):
             await starting
             assert router.service.ready
             assert set(router.service.links.unreachable) == {NEW}
             assert "1 worker of the pool cannot be reached yet" in caplog.text
-        finally:
-            await router.service.stop()
-            context.destroy(linger=0)
 
     asyncio.run(scenario())
 
