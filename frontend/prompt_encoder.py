@@ -134,20 +134,18 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | _Ways,
         *,
         template_text: str = "",
         cache_bytes: int = CACHE_BYTES_DEFAULT,
         fast: bool = True,
         word_cache: bool = True,
-        ways: _Ways | None = None,
     ) -> None:
-        """Choose the fastest exact way, or take that of another encoder of the same tokenizer.
+        """Choose the fastest exact way, unless that was done (``for_template``).
 
         ``template_text`` shows which delimiters prompts will have.
         """
-        self._tokenizer = tokenizer
-        self._ways = ways = _Ways(tokenizer, fast, word_cache) if ways is None else ways
+        self._ways = ways = tokenizer if isinstance(tokenizer, _Ways) else _Ways(tokenizer, fast, word_cache)
         self._reference = ways.reference
         self._encoder = ways.encoder
         self.slow_because = ways.slow_because
@@ -167,9 +165,7 @@ class PromptEncoder:
 
     def for_template(self, template_text: str) -> PromptEncoder:
         """Return an encoder for another template, with caches and counts of its own and this one's tokenizer."""
-        return PromptEncoder(
-            self._tokenizer, template_text=template_text, cache_bytes=self._cache_bytes, ways=self._ways
-        )
+        return PromptEncoder(self._ways, template_text=template_text, cache_bytes=self._cache_bytes)
 
     def _cut_at(self, template_text: str) -> None:
         """Cut prompts at the delimiters that a template uses, as far as the tokenizer agrees."""
