@@ -108,7 +108,7 @@ class Peers:
         consolidator = fleet.start("consolidator", [*ours, "consolidator", *level])
         words = fleet.ready_words(consolidator)
         for number in range(ENGINES):
-            command = [sys.executable, "-m", "benchmarks.http_worker", words["ingest"], f"worker-{number}"]
+            command = [python, "-m", "benchmarks.http_worker", words["ingest"], f"worker-{number}"]
             fleet.start(f"worker{number}", [*command, str(BLOCK_SIZE)])
         planes = ["--feed-endpoint", words["feed"], "--query-endpoint", words["query"]]
         router = fleet.start(
