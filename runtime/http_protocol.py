@@ -253,6 +253,21 @@ class _DirectCycle(RequestResponseCycle):
             on_left()
 
 
+class _Repeated:
+    """A request whose head may come again on its connection."""
+
+    __slots__ = ("endpoint", "head", "of_head", "scope")
+
+    def __init__(self, head: RepeatedHead, cycle: _DirectCycle) -> None:
+        self.head = head
+        self.scope = {name: value for name, value in cycle.scope.items() if name not in _OF_A_REQUEST}
+        """What of its scope is the connection's, as it was before anybody else put something there."""
+        self.endpoint = cycle.endpoint
+        """Where it went."""
+        self.of_head: dict[str, Any] = {}
+        """What its endpoint keeps of the head."""
+
+
 def _is_over(_: bytes) -> bool:
     """In the place of ``Connection.write`` after the last byte."""
     return True
@@ -273,14 +288,8 @@ class DirectProtocol(BoundedProtocol):
 
     _gathering: _DirectCycle | None = None
     _serving: _DirectCycle | None = None
-    _repeated: RepeatedHead | None = None
-    """The head of a request before: of the last one that came whole, or of one before that."""
-    _repeated_scope: dict[str, Any]
-    """What of its scope is the connection's, as it was before anybody else put something there."""
-    _repeated_endpoint: Any
-    """The endpoint that its request went to."""
-    _of_head: dict[str, Any]
-    """What its endpoint keeps of it."""
+    _repeated: _Repeated | None = None
+    """A request before: the last one that came whole, or one before that."""
     default_lines = DefaultLines()
     """Those of its server."""
     _heads_tried = 0
@@ -302,8 +311,8 @@ class DirectProtocol(BoundedProtocol):
         if self._waiting is not None or (queue is not table.idle and (queue is not table.heads or self._head_bytes)):
             super().data_received(data)
             return
-        head = self._repeated
-        if head is not None and self._begin_again(head, data):
+        repeated = self._repeated
+        if repeated is not None and self._begin_again(repeated, data):
             return
         before = self.cycle
         super().data_received(data)
@@ -313,22 +322,20 @@ class DirectProtocol(BoundedProtocol):
             self._repeated = None
             if self._heads_tried < HEADS_TRIED_MAX and cycle.keep_alive and self._waiting is None:
                 self._heads_tried += 1
-                scope = cycle.scope
-                self._repeated = RepeatedHead.of(data, list(scope["headers"]), table.limits.header_line_bytes)
-                self._repeated_scope = {name: value for name, value in scope.items() if name not in _OF_A_REQUEST}
-                self._repeated_endpoint = cycle.endpoint
-                self._of_head = {}
+                head = RepeatedHead.of(data, list(cycle.scope["headers"]), table.limits.header_line_bytes)
+                if head is not None:
+                    self._repeated = _Repeated(head, cycle)
 
-    def _begin_again(self, head: RepeatedHead, data: bytes) -> bool:
+    def _begin_again(self, repeated: _Repeated, data: bytes) -> bool:
         """Call the endpoint with a request that needs no parser; return False where it goes another way."""
         last = self._serving
         if last is None or self.cycle is not last or self.limit_concurrency is not None:
             return False
         # Of this head, which need not be that of the request before: one that came in pieces leaves it as it is.
-        endpoint = self._repeated_endpoint
-        if self.app.direct_endpoint(self._repeated_scope["raw_path"]) is not endpoint:
+        endpoint, scope = repeated.endpoint, repeated.scope
+        if self.app.direct_endpoint(scope["raw_path"]) is not endpoint:
             return False
-        taken = head.taken(data)
+        taken = repeated.head.taken(data)
         if taken is None:
             return False
         headers, body = taken
@@ -339,10 +346,10 @@ class DirectProtocol(BoundedProtocol):
         if queue is not None:  # as ``_move`` does
             self._queue = None
             queue.pop(self, None)
-        self.scope = {**self._repeated_scope, "headers": headers, "state": self.app_state.copy()}  # type: ignore[typeddict-item]
+        self.scope = {**scope, "headers": headers, "state": self.app_state.copy()}  # type: ignore[typeddict-item]
         cycle = _DirectCycle(self, endpoint, keep_alive=True)
         self.cycle = cycle
-        self._serve(cycle, body, self._of_head)
+        self._serve(cycle, body, repeated.of_head)
         return True
 
     def begin(self) -> None:
