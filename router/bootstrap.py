@@ -108,6 +108,8 @@ async def serve(
     """
     async with AsyncExitStack() as opened:
         opened.callback(log.info, "router has ended")
+        # Before the clock that judges others runs: a large vocabulary takes a second or two, and the loop stands still.
+        prompt_model = _load_prompt_model(frontend)
         clock = SystemClock()
         awake = _start_clock(opened, settings, clock)
         registry = CollectorRegistry()
@@ -116,7 +118,6 @@ async def serve(
         make_context = _context_maker(settings, registry)
         _warn_of_exposures(settings, frontend)
         state = _make_state(settings)
-        prompt_model = _load_prompt_model(frontend)
         names: Names | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.

@@ -94,6 +94,24 @@ def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(directory: Path) ->
     ended_leaving_nothing(starting(directory, ready=breaks), Broken)
 
 
+def test_one_loads_its_vocabulary_before_it_judges_anybody_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noted(step: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def take(*given: Any) -> Any:
+            done.append(step)
+            return real(*given)
+
+        return take
+
+    for step in ("_start_clock", "_load_prompt_model"):
+        monkeypatch.setattr(bootstrap, step, noted(step, getattr(bootstrap, step)))
+
+    asyncio.run(starting()())
+
+    assert done == ["_load_prompt_model", "_start_clock"]
+
+
 def test_one_that_is_stopped_before_it_knows_its_pool_leaves_nothing() -> None:
     async def serve() -> None:
         stop = asyncio.Event()
