@@ -87,8 +87,10 @@ class Connection(asyncio.Protocol):
         """Whether an exchange ended well on it before: then an early end may be the server's idle timeout."""
 
     async def send(self, head_and_body: tuple[bytes, bytes], exchange: Exchange) -> None:
-        """Send a request and fill ``exchange`` from the answer, to its end."""
+        """Send a request and fill ``exchange`` from the answer, to its end; raises ``RequestFailed``."""
         assert self._transport is not None
+        if not self.usable:  # whoever waits for an answer on it is never told that it has ended
+            raise RequestFailed("disconnect", "the server closed the connection before anything was sent")
         assert self._exchange is None, "one exchange at a time"
         self._exchange = exchange
         self._complete = False
@@ -141,7 +143,8 @@ class Connection(asyncio.Protocol):
             self._settle(error)
 
     def eof_received(self) -> bool:
-        """Close when the server does."""
+        """Close when the server does: nothing more is sent here, though it is not lost before the loop's next turn."""
+        self.usable = False
         return False
 
     def connection_lost(self, error: Exception | None) -> None:

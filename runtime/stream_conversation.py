@@ -87,8 +87,10 @@ class StreamConversation(asyncio.Protocol):
         out, self._out = self._out, []
         if out and not self._lost:  # nothing is left where ``abort`` came first
             if self._is_long:
-                assert self._transport is not None, "frames are sent over it"
-                self._transport.writelines(out)
+                # Not by ``writelines``: asyncio's own before 3.12.9 and 3.13.2 says nothing when its buffer is full
+                # (CVE-2024-12254). uvloop sends all of it in one call either way.
+                for part in out:
+                    self.write(part)
                 self._is_long = False
             else:
                 self.write(out[0] if len(out) == 1 else b"".join(out))
