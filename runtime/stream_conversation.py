@@ -55,6 +55,9 @@ class StreamConversation(asyncio.Protocol):
         """Whether a frame is among ``_out`` that is not to be copied."""
         self._call_soon = asyncio.get_running_loop().call_soon
         self._transport: asyncio.Transport | None = None
+        self._bounds_lines = False
+        """Whether the transport's ``writelines`` says when its buffer is full. asyncio's own does not before 3.12.9 and
+        3.13.2 (CVE-2024-12254), so there even long frames are copied; uvloop's does, and sends all in one call."""
 
     @property
     def has_more(self) -> bool:
@@ -65,6 +68,7 @@ class StreamConversation(asyncio.Protocol):
         """Say who we are."""
         stream = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
         self._transport = stream
+        self._bounds_lines = not isinstance(transport, asyncio.Transport)
         self.write = stream.write
         probe_when_silent(stream.get_extra_info("socket"))
         stream.set_write_buffer_limits(SEND_BYTES_MAX, SEND_BYTES_MAX // 2)
@@ -85,13 +89,11 @@ class StreamConversation(asyncio.Protocol):
 
     def _flush(self) -> None:
         out, self._out = self._out, []
+        is_long, self._is_long = self._is_long, False
         if out and not self._lost:  # nothing is left where ``abort`` came first
-            if self._is_long:
-                # Not by ``writelines``: asyncio's own before 3.12.9 and 3.13.2 says nothing when its buffer is full
-                # (CVE-2024-12254). uvloop sends all of it in one call either way.
-                for part in out:
-                    self.write(part)
-                self._is_long = False
+            if is_long and self._bounds_lines:
+                assert self._transport is not None, "frames are sent over it"
+                self._transport.writelines(out)
             else:
                 self.write(out[0] if len(out) == 1 else b"".join(out))
 
