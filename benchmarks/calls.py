@@ -23,11 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet import Fleet
-from benchmarks.http import TESTS
-from benchmarks.http_load import LoadSpec
+from benchmarks.http import TESTS, Bench
 from benchmarks.http_model import ensure_model
-from benchmarks.peers import COMPILED, MODEL, OURS, Peers
+from benchmarks.peers import COMPILED, OURS, Peers
 
 HOOK = Path(__file__).parent / "counting"
 KINDS = ("python", "c")
@@ -36,30 +34,22 @@ PATIENCE_S = 30.0
 """For the count to be written, which takes a moment."""
 
 
-def counted(peers: Peers, form: str, spec: LoadSpec, scratch: Path) -> dict[str, Counter[str]]:
+def counted(bench: Bench, peers: Peers, form: str, shape: dict[str, Any], into: Path) -> dict[str, Counter[str]]:
     """Return the calls per request of a router in one of its forms under a load: a count by name for each kind.
 
-    Raises ``RuntimeError`` when the router does not say what it counted.
+    Raises ``RuntimeError`` when the router does not say in the file ``into`` what it counted.
     """
-    into = scratch / f"{form}.json"
-    paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {"COUNT_CALLS_INTO": str(into), "PYTHONPATH": os.pathsep.join(paths)}
-    fleet = Fleet(scratch)
-    try:
-        spec.port, pid = peers.start(form, fleet)
-        spec.warmup_s, wanted_s, spec.duration_s = 0.0, spec.duration_s, WARM_UP_S
-        fleet.load(spec)
-        spec.duration_s = wanted_s
+    with bench.fleet() as fleet:
+        port, pid = peers.start(form, fleet)
+        bench.load(fleet, shape, port, pid, WARM_UP_S)
         os.kill(pid, signal.SIGUSR1)
-        requests = fleet.load(spec)["requests"]
+        requests = bench.load(fleet, shape, port, pid)["requests"]
         os.kill(pid, signal.SIGUSR2)
         until = time.monotonic() + PATIENCE_S
         while not into.exists():
             if time.monotonic() > until:
-                raise RuntimeError(f"the router wrote no count in {PATIENCE_S:.0f} s; logs: {scratch}")
-            time.sleep(0.05)  # noqa: TID251 - a process that is stopped by a signal announces nothing
-    finally:
-        fleet.close()
+                raise RuntimeError(f"the router wrote no count in {PATIENCE_S:.0f} s; logs: {fleet.logs}")
+            time.sleep(0.05)  # noqa: TID251 - a process that is told by a signal announces nothing
     found: dict[str, Any] = json.loads(into.read_text())
     into.unlink()
     return {kind: Counter({name: count / requests for name, count in found[kind].items()}) for kind in KINDS}
@@ -80,19 +70,20 @@ def main() -> int:
         parser.error(f"--tests has {', '.join(unknown)}, allowed are {', '.join(TESTS)}")
     console = Console(width=140)
     model = ensure_model(options.model_dir)
-    words = json.loads((model / "words.json").read_text())
     peers = Peers(sys.executable, model, compiled_python=options.compiled_python)
     table = Table("test", "form", "Python's functions", "C's functions", "together", title="calls per request")
     with tempfile.TemporaryDirectory(prefix="poolgrid-calls-") as scratch:
+        into = Path(scratch) / "calls.json"
+        paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ |= {"COUNT_CALLS_INTO": str(into), "PYTHONPATH": os.pathsep.join(paths)}
+        bench = Bench(peers, model, options.seconds, Path(scratch))
         for test in options.tests.split(","):
-            shape = TESTS[test] | {"concurrency": options.clients, "long_isl": 0, "pause_s": 0.0}
-            path = "/v1/chat/completions" if shape.get("chat") else "/v1/completions"
+            shape = TESTS[test] | {"concurrency": options.clients, "long_isl": 0, "pause_s": 0.0, "warmup_s": 0.0}
             for form in [OURS, *([COMPILED] if options.compiled_python else [])]:
                 absent_because = peers.absent_because(form)
                 if absent_because:
                     parser.error(f"--compiled-python {options.compiled_python}: {absent_because}")
-                spec = LoadSpec(port=0, path=path, words=words, model=MODEL, duration_s=options.seconds, **shape)
-                found = counted(peers, form, spec, Path(scratch))
+                found = counted(bench, peers, form, shape, into)
                 sums = [found[kind].total() for kind in KINDS]
                 table.add_row(test, form, *(f"{each:.0f}" for each in [*sums, sum(sums)]))
                 for kind in KINDS:

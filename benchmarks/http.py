@@ -77,17 +77,17 @@ class Bench:
     def run(self, peer: str, test: str) -> dict[str, Any]:
         """Return the figures of one test for one peer."""
         shape = TESTS[test]
-        with self._fleet() as fleet:
+        with self.fleet() as fleet:
             port, pid = self._peers.start(peer, fleet)
             fresh_mb = rss_mb(pid)
             unloaded = self._unloaded(fleet, shape, port, pid)
-            alone = self._load(fleet, {**shape, "long_isl": 0}, port, pid) if shape.get("long_isl") else None
-            figures = self._load(fleet, shape, port, pid)
+            alone = self.load(fleet, {**shape, "long_isl": 0}, port, pid) if shape.get("long_isl") else None
+            figures = self.load(fleet, shape, port, pid)
         return {**figures, "unloaded": unloaded, "alone": alone, "fresh_rss_mb": fresh_mb}
 
     def straight(self, test: str) -> dict[str, Any]:
         """Return the figures of one client that talks to a mock OpenAI server with nothing between."""
-        with self._fleet() as fleet:
+        with self.fleet() as fleet:
             port, pid = self._peers.start_engine(fleet)
             return self._unloaded(fleet, TESTS[test], port, pid)
 
@@ -97,19 +97,20 @@ class Bench:
         The shares are those of a load that is sampled, the CPU they divide is that of the same load without sampling.
         """
         shape = {**TESTS[test], "long_isl": 0}
-        with self._fleet() as fleet:
+        with self.fleet() as fleet:
             port, pid = self._peers.start("ours", fleet)
-            us_per_request = self._load(fleet, shape, port, pid)["us_per_request"]
+            us_per_request = self.load(fleet, shape, port, pid)["us_per_request"]
             recording = Recording(py_spy, pid, self._logs / f"{test}.stacks")
             try:
-                self._load(fleet, shape, port, pid)
+                self.load(fleet, shape, port, pid)
                 found = recording.shares()
             finally:
                 recording.close()
         return {group: share * us_per_request for group, share in found.items()}
 
     @contextmanager
-    def _fleet(self) -> Iterator[Fleet]:
+    def fleet(self) -> Iterator[Fleet]:
+        """Make a fleet whose processes end with the block."""
         fleet = Fleet(self._logs)
         try:
             yield fleet
@@ -119,11 +120,12 @@ class Bench:
     def _unloaded(self, fleet: Fleet, shape: dict[str, Any], port: int, pid: int) -> dict[str, Any]:
         """Measure one client alone: no queue anywhere, so what is seen is the way of a request."""
         one = {**shape, "concurrency": 1, "long_isl": 0, "pause_s": 0.0, "warmup_s": 0.5}
-        return self._load(fleet, one, port, pid, min(self._seconds, UNLOADED_SECONDS_MAX))
+        return self.load(fleet, one, port, pid, min(self._seconds, UNLOADED_SECONDS_MAX))
 
-    def _load(
+    def load(
         self, fleet: Fleet, shape: dict[str, Any], port: int, pid: int, seconds: float | None = None
     ) -> dict[str, Any]:
+        """Put the load of a shape on a port for some seconds, and return the figures of the process there."""
         path = "/v1/chat/completions" if shape.get("chat") else "/v1/completions"
         spec = LoadSpec(
             port=port,

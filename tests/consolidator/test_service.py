@@ -388,7 +388,7 @@ def test_a_restarted_consolidator_goes_on_from_its_files(tmp_path: Path, fsync: 
         for _ in range(3):
             random_work(pusher, source, 120)
             await pusher.settle()
-            while not is_kept():  # a thread writes it, which an end does not wait for
+            while not is_kept():  # an end gives up one that is being made
                 random_work(pusher, source, 10)
                 await pusher.settle()
             offset = service.offset
@@ -404,6 +404,7 @@ def test_a_restarted_consolidator_goes_on_from_its_files(tmp_path: Path, fsync: 
         await service.stop()
 
     run(scenario)
+    assert list(tmp_path.glob("*.snapshot"))
 
 
 class HeardFeed:

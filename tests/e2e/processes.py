@@ -35,15 +35,16 @@ class Process:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        python: str | Path = sys.executable,
     ) -> None:
         """``log`` takes standard error, which a pipe takes otherwise: a process that says much waits at a full one.
 
-        ``prefix`` are words before the command, which has to become the process.
+        ``prefix`` are words before the command, which has to become the process; ``python`` is whose poolgrid it is.
         """
         self.arguments = arguments
         with contextlib.ExitStack() as opened:
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "poolgrid", *arguments],
+                [*prefix, python, "-m", "poolgrid", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE if log is None else opened.enter_context(log.open("wb")),
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
