@@ -73,9 +73,17 @@ class WorkerLink:
         self._dealer = connect_dealer(context, endpoint, self)
         self.ping()
 
-    def generate(self, message: Generate) -> bool:
-        """Send a request; return False when the link is down or full."""
-        return self.is_up and self._dealer.send(codec.to_worker.encode(message))
+    def generate(self, message: Generate, at_once: bool = False) -> bool:
+        """Send a request; return False when the link is down or full.
+
+        ``at_once`` is for a worker that has nothing to do: it is not kept waiting until all that is sent in this turn
+        of the loop leaves together.
+        """
+        if not self.is_up or not self._dealer.send(codec.to_worker.encode(message)):
+            return False
+        if at_once:
+            self._dealer.flush()
+        return True
 
     def cancel(self, request_id: str) -> None:
         """Tell the worker to stop a request; a link that is down forgets its requests anyway."""

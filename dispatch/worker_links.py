@@ -31,8 +31,8 @@ class Link(Protocol):
     endpoint: str
     is_up: bool
 
-    def generate(self, message: Generate) -> bool:
-        """Send a request; return False when that is not possible now."""
+    def generate(self, message: Generate, at_once: bool = False) -> bool:
+        """Send a request, ``at_once`` to a worker with nothing to do; return False when that is not possible now."""
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -34,7 +34,10 @@ class StreamHead:
         return self._sent and (self._task is None or self._task.done())
 
     async def before(self, body: bytes) -> bytes:
-        """Send the head unless it is out; return ``body`` with the beginning before it the first time."""
+        """Start the answer unless it has begun; return ``body`` with the beginning before it the first time.
+
+        What is returned is to be written, for the head leaves with it.
+        """
         if not self._sent:
             async with self._starting:
                 if not self._sent:
@@ -63,8 +66,7 @@ class StreamHead:
 
     async def _alone(self) -> None:
         try:
-            beginning = await self.before(b"")
-            if beginning:
-                await self._write(beginning)
+            # Also when it is empty: servers send a status line with what comes first of the body.
+            await self._write(await self.before(b""))
         except OSError:
             pass  # the client has left; whoever watches the connection finds out

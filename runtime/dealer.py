@@ -22,6 +22,10 @@ class Dealer(Protocol):
         """Send without waiting; return False when there is no connection, or too much waits in it."""
         ...
 
+    def flush(self) -> None:
+        """Have what was sent leave now, and not at the end of this turn of the loop."""
+        ...
+
     def close(self) -> None:
         """End; nobody is told."""
         ...

@@ -8,8 +8,8 @@ Rules
        ``body_bytes_max``, of unknown length, or that waits for ``100 Continue`` is left to the endpoint to receive.
     3. ``scope["extensions"][CONNECTION]`` is the ``Connection``: the body, and a call when the client leaves, so that
        no task has to wait for that either.
-    4. Status line, headers and a body of known length are one write. Headers are the endpoint's own and are not checked
-       again.
+    4. Status line, headers and the first part of the body are one write; a first part that is empty sends the rest
+       alone, where more is to come. Headers are the endpoint's own and are not checked again.
     5. What may come at all, and for how long, is said in ``poolgrid.runtime.bounded_protocol`` and
        ``poolgrid.runtime.held_connection``.
     6. A request that comes in one piece, on a connection that waits for nothing else, with the head of the one before,
@@ -160,7 +160,7 @@ class _DirectCycle(RequestResponseCycle):
                 self.task = None
 
     async def send(self, message: Any) -> None:
-        """Write; the first body of known length takes the headers along."""
+        """Write; the first part of the body takes the headers along."""
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if self.disconnected:
@@ -178,10 +178,7 @@ class _DirectCycle(RequestResponseCycle):
         headers = [(name, value) for name, value in message.get("headers", ())]
         head = self._status_and_headers(message["status"], headers)
         self.chunked_encoding = b"content-length" not in dict(headers)
-        if self.chunked_encoding:
-            self.transport.write(head + b"transfer-encoding: chunked\r\n\r\n")
-        else:
-            self._head = head + b"\r\n"
+        self._head = head + (b"transfer-encoding: chunked\r\n\r\n" if self.chunked_encoding else b"\r\n")
 
     def _status_and_headers(self, status: int, headers: Headers) -> bytes:
         """Return a head up to where it says how long the body is."""
@@ -195,14 +192,16 @@ class _DirectCycle(RequestResponseCycle):
         # Both may be left out (ASGI, "Response Body").
         body: bytes = message.get("body", b"")
         more_body: bool = message.get("more_body", False)
+        head, self._head = self._head, b""
         if not self.chunked_encoding:
-            self.transport.write(self._head + body)
-            self._head = b""
+            self.transport.write(head + body)
         elif body:
             end = b"\r\n" if more_body else b"\r\n0\r\n\r\n"
-            self.transport.write(b"".join((b"%x\r\n" % len(body), body, end)))
+            self.transport.write(b"".join((head, b"%x\r\n" % len(body), body, end)))
         elif not more_body:
-            self.transport.write(b"0\r\n\r\n")
+            self.transport.write(head + b"0\r\n\r\n")
+        elif head:
+            self.transport.write(head)
         if not more_body:
             self.response_complete = True
             self._complete()
@@ -211,7 +210,7 @@ class _DirectCycle(RequestResponseCycle):
         """Write the next part of a body of unknown length without waiting; return False where that has to wait."""
         if self.disconnected:
             return True
-        if self.flow.write_paused or not self.chunked_encoding or not part:
+        if self.flow.write_paused or not self.chunked_encoding or not part or self._head:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return True

@@ -2,8 +2,9 @@
 
 Rules
     1. It shakes hands (``poolgrid.runtime.zmtp``), and hands messages over from ``begin`` on.
-    2. All that is sent in a turn of the loop leaves together at its end. Sending never waits; beyond ``SEND_BYTES_MAX``
-       that the peer has not taken, it ``is_full`` until half is gone, and nothing more should be sent.
+    2. All that is sent in a turn of the loop leaves together at its end, or when it is flushed. Sending never waits;
+       beyond ``SEND_BYTES_MAX`` that the peer has not taken, it ``is_full`` until half is gone, and nothing more should
+       be sent.
     3. What comes is handed over at once, at most ``MESSAGES_PER_TURN`` messages or ``TURN_S`` in a turn of the loop.
        The rest follows in the next turns, and nothing more is read until it is gone.
     4. It has ``ended`` when all that had come is handed over, or after ``abort``.
@@ -78,7 +79,7 @@ class StreamConversation(asyncio.Protocol):
         """Send a frame with what else is sent in this turn of the loop, in one system call."""
         out = self._out
         if not out:
-            self._call_soon(self._flush)
+            self._call_soon(self.flush)
         out.append(frame)
 
     def send_long(self, header: bytes, frame: bytes) -> None:
@@ -87,7 +88,8 @@ class StreamConversation(asyncio.Protocol):
         self.send(header)
         self._out.append(frame)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Have what was sent leave now: at the end of a turn of the loop, or earlier for who cannot wait for that."""
         out, self._out = self._out, []
         is_long, self._is_long = self._is_long, False
         if out and not self._lost:  # nothing is left where ``abort`` came first
@@ -115,7 +117,7 @@ class StreamConversation(asyncio.Protocol):
     def abort(self) -> None:
         """End at once; what the kernel does not take now does not leave, and what has come is dropped."""
         if self._out:
-            self._flush()
+            self.flush()
         self._waiting.clear()
         self._begun = False
         if self._transport is not None:

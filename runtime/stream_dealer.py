@@ -28,3 +28,8 @@ class StreamDealer(StreamClient):
         else:
             conversation.send(framed(frame))
         return True
+
+    def flush(self) -> None:
+        """Have what was sent leave now, and not at the end of this turn of the loop."""
+        if self.conversation is not None:
+            self.conversation.flush()

@@ -29,6 +29,9 @@ class ZmqDealer:
         """Send without waiting; return False when there is no connection, or too much waits in it."""
         return self._socket.send((frame,))
 
+    def flush(self) -> None:
+        """Do nothing: libzmq's thread has it already."""
+
     def close(self) -> None:
         """End; nobody is told."""
         self._socket.socket.disable_monitor()

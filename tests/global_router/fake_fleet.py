@@ -158,7 +158,7 @@ class FakeLink:
     cancelled: list[str] = field(default_factory=list)
     on_generate: Callable[[FakeLink, Generate], None] = lambda link, message: None
 
-    def generate(self, message: Generate) -> bool:
+    def generate(self, message: Generate, at_once: bool = False) -> bool:
         if not self.is_up:
             return False
         self.sent.append(message)

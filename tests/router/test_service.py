@@ -19,7 +19,7 @@ from poolgrid.dispatch.link_budget import LINKS_MAX
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_link import WorkerLink
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.frontend.ports import InferenceRequest, Refused, TokenStream
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_objection
@@ -101,6 +101,8 @@ class ToldDealer:
 
     def __init__(self, endpoint: str, sent: list[str]) -> None:
         self.last: Generate | None = None
+        self.flushed: list[str] = []
+        """Requests that left at once, and not at the end of the turn of the loop."""
         self._endpoint = endpoint
         self._sent = sent
 
@@ -110,6 +112,10 @@ class ToldDealer:
             self._sent.append(self._endpoint)
             self.last = message
         return True
+
+    def flush(self) -> None:
+        assert self.last is not None
+        self.flushed.append(self.last.request_id)
 
     def close(self) -> None:
         pass
@@ -315,6 +321,26 @@ def test_who_asks_again_at_once_goes_to_the_worker_that_computed_the_prompt_thou
                     shared = overlap if name == "again" else overlap and (800 - 100) // 16
                     assert decision.overlap_blocks == shared
                     assert not overlap or service.links.get(router.sent[-1]) is service.links.to_worker(decision.worker)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_has_nothing_of_this_router_to_do_gets_a_request_at_once() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+
+            async def submit(request_id: str) -> TokenStream:
+                return await router.service.submit(msgspec.structs.replace(REQUEST, request_id=request_id))
+
+            streams = [await submit("first"), await submit("second")]
+            assert router.dealers[BEFORE].flushed == ["first"]
+
+            for stream in streams:
+                stream.cancel()
+            await submit("third")
+            assert router.dealers[BEFORE].flushed == ["first", "third"]
 
     asyncio.run(scenario())
 

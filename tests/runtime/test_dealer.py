@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -372,6 +374,40 @@ def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_re
             assert not dealer.send(b"more")
             go_on.set()
             await send_when_taken(dealer, b"more")
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@LOOPS
+def test_what_is_flushed_leaves_at_once_and_all_else_at_the_end_of_the_turn(run_loop: Run) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        there: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+
+        async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\0\5begin")
+            cast(asyncio.Transport, writer.transport).pause_reading()
+            there.set_result(socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())))
+            await reader.read()
+
+        def has_come(peer: socket.socket) -> bool:
+            return bool(select.select([peer], [], [], 0)[0])
+
+        async with connected_to(context, deaf) as (dealer, _), asyncio.timeout(TIMEOUT_S):
+            await send_when_taken(dealer, b"begin")
+            with await there as peer:
+                assert dealer.send(b"one")
+                assert not has_come(peer), "it waits for what else is sent in this turn"
+                dealer.flush()
+                assert has_come(peer)
+                assert peer.recv(1000) == b"\0\3one"
+
+                dealer.flush()  # nothing is left
+                assert dealer.send(b"two")
+                assert not has_come(peer)
+                await asyncio.sleep(0)
+                assert peer.recv(1000) == b"\0\3two"
 
     with plain_context() as context:
         run_loop(scenario(context))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -32,6 +33,8 @@ class Endpoint:
         self.left = asyncio.Event()
         self.hold = asyncio.Event()
         self.entered = asyncio.Event()
+        self.proceed = asyncio.Event()
+        """What a stream waits for whose head has been sent."""
         self.hold.set()
         self.wrote_at_once: list[bool] = []
         self.left_behind: list[object] = []
@@ -66,6 +69,12 @@ class Endpoint:
             for part in (b"one", b"", b"two"):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        if headers.get(b"x-wait"):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"x-how", how)]})
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+            await self.proceed.wait()
+            await send({"type": "http.response.body", "body": b"late", "more_body": False})
             return
         if headers.get(b"x-bare"):
             await send({"type": "http.response.start", "status": 200})
@@ -237,6 +246,49 @@ def test_a_stream_is_chunked_and_empty_parts_do_not_end_it() -> None:
             for _ in range(2):
                 client.writer.write(post(b"abc", "x-stream: 1"))
                 assert (await client.response())[2] == b"onetwo"
+
+    asyncio.run(go())
+
+
+def test_the_head_of_a_stream_leaves_with_its_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[bytes] = []
+
+    class Recording:
+        def __init__(self, transport: asyncio.Transport) -> None:
+            self._transport = transport
+
+        def write(self, data: bytes) -> None:
+            writes.append(data)
+            self._transport.write(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._transport, name)
+
+    begun = _DirectCycle.__init__
+
+    def begin(cycle: _DirectCycle, *given: Any, **named: Any) -> None:
+        begun(cycle, *given, **named)
+        cycle.transport = cast(asyncio.Transport, Recording(cycle.transport))
+
+    monkeypatch.setattr(_DirectCycle, "__init__", begin)
+
+    async def go() -> None:
+        async with talking() as (_, client):
+            client.writer.write(post(b"abc", "x-stream: 1"))
+            assert (await client.response())[2] == b"onetwo"
+
+    asyncio.run(go())
+    assert [write.rpartition(b"\r\n\r\n")[2] for write in writes[:1]] == [b"3\r\none\r\n"]
+    assert writes[1:] == [b"3\r\ntwo\r\n", b"0\r\n\r\n"]
+
+
+def test_the_head_of_a_stream_leaves_alone_where_its_first_part_is_empty() -> None:
+    async def go() -> None:
+        async with talking() as (application, client):
+            client.writer.write(post(b"abc", "x-wait: 1"))
+            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            application.endpoint.proceed.set()
+            assert await client.reader.readuntil(b"0\r\n\r\n") == b"4\r\nlate\r\n0\r\n\r\n"
 
     asyncio.run(go())
 
