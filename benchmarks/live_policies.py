@@ -3,7 +3,7 @@
     python -m benchmarks.live_policies --feed-endpoint E --query-endpoint E --model-path DIR [--seeds 11,12]
         [--routers kv,predicted/0,predicted] [--think heavy=2,full=0.8] [--empty http://HOST:PORT,...] [--json OUT]
 
-The pool is a consolidator and workers before real engines, or simulated ones (``poolgrid up`` prints the endpoints).
+The pool is a consolidator, whose ready line says the endpoints, and workers before real engines, or simulated ones.
 Each run starts a router of its own, so what a policy learns it learns anew; asks it some things that are not counted;
 and then plays conversations: each begins with a system prompt that every fourth has in common, and each turn sends the
 turns before again, with other tokens in the place of the answers. Who asks how much and when is drawn from the seed,
@@ -19,28 +19,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import subprocess
-import sys
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import httpx
 import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.http_load import quantiles
+from benchmarks.services import Service, get, plain_client
 from poolgrid.loadgen.client import Exchange
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.http_client import HttpClient
 from poolgrid.runtime.http_target import Target
 
-STOP_TIMEOUT_S = 40.0
-"""Longer than a router takes that lets its requests end; then it is killed."""
+EMPTYING_TIMEOUT_S = 30.0
+"""Several times what a server takes to end what the run before left behind; then the run fails."""
 
 ANSWER_TIMEOUT_S = 120.0
 """Many times the slowest answer; then the run fails."""
@@ -81,54 +81,36 @@ class Said(NamedTuple):
     decision: dict[str, Any]
 
 
-class Router:
-    """A router of one policy before the pool."""
-
-    def __init__(self, policy: str, options: argparse.Namespace) -> None:
-        """Start it, and return once it is ready; raises ``RuntimeError`` when it does not start."""
-        name, _, hold_limit_ms = policy.partition("/")
-        command = [sys.executable, "-m", "poolgrid", "router", "--port", "0", "--log-level", "warning"]
-        command += ["--feed-endpoint", options.feed_endpoint, "--query-endpoint", options.query_endpoint]
-        command += ["--model-path", str(options.model_path), "--model-name", options.model_name, "--policy", name]
-        if hold_limit_ms:
-            command += ["--hold-limit-ms", hold_limit_ms]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        words = self._process.stdout.readline().split()
-        if not words or words[0] != "ready":
-            self.close()
-            raise RuntimeError(f"starting a router with --policy {name}: it says why above")
-        self.url = next(word for word in words if word.startswith("http"))
-
-    def decision(self, request_id: str) -> dict[str, Any]:
-        """Return the last decision about a request."""
-        with urllib.request.urlopen(f"{self.url}/v1/decisions/{request_id}", timeout=10) as answer:
-            attempts: list[dict[str, Any]] = msgspec.json.decode(answer.read())["attempts"]
-        return attempts[-1]
-
-    def close(self) -> None:
-        """End it."""
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+async def started(policy: str, options: argparse.Namespace, logs: Path) -> Service:
+    """Return a router of a policy before the pool, which is ready; raises ``PoolFailed`` when it does not start."""
+    name, _, hold_limit_ms = policy.partition("/")
+    command = ["router", "--port", "0", "--log-level", "warning", "--policy", name]
+    command += ["--feed-endpoint", options.feed_endpoint, "--query-endpoint", options.query_endpoint]
+    command += ["--model-path", str(options.model_path), "--model-name", options.model_name]
+    if hold_limit_ms:
+        command += ["--hold-limit-ms", hold_limit_ms]
+    router = await Service.start("router", command, logs)
+    try:
+        await router.wait_ready()
+    except BaseException:
+        await router.kill()
+        raise
+    return router
 
 
 class Run:
     """One router, one load, one seed."""
 
-    def __init__(self, router: Router, model: str, shape: Shape, think_s: float, seed: int, number: int) -> None:
+    def __init__(self, url: str, model: str, shape: Shape, think_s: float, seed: int, number: int) -> None:
         """Draw times and lengths from the seed, and tokens from the seed and the number of the run."""
-        self._router = router
+        self._url = url
         self._model = model
         self._shape = shape
         self._think_s = think_s
         self._random = random.Random(seed)
         self._tokens_of = random.Random(f"{seed}/{number}")
         self._clock = SystemClock()
-        self._client = HttpClient(Target(router.url), self._clock, ["Content-Type: application/json"])
+        self._client = HttpClient(Target(url), self._clock, ["Content-Type: application/json"])
         self._numbers = 0
         self._said: list[tuple[int, str, Exchange, float]] = []
 
@@ -149,10 +131,11 @@ class Run:
             await asyncio.gather(*(self._converse(*plan) for plan in plans))
         finally:
             self._client.close()
-        return [
-            Said(turn, exchange, ttft_s, self._router.decision(request_id))
-            for turn, request_id, exchange, ttft_s in self._said
-        ]
+        async with plain_client() as http:
+            return [
+                Said(turn, exchange, ttft_s, await decision(http, f"{self._url}/v1/decisions/{request_id}"))
+                for turn, request_id, exchange, ttft_s in self._said
+            ]
 
     async def _converse(self, prompt: list[int], turns: list[list[int]], pauses: list[float]) -> None:
         for turn, (added, pause_s) in enumerate(zip(turns, pauses, strict=True)):
@@ -209,19 +192,41 @@ def figures(said: Sequence[Said]) -> dict[str, Any]:
     }
 
 
-def empty_caches(servers: Sequence[str]) -> None:
-    """Have vLLM servers forget what they hold; raises ``OSError`` when one does not."""
-    for server in servers:
-        with urllib.request.urlopen(urllib.request.Request(f"{server}/reset_prefix_cache", b""), timeout=30):
-            pass
+async def decision(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """Return the last decision about a request; raises ``PoolFailed``."""
+    attempts: list[dict[str, Any]] = (await get(http, url)).raise_for_status().json()["attempts"]
+    return attempts[-1]
+
+
+async def empty_caches(servers: Sequence[str]) -> None:
+    """Have vLLM servers forget what they hold; raises ``TimeoutError`` when one does not, for it computes something."""
+    async with plain_client() as http, asyncio.timeout(EMPTYING_TIMEOUT_S):
+        for server in servers:
+            # ASYNC110: a server of another project, which announces nothing.
+            while not (await http.post(f"{server}/reset_prefix_cache")).raise_for_status().json()["success"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+
+async def played(policy: str, options: argparse.Namespace, shape: Shape, think_s: float, seed: int, number: int) -> Any:
+    """Return the figures of one run, with a router of its own."""
+    await empty_caches([server for server in options.empty.split(",") if server])
+    with TemporaryDirectory(prefix="poolgrid-live-") as logs:
+        router = await started(policy, options, Path(logs))
+        try:
+            return figures(await Run(router.url, options.model_name, shape, think_s, seed, number).play())
+        finally:
+            await router.stop()
 
 
 def pairs_of(text: str) -> dict[str, float]:
     """Return what ``name=2,other=0.8`` says."""
     try:
-        return {name: float(value) for name, _, value in (word.partition("=") for word in text.split(","))}
+        pairs = {name: float(value) for name, _, value in (word.partition("=") for word in text.split(","))}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list like heavy=2,full=0.8 (names and seconds)") from None
+        pairs = {}
+    if not pairs or min(pairs.values()) <= 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list like heavy=2,full=0.8 (names, and seconds above 0)")
+    return pairs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -253,7 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.answer_tokens,
         options.vocabulary,
     )
-    servers = [server for server in options.empty.split(",") if server]
+    if shape.vocabulary <= LEAST_TOKEN_ID or min(shape[:-1]) < 1:
+        parser.error(f"--vocabulary has to be above {LEAST_TOKEN_ID}, and all other numbers of conversations 1 or more")
     policies = options.routers.split(",")
     seeds = [int(seed) for seed in options.seeds.split(",")]
     table = Table(*COLUMNS, box=None, caption="ms, and of each run how many requests each worker computed")
@@ -266,14 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 # Each policy comes first, in the midst and last.
                 for policy in policies[at % len(policies) :] + policies[: at % len(policies)]:
                     number += 1
-                    empty_caches(servers)
-                    router = Router(policy, options)
-                    try:
-                        found = figures(
-                            asyncio.run(Run(router, options.model_name, shape, think_s, seed, number).play())
-                        )
-                    finally:
-                        router.close()
+                    found = asyncio.run(played(policy, options, shape, think_s, seed, number))
                     if options.json is not None:
                         with options.json.open("ab") as file:
                             row = {"load": load, "seed": seed, "router": policy, **found}

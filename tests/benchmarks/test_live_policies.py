@@ -26,7 +26,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("argument", ["heavy", "heavy=fast"])
+@pytest.mark.parametrize("argument", ["heavy", "heavy=fast", "heavy=0"])
 def test_a_load_that_is_none_is_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         live_policies.main(["--feed-endpoint", "a", "--query-endpoint", "b", "--model-path", "c", "--think", argument])
