@@ -15,7 +15,7 @@ from poolgrid.dispatch.leg_spans import follow_legs
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.worker_links import Link
-from poolgrid.wire.requests import FinishReason, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,14 @@ class InFlight:
         self._link_of = link_of
         self._on_fault = on_fault
         self._on_link: dict[str, dict[str, RequestMachine]] = {}
+
+    def generate(self, link: Link, message: Generate) -> bool:
+        """Send a leg, at once to a worker on whose link nothing is under way; return False when that is not possible.
+
+        A worker with something to do would wait for its engine's step: for it what is sent in one turn of the loop
+        leaves together. ``sent`` is next.
+        """
+        return link.generate(message, not self.holds(link.endpoint))
 
     def sent(self, machine: RequestMachine) -> None:
         """Take note that a request's current leg was sent."""

@@ -341,7 +341,7 @@ class Placing:
                 context = self._not_kept if trace is None else begin_leg(trace, machine, worker, work, pool.name)
                 overlap_tokens = answer.overlap_blocks * answer.block_size
                 generate = machine.begin(worker, link.endpoint, work, overlap_tokens, None, context, answer.retention)
-                if link.generate(generate, not self._in_flight.holds(link.endpoint)):
+                if self._in_flight.generate(link, generate):
                     now_ms = self._clock.monotonic_ms()
                     flight.legs[generate.request_id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
                     self._metrics.leg_times.sent(flight.watch, machine.plan.dispatches - 1, perf_counter())

@@ -271,7 +271,7 @@ class RouterService:
         generate = machine.begin(
             decision.worker, link.endpoint, leg.stage, chosen.overlap_tokens(), believed, context, decision.retention
         )
-        if not link.generate(generate, not self.in_flight.holds(link.endpoint)):
+        if not self.in_flight.generate(link, generate):
             machine.not_sent()
             if trace is not None:
                 trace.close(generate.request_id, "not sent")
