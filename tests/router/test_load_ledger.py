@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from poolgrid.router.core.load_ledger import LoadLedger
+import tracemalloc
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
 from tests.router.fleet_builder import worker_key
 
 W = worker_key("w")
@@ -100,3 +106,100 @@ def test_the_share_of_others_is_that_of_requests_which_were_not_reserved_here() 
     for number in range(200, 400):
         begin(number, others=False)
     assert ledger.others_share < 0.02
+
+
+def test_leases_of_requests_that_are_over_take_no_memory_until_they_would_have_ended() -> None:
+    ledger = LoadLedger(reservation_ttl_ms=30_000)
+
+    def serve(first: int, requests: int) -> None:
+        for number in range(first, first + requests):
+            now_ms = float(number)
+            ledger.reserve(W, 0, f"request-{number}", 64, 4, now_ms)
+            ledger.started(W, 0, f"request-{number}", 64, 4, now_ms)
+            ledger.finished(W, f"request-{number}")
+
+    serve(0, 100)
+    tracemalloc.start()
+    try:
+        serve(100, 5000)
+        grown_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown_bytes < 20_000, f"{grown_bytes} bytes stayed of 5,000 requests"
+
+
+def test_a_request_that_moves_to_another_slot_expires_as_before() -> None:
+    ledger = ledger_with(300)
+
+    ledger.move(W, 3)
+    assert int(ledger.requests[3]) == 1
+    ledger.expire(299)
+    assert left(ledger) == ["r0"]
+    ledger.expire(300)
+    assert left(ledger) == []
+    assert (int(ledger.requests[3]), ledger.expired_reservations) == (0, 1)
+
+
+def test_a_reservation_that_had_no_room_does_not_expire() -> None:
+    ledger = LoadLedger(reservation_ttl_ms=1000, budget_bytes=ENTRY_BYTES)
+    ledger.reserve(W, 0, "kept", 100, 4, now_ms=0)
+    ledger.reserve(W, 0, "refused", 100, 4, now_ms=0)
+
+    assert ledger.expire(1000) == (1, [])
+    assert ledger.expired_reservations == 1
+
+
+@dataclass
+class Known:
+    """What a ledger should know of a request, in the plainest form."""
+
+    confirmed: bool
+    due_ms: float
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("reserve", "renew", "start", "finish", "wait", "expire")),
+        st.integers(0, 4),
+        st.sampled_from((0, 10, 300, 999, 5000)),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS, st.sets(st.integers(0, 4)))
+def test_expiry_is_that_of_a_ledger_that_looks_at_every_entry(
+    steps: list[tuple[str, int, int]], held: set[int]
+) -> None:
+    ledger = LoadLedger(reservation_ttl_ms=1000)
+    model: dict[str, Known] = {}
+    now_ms = 0.0
+    for what, number, ms in steps:
+        name = f"r{number}"
+        known = model.get(name)
+        if what == "reserve":
+            ledger.reserve(W, 0, name, 100, 4, now_ms, ms)
+            model[name] = Known(False, now_ms + (min(ms, 1000) or 1000))
+        elif what == "renew":
+            waits = known is not None and not known.confirmed
+            assert ledger.renew(W, name, now_ms) == waits
+            if known is not None and waits:
+                known.due_ms = now_ms + 1000
+        elif what == "start":
+            ledger.started(W, 0, name, 100, 4, now_ms)
+            model[name] = Known(True, now_ms)
+        elif what == "finish":
+            assert ledger.finished(W, name) == (model.pop(name, None) is not None)
+        elif what == "wait":
+            now_ms += ms
+        else:
+            due = {each for each, known in model.items() if not known.confirmed and known.due_ms <= now_ms}
+            kept = {each for each in due if int(each[1:]) in held}
+            expired, renewed = ledger.expire(now_ms, {f"r{each}" for each in held})
+            assert (expired, set(renewed)) == (len(due - kept), kept)
+            for each in kept:
+                model[each].due_ms = now_ms + 1000
+            for each in due - kept:
+                del model[each]
+        assert set(left(ledger)) == set(model)
+        assert int(ledger.requests[0]) == len(model)
