@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.http_load import LoadSpec, family
+from benchmarks.worker_load import WorkerLoadSpec
 
 STOP_TIMEOUT_S = 10.0
 """Several times what any of them takes to end when it is told to; then it is killed."""
@@ -39,14 +40,20 @@ class Fleet:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, name: str, command: list[str], environment: dict[str, str] | None = None, *, tested: bool = False
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str] | None = None,
+        *,
+        tested: bool = False,
+        says_ready: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Start a process, its output in a log file (standard output piped for `ready` lines of ours)."""
         with (self.logs / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 self.pinned(command, tested=tested),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if "poolgrid" in command else log,
+                stdout=subprocess.PIPE if says_ready or "poolgrid" in command else log,
                 stderr=log,
                 env={**os.environ, **(environment or {})},
             )
@@ -69,13 +76,20 @@ class Fleet:
         return words
 
     def load(self, spec: LoadSpec) -> dict[str, Any]:
-        """Put a load on, by a process beside those not under test, and return what it measured.
+        """Put a load on a front end, by a process beside those not under test, and return what it measured.
 
         Raises ``RuntimeError`` with the end of what it printed when it fails.
         """
+        return self._measure("benchmarks.http_load", spec)
+
+    def load_worker(self, spec: WorkerLoadSpec) -> dict[str, Any]:
+        """Do the same to a worker on its request plane, with nothing between."""
+        return self._measure("benchmarks.worker_load", spec)
+
+    def _measure(self, module: str, spec: msgspec.Struct) -> dict[str, Any]:
         file = self.logs / "spec.json"
         file.write_bytes(msgspec.json.encode(spec))
-        command = self.pinned([sys.executable, "-m", "benchmarks.http_load", str(file)])
+        command = self.pinned([sys.executable, "-m", module, str(file)])
         answer = subprocess.run(command, capture_output=True, timeout=LOAD_TIMEOUT_S, check=False)
         if answer.returncode:
             raise RuntimeError(answer.stderr.decode()[-2000:])

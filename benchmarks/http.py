@@ -18,7 +18,8 @@ Figures are CPU time from the scheduler's counts, so other load on the machine c
 
 Peers (``benchmarks/peers.py``) run from the Python named by ``--peer-python`` and are skipped, with the reason, where
 they cannot be imported. Every test is also run with one client alone, through each peer and straight to a mock OpenAI
-server: the difference is the TTFT that a peer adds.
+server: the difference is the TTFT that a peer adds. How much of it is there without our router is what a client of a
+mock worker's request plane sees: that worker has a cache, and tells of it (not measured for conversations).
 
 With ``--profile`` nothing is compared: it prints where the CPU of our router goes for a request of each test, by
 samples of py-spy (beside ``--peer-python`` or on the path; ``benchmarks/cpu_profile.py``).
@@ -44,7 +45,8 @@ from benchmarks.cpu_profile import Recording, find_py_spy, profile_table
 from benchmarks.fleet import Fleet
 from benchmarks.http_load import LoadSpec, rss_mb
 from benchmarks.http_model import ensure_model
-from benchmarks.peers import COMPILED, MODEL, NAMES, Peers
+from benchmarks.peers import COMPILED, MODEL, NAMES, OURS, Peers
+from benchmarks.worker_load import WorkerLoadSpec
 
 UNLOADED_SECONDS_MAX = 2.0
 """Of the load of one client that TTFT added is taken from: some hundreds of the slowest requests."""
@@ -83,13 +85,26 @@ class Bench:
             unloaded = self._unloaded(fleet, shape, port, pid)
             alone = self.load(fleet, {**shape, "long_isl": 0}, port, pid) if shape.get("long_isl") else None
             figures = self.load(fleet, shape, port, pid)
-        return {**figures, "unloaded": unloaded, "alone": alone, "fresh_rss_mb": fresh_mb}
+        worker = self.straight_to_worker(peer, test) if peer in (OURS, COMPILED) and "turns" not in shape else None
+        return {**figures, "unloaded": unloaded, "alone": alone, "worker": worker, "fresh_rss_mb": fresh_mb}
 
     def straight(self, test: str) -> dict[str, Any]:
         """Return the figures of one client that talks to a mock OpenAI server with nothing between."""
         with self.fleet() as fleet:
             port, pid = self._peers.start_engine(fleet)
             return self._unloaded(fleet, TESTS[test], port, pid)
+
+    def straight_to_worker(self, peer: str, test: str) -> dict[str, Any]:
+        """Return the times to the first token of one client on the request plane of a worker of a form of ours."""
+        shape = TESTS[test]
+        spec = {name: shape[name] for name in ("isl", "osl", "stream") if name in shape}
+        with self.fleet() as fleet:
+            endpoint = self._peers.start_worker(peer, fleet)
+            duration_s = min(self._seconds, UNLOADED_SECONDS_MAX)
+            measured = fleet.load_worker(WorkerLoadSpec(endpoint=endpoint, duration_s=duration_s, **spec))
+        if measured["failure"] or not measured["requests"]:
+            raise RuntimeError(f"{test} straight to a worker of {peer}: {measured['failure'] or 'no request ended'}")
+        return measured
 
     def profile(self, test: str, py_spy: str) -> dict[str, float]:
         """Return CPU µs of our router per request of a test, by what they are spent for.
@@ -152,7 +167,7 @@ busy: share of its core. p50, p99, TTFT: ms, with all clients at work. MB: resid
 and after the test. added: TTFT of one client alone through the peer, minus that of one client straight to a mock OpenAI
 server with the same requests (p50 of one minus p50 of the other; p99 likewise). An answer that is no stream counts as a
 whole. No mock engine is told to delay anything. Behind ours and Dynamo are workers on planes of their own: what these
-take is in their figures."""
+take is in their figures. worker's: how much of it there is without our router, for a client of the worker's plane."""
 
 
 def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
@@ -163,7 +178,7 @@ def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
         if not rows:
             continue
         columns = ["peer", "CPU µs/request", "/token", "/event", "to ours", "busy", "requests/s", "p50 ms", "p99 ms"]
-        columns += ["TTFT p50", "p99", "added p50", "p99", "fresh MB", "after MB", "failures"]
+        columns += ["TTFT p50", "p99", "added p50", "p99", "worker's", "fresh MB", "after MB", "failures"]
         table = Table(*columns, title=test)
         for peer, row in rows.items():
             table.add_row(
@@ -178,6 +193,7 @@ def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
                 *(_quantile(row, "latency_ms", quantile) for quantile in ("p50", "p99")),
                 *(_quantile(row, "ttft_ms", quantile) for quantile in ("p50", "p99")),
                 *(_added(row["unloaded"], straight.get(test), quantile) for quantile in ("p50", "p99")),
+                _added(row["worker"], straight.get(test), "p50") if row.get("worker") else "",
                 f"{row['fresh_rss_mb']:.0f}",
                 f"{row['rss_mb']['peer']:.0f}",
                 f"{row['failures']} {row['failure'][:60]}",
@@ -262,7 +278,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="keep the processes' output here")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    console = Console(width=190)
+    console = Console(width=200)
     model = ensure_model(options.model_dir)
     peers = Peers(options.peer_python, model, options.http_workers, options.compiled_python)
     tests = (options.tests or ",".join(PROFILED if options.profile else TESTS)).split(",")

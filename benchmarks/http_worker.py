@@ -5,7 +5,7 @@
 The worker service, its request plane and its event stream are the real ones; the engine computes nothing: each step
 gives every request one token, as fast as steps can follow each other or every ``STEP_MS``, and its events are those of
 a real engine. Without ``STEP_MS`` an answer that is no stream has its first token in one step and the rest in the next,
-as a mock HTTP server writes all of it at once.
+as a mock HTTP server writes all of it at once. A line on standard output says where requests are taken.
 """
 
 from __future__ import annotations
@@ -231,6 +231,7 @@ async def serve(consolidator: str, worker_id: str, block_size: int, step_ms: flo
     )
     stream = PushStream(worker_id, 0, epoch, card, PushTiming(), 64 * 1024 * 1024)
     publisher = EventPublisher(context, consolidator, stream, service.restate, clock, metrics, 1000.0)
+    print(f"ready requests={card.request_endpoint}", flush=True)
     try:
         await service.run([publisher], stop)
     finally:

@@ -84,6 +84,14 @@ class Peers:
         await_answer(port, fleet)
         return port, process.pid
 
+    def start_worker(self, peer: str, fleet: Fleet) -> str:
+        """Start one mock worker of a form of ours and its consolidator, and return the endpoint of its requests."""
+        python = self._compiled_python if peer == COMPILED else sys.executable
+        consolidator = fleet.start("consolidator", [python, "-m", "poolgrid", "consolidator", "--log-level", "warning"])
+        command = [python, "-m", "benchmarks.http_worker", fleet.ready_words(consolidator)["ingest"], "worker-0"]
+        worker = fleet.start("worker0", [*command, str(BLOCK_SIZE)], says_ready=True)
+        return fleet.ready_words(worker)["requests"]
+
     def _engines(self, fleet: Fleet) -> list[str]:
         return [f"http://127.0.0.1:{self.start_engine(fleet, number)[0]}" for number in range(ENGINES)]
 
