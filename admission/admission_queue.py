@@ -28,161 +28,12 @@ No sockets, no clock: times are arguments, in milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
+from poolgrid.admission.backlogs import Band, Held
+from poolgrid.admission.queued_request import QueuedRequest, QueueOrder
+
 T = TypeVar("T")
-
-
-STALE_FACTOR = 2
-STALE_MIN = 16
-"""A heap is cleaned when it has this many times what is live in it, and this many more: memory follows what waits."""
-
-
-class QueueOrder(Enum):
-    """Whose turn it is among the requests of one tenant and priority."""
-
-    ARRIVAL = "arrival"
-    SHORTEST_UNCACHED_WORK_FIRST = "shortest-uncached-work-first"
-
-
-@dataclass(slots=True, eq=False)
-class QueuedRequest(Generic[T]):
-    """A place in the queue."""
-
-    item: T
-    lane: str
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    prompt_tokens: int = 0
-    uncached_tokens: int = 0
-    """Prompt tokens that the best worker would have to compute, when the request arrived."""
-    entered_ms: float = 0.0
-    resumed: bool = False
-    arrival: int = -1
-    """Number in the order of arrival, given by the queue."""
-    waits: bool = False
-    """Whether it holds a place; kept by the queue."""
-
-
-@dataclass(slots=True)
-class _Backlog(Generic[T]):
-    """What one tenant has waiting at one priority of one lane."""
-
-    began: int
-    """Arrival of the request with which the tenant began to wait here."""
-    heap: list[tuple[float, int, QueuedRequest[T]]] = field(default_factory=list)
-    live: int = 0
-    """Requests that wait, taken ones included; others in the heap are dropped when they come up, or when they are the
-    majority."""
-    taken: dict[int, QueuedRequest[T]] = field(default_factory=dict)
-    """By arrival, those that are taken; they are not in the heap."""
-
-    @property
-    def has_turn(self) -> bool:
-        """Tell whether somebody waits who is not taken."""
-        return self.live > len(self.taken)
-
-    def waiting(self) -> Iterator[QueuedRequest[T]]:
-        """Iterate over those that wait, in no order that means anything."""
-        yield from self.taken.values()
-        yield from (request for _, _, request in self.heap if request.waits)
-
-    def push(self, key: float, request: QueuedRequest[T]) -> None:
-        heappush(self.heap, (key, request.arrival, request))
-        self.live += 1
-
-    def take(self) -> QueuedRequest[T]:
-        request = self.first()
-        heappop(self.heap)
-        self.taken[request.arrival] = request
-        return request
-
-    def put_back(self, key: float, request: QueuedRequest[T]) -> None:
-        del self.taken[request.arrival]
-        heappush(self.heap, (key, request.arrival, request))
-
-    def drop(self, request: QueuedRequest[T]) -> None:
-        self.taken.pop(request.arrival, None)
-        self.live -= 1
-        if len(self.heap) > STALE_FACTOR * self.live + STALE_MIN:
-            self.heap = [entry for entry in self.heap if entry[2].waits]
-            heapify(self.heap)
-
-    def first(self) -> QueuedRequest[T]:
-        while not self.heap[0][2].waits:
-            heappop(self.heap)
-        return self.heap[0][2]
-
-
-@dataclass(slots=True)
-class _Band(Generic[T]):
-    """One priority of one lane."""
-
-    backlogs: dict[str, _Backlog[T]] = field(default_factory=dict)
-    """By tenant; only tenants that wait."""
-    served: dict[str, float] = field(default_factory=dict)
-    """Tokens charged to each tenant, divided by its weight; only grows, and is forgotten with the band."""
-    turns: list[tuple[float, int, str]] = field(default_factory=list)
-    """Heap of (served, began, tenant). An entry may be older than the count it speaks of: it is mended at the top."""
-
-    def begin(self, tenant: str, arrival: int) -> _Backlog[T]:
-        """Let a tenant begin to wait, with at least the count of the least served one that waits."""
-        served = self.served.get(tenant, 0.0)
-        if self.backlogs:
-            least = self.next_tenant()
-            among = self.backlogs if least is None else (least,)
-            served = max(served, min(self.served[each] for each in among))
-        self.served[tenant] = served
-        backlog = self.backlogs[tenant] = _Backlog(arrival)
-        self.await_turn(tenant)
-        return backlog
-
-    def discharge(self, tenant: str, tokens: float) -> None:
-        """Take back what a tenant was charged."""
-        self.served[tenant] -= tokens
-        self.await_turn(tenant)
-
-    def await_turn(self, tenant: str) -> None:
-        """Enter a tenant among the turns: its count is smaller than it was, or it has somebody again."""
-        backlog = self.backlogs.get(tenant)
-        if backlog is None:
-            return
-        if len(self.turns) > STALE_FACTOR * len(self.backlogs) + STALE_MIN:
-            self.turns = [(self.served[each], there.began, each) for each, there in self.backlogs.items()]
-            heapify(self.turns)
-        else:
-            heappush(self.turns, (self.served[tenant], backlog.began, tenant))
-
-    def next_tenant(self) -> str | None:
-        """Return the least served tenant that waits; of equals the one that began to wait first. ``None``: all that
-        wait are taken."""
-        turns = self.turns
-        while turns:
-            served, began, tenant = turns[0]
-            backlog = self.backlogs.get(tenant)
-            if backlog is None or backlog.began != began or not backlog.has_turn:
-                heappop(turns)
-            elif self.served[tenant] != served:
-                heapreplace(turns, (self.served[tenant], began, tenant))
-            else:
-                return tenant
-        return None
-
-
-@dataclass(slots=True)
-class _Held:
-    """What one tenant has waiting at one priority, over all lanes."""
-
-    weight: float
-    requests: int = 0
-    prompt_tokens: int = 0
-
-    def share(self, by_tokens: bool) -> float:
-        return (self.prompt_tokens if by_tokens else self.requests) / self.weight
 
 
 class AdmissionQueue(Generic[T]):
@@ -199,8 +50,8 @@ class AdmissionQueue(Generic[T]):
         self.requests_max, self.prompt_tokens_max = requests_max, prompt_tokens_max
         self._order = order
         self._aging_tokens_per_ms = aging_tokens_per_s / 1000
-        self._lanes: dict[str, dict[int, _Band[T]]] = {}
-        self._held: dict[int, dict[str, _Held]] = {}
+        self._lanes: dict[str, dict[int, Band[T]]] = {}
+        self._held: dict[int, dict[str, Held]] = {}
         """By priority and tenant; only what waits."""
         self._resumed: dict[int, QueuedRequest[T]] = {}
         self._arrivals = 0
@@ -251,13 +102,13 @@ class AdmissionQueue(Generic[T]):
             return evicted
         for victim in evicted:
             self.leave(victim)
-        band = self._lanes.setdefault(request.lane, {}).setdefault(request.priority, _Band())
+        band = self._lanes.setdefault(request.lane, {}).setdefault(request.priority, Band())
         backlog = band.backlogs.get(request.tenant)
         if backlog is None:
             backlog = band.begin(request.tenant, request.arrival)
         backlog.push(self._key(request), request)
         request.waits = True
-        held = self._held.setdefault(request.priority, {}).setdefault(request.tenant, _Held(request.weight))
+        held = self._held.setdefault(request.priority, {}).setdefault(request.tenant, Held(request.weight))
         held.weight = request.weight
         held.requests += 1
         held.prompt_tokens += request.prompt_tokens
@@ -390,34 +241,35 @@ class AdmissionQueue(Generic[T]):
 
     def _victim(self, newcomer: QueuedRequest[T], evicted: list[QueuedRequest[T]], by_tokens: bool) -> QueuedRequest[T]:
         """Return who gives way next, if the evicted ones already have."""
-        gone: dict[int, dict[str, _Held]] = {}
+        gone: dict[int, dict[str, Held]] = {}
         for each in evicted:
-            went = gone.setdefault(each.priority, {}).setdefault(each.tenant, _Held(each.weight))
+            went = gone.setdefault(each.priority, {}).setdefault(each.tenant, Held(each.weight))
             went.requests += 1
             went.prompt_tokens += each.prompt_tokens
 
-        def left(priority: int) -> dict[str, _Held]:
+        def left(priority: int) -> dict[str, Held]:
             there = self._held.get(priority, {})
             without = gone.get(priority)
             if without is None:
                 return there
-            rest = {
-                tenant: _Held(held.weight, held.requests - went.requests, held.prompt_tokens - went.prompt_tokens)
-                if (went := without.get(tenant)) is not None
-                else held
-                for tenant, held in there.items()
-            }
-            return {tenant: held for tenant, held in rest.items() if held.requests > 0}
+            rest: dict[str, Held] = {}
+            for tenant, held in there.items():
+                went = without.get(tenant)
+                requests, prompt_tokens = held.requests, held.prompt_tokens
+                if went is not None:
+                    requests -= went.requests
+                    prompt_tokens -= went.prompt_tokens
+                if requests > 0:
+                    rest[tenant] = Held(held.weight, requests, prompt_tokens)
+            return rest
 
         lowest = min(
             (each for each in self._held if each < newcomer.priority and left(each)), default=newcomer.priority
         )
         tenants = left(lowest)
         if lowest == newcomer.priority:
-            own = tenants.get(newcomer.tenant, _Held(newcomer.weight))
-            share = _Held(newcomer.weight, own.requests + 1, own.prompt_tokens + newcomer.prompt_tokens).share(
-                by_tokens
-            )
+            own = tenants.get(newcomer.tenant, Held(newcomer.weight))
+            share = Held(newcomer.weight, own.requests + 1, own.prompt_tokens + newcomer.prompt_tokens).share(by_tokens)
             others = (held.share(by_tokens) for tenant, held in tenants.items() if tenant != newcomer.tenant)
             if share >= max(others, default=0.0):
                 return newcomer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
-DRAIN_WINDOW = 64
+DRAIN_WINDOW: Final = 64
 """Finished requests that the rate is measured over."""
 
-RETRY_AFTER_MIN_S = 1.0
-RETRY_AFTER_MAX_S = 60.0
+RETRY_AFTER_MIN_S: Final = 1.0
+RETRY_AFTER_MAX_S: Final = 60.0
 
 
 class DrainRate:

@@ -49,7 +49,7 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("runtime/zmtp.py", r".*", RECEIVE),
     ("zmq/sugar/", r".*", RECEIVE),
     ("runtime/zmq_socket.py", r".*", RECEIVE),
-    ("runtime/http_protocol.py", r"_DirectCycle\..*", WRITE),
+    ("runtime/direct_cycle.py", r".*", WRITE),
     ("uvicorn/protocols/http/httptools_impl.py", r".*\.(send|on_response_complete)", WRITE),
     ("runtime/http_protocol.py", r".*", PARSE),
     ("uvicorn/", r".*", PARSE),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 from poolgrid.dispatch.effects import Avoid, Blame, Cancel, Crowded, Effect, End, Heard, PlaceNext, Release
 from poolgrid.dispatch.happened import Happened
@@ -17,13 +17,13 @@ from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.worker_links import Link
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-CHANGES_PER_TURN = 16
+CHANGES_PER_TURN: Final = 16
 """First outputs and ends that are taken before the loop gets its turn: each costs a tenth of a millisecond, and the
 sequences of one request, up to 128 of them, mostly begin and end in one step of an engine."""
 
-GOES_ON = frozenset({None, FinishReason.PREFILLED, FinishReason.ENCODED})
+GOES_ON: Final = frozenset({None, FinishReason.PREFILLED, FinishReason.ENCODED})
 """Finish reasons behind which a worker still computes, or keeps something."""
 
 

@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Final
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -28,8 +29,10 @@ LEG_BUCKETS_S = (
 )  # fmt: skip
 """Half a millisecond (a decision, a transfer within a host) to ten minutes (a long answer)."""
 
-_DECODE = Stage.DECODE
-_ENCODED, _PREFILLED, _ERROR = FinishReason.ENCODED, FinishReason.PREFILLED, FinishReason.ERROR
+_DECODE: Final = Stage.DECODE
+_ENCODED: Final = FinishReason.ENCODED
+_PREFILLED: Final = FinishReason.PREFILLED
+_ERROR: Final = FinishReason.ERROR
 
 
 class LegWatch(msgspec.Struct):

@@ -7,6 +7,8 @@ loses a worker begins again with its prompt and the output so far, which are one
 
 from __future__ import annotations
 
+from typing import Final, final
+
 import msgspec
 
 from poolgrid.frontend.ports import InferenceRequest
@@ -17,28 +19,36 @@ from poolgrid.wire.request_ids import dispatch_id
 from poolgrid.wire.requests import Generate, KvRetention, Routing, Sampling
 from poolgrid.wire.trace_context import TraceContext
 
-TOKENS_TOGETHER = 32
+TOKENS_TOGETHER: Final = 32
 """Tokens that come together where the answer is read whole: a worker that dies takes at most so many with it, which is
 a few tenths of a second's work, and a message's cost is spread so thin that more would gain nothing."""
 
-_ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
+_ENCODE: Final = Stage.ENCODE
+_DECODE: Final = Stage.DECODE
 
 
-class Dispatch(msgspec.Struct):
+@final
+class Dispatch:
     """One leg of a request on one worker."""
 
-    id: str
-    number: int
-    """0 for a request's first dispatch, counted over legs and migrations."""
-    worker: WorkerKey
-    endpoint: str
-    stage: Stage
-    may_be_crowded: bool = False
-    """Whether it said what its worker was believed to have promised, so that the worker may refuse for that."""
-    position: int = 0
-    """Tokens received."""
-    repeated: bytes = b""
-    """Tokens at the beginning of the output that the client already has, still to come."""
+    # Not a struct: each token asks for it, and where it is compiled that is a place in memory.
+    __slots__ = ("endpoint", "id", "may_be_crowded", "number", "position", "repeated", "stage", "worker")
+
+    def __init__(
+        self, id: str, number: int, worker: WorkerKey, endpoint: str, stage: Stage, may_be_crowded: bool = False
+    ) -> None:
+        self.id = id
+        self.number = number
+        """0 for a request's first dispatch, counted over legs and migrations."""
+        self.worker = worker
+        self.endpoint = endpoint
+        self.stage = stage
+        self.may_be_crowded = may_be_crowded
+        """Whether it said what its worker was believed to have promised, so that the worker may refuse for that."""
+        self.position = 0
+        """Tokens received."""
+        self.repeated = b""
+        """Tokens at the beginning of the output that the client already has, still to come."""
 
 
 class LegPlan:

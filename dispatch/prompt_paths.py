@@ -18,22 +18,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from poolgrid.dispatch.recent_prompts import HASH_BYTES, RecentPrompts
 from poolgrid.runtime.budgeted_lru import BudgetedLru
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, sequence_hashes
 
-STRETCH_BLOCKS = 32
+STRETCH_BLOCKS: Final = 32
 """Blocks of one stretch: at 16 to 64 tokens a block, 2 to 8 KiB that are compared in less time than one is hashed."""
 
-BUDGET_BYTES = 64 * 1024 * 1024
+BUDGET_BYTES: Final = 64 * 1024 * 1024
 """About 13 M tokens at 16 tokens a block, 15 M at 64, half of them in stretches and half in whole prompts: the
 conversations of an hour on a busy pool."""
 
-KNOWN_PER_YIELD = 16
+KNOWN_PER_YIELD: Final = 16
 """Stretches that are only looked up between two yields: together they take what one takes to compute."""
 
-ENTRY_OVERHEAD_BYTES = 300
+ENTRY_OVERHEAD_BYTES: Final = 300
 """Key, list and map entry."""
 
 _Key = tuple[int | None, int, int, bytes]

@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 from array import array
+from typing import Final
 
 from poolgrid.runtime.budgeted_lru import BudgetedLru
 
@@ -17,16 +18,16 @@ LENGTHS = (512 * 1024, 128 * 1024, 32 * 1024, 8 * 1024)
 """Token bytes that samples are taken of: each prompt's is of the largest that it has. Shorter ones are not kept, their
 path takes less than 0.1 ms."""
 
-SAMPLE_BYTES = 64
+SAMPLE_BYTES: Final = 64
 """Bytes of a sample, spread evenly."""
 
-SAME_SAMPLE_MAX = 8
+SAME_SAMPLE_MAX: Final = 8
 """Prompts of one sample, as those with one long system prompt are; comparing 10k tokens takes a microsecond or two."""
 
-HASH_BYTES = 8
+HASH_BYTES: Final = 8
 """One sequence hash in an array."""
 
-ENTRY_OVERHEAD_BYTES = 600
+ENTRY_OVERHEAD_BYTES: Final = 600
 """Objects, key, map entries."""
 
 _Key = tuple[int, int, int, bytes]

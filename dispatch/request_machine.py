@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
+from typing import Final
 
 import msgspec
 
@@ -93,7 +94,7 @@ class Do(Enum):
 
 
 LEGS = (Standing.WHOLE, Standing.ENCODE, Standing.PREFILL, Standing.AWAITING, Standing.DECODE)
-ANY = tuple(Standing)
+ANY: Final = tuple(Standing)
 PROMPT_LEGS = (Standing.WHOLE, Standing.PREFILL)
 GO_ELSEWHERE = (Do.AVOID, Do.WITHDRAW, Do.MOVE)
 GO_ELSEWHERE_AND_BLAME = (Do.AVOID, Do.BLAME, Do.WITHDRAW, Do.MOVE)
@@ -212,13 +213,13 @@ TABLE: dict[tuple[Standing, Happened], tuple[Do, ...]] = {
 }
 """What is not in it cannot happen to a leg in that standing, or has no effect: see ``RequestMachine.on_delta``."""
 
-STANDING_OF = {
+STANDING_OF: Final = {
     Stage.WHOLE: Standing.WHOLE,
     Stage.ENCODE: Standing.ENCODE,
     Stage.PREFILL: Standing.PREFILL,
     Stage.DECODE: Standing.DECODE,
 }
-ENDED_THERE = frozenset(
+ENDED_THERE: Final = frozenset(
     {
         Happened.FINISHED,
         Happened.BUSY,
@@ -231,21 +232,21 @@ ENDED_THERE = frozenset(
 )
 """After these the worker has nothing of the leg any more, and is not told to stop it."""
 
-LOSSES_MAX = 2
+LOSSES_MAX: Final = 2
 """Workers that may be lost with one request on them before its first token. One is chance, and under load hundreds of
 requests were there; two in a row are what a request looks like that its workers die of."""
 
-DRAINS_MAX = 64
+DRAINS_MAX: Final = 64
 """Moves because a worker drains that ``migration_limit`` does not count: half of a large pool may refuse a request one
 after another before the router has heard that they drain, and an answer of an hour may outlive several restarts of the
 whole pool. More than that is a worker that refuses without ever being known to drain."""
 
-NEXT_LEG_WHY = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
+NEXT_LEG_WHY: Final = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
 
 NO_END_OF_A_LEG = (FinishReason.EXPIRED, FinishReason.MIGRATED)
 """Words of events, which no leg's output ends with."""
 
-WELL = {
+WELL: Final = {
     None: Happened.OUTPUT,
     FinishReason.PREFILLED: Happened.PREFILLED,
     FinishReason.ENCODED: Happened.ENCODED,
@@ -255,12 +256,16 @@ WELL = {
 LAST_WORDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
 """What an answer ends with."""
 
-_ENCODE, _PREFILL, _INVALID = Stage.ENCODE, Stage.PREFILL, RefusalKind.INVALID
-_ENCODED, _PREFILLED = FinishReason.ENCODED, FinishReason.PREFILLED
-_FINISHED = Happened.FINISHED
-_ERROR, _CANCELLED = FinishReason.ERROR, FinishReason.CANCELLED
+_ENCODE: Final = Stage.ENCODE
+_PREFILL: Final = Stage.PREFILL
+_INVALID: Final = RefusalKind.INVALID
+_ENCODED: Final = FinishReason.ENCODED
+_PREFILLED: Final = FinishReason.PREFILLED
+_FINISHED: Final = Happened.FINISHED
+_ERROR: Final = FinishReason.ERROR
+_CANCELLED: Final = FinishReason.CANCELLED
 
-HAPPENED_OF = {
+HAPPENED_OF: Final = {
     RefusalKind.BUSY: Happened.BUSY,
     RefusalKind.DRAINING: Happened.DRAINING,
     RefusalKind.CROWDED: Happened.CROWDED,
@@ -636,5 +641,5 @@ _STEP_OF: dict[Do, Callable[[RequestMachine, _Event], None]] = {
     Do.END: _end,
 }
 
-STEPS = {key: tuple(_STEP_OF[step] for step in steps) for key, steps in TABLE.items()}
+STEPS: Final = {key: tuple(_STEP_OF[step] for step in steps) for key, steps in TABLE.items()}
 """The table, each step as the function that does it."""

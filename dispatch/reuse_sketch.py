@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
-BLOCK_BYTES = 9
+BLOCK_BYTES: Final = 9
 """A hash, and the room that an array which grows keeps for the next."""
 
-PART_BYTES = 180
+PART_BYTES: Final = 180
 """Measured: an array, its first hash as a key, and their place in a dict that has just grown."""
 
-SKETCH_BYTES = 64 * 1024 * 1024
+SKETCH_BYTES: Final = 64 * 1024 * 1024
 """Of prompts of 8,192 tokens in blocks of 32, half of which is new, at least the last 100 million distinct tokens."""
 
 

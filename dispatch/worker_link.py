@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import zmq
 
@@ -25,9 +26,9 @@ from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-FIRST_PING_RETRY_S = 0.005
+FIRST_PING_RETRY_S: Final = 0.005
 """libzmq may tell of a connection a moment before it takes messages for it; the first ping is then tried again."""
 
 

@@ -144,7 +144,8 @@ class Application(FastAPI):
 
     def direct_endpoint(self, url: bytes) -> InferenceEndpoint | AccessGate | None:
         """Return the endpoint that a server may call past this application, for ``poolgrid.runtime.http_protocol``."""
-        return self.direct.get(url.decode("latin-1")) if self._is_short() else None
+        is_short = self._short if len(self.user_middleware) == self._layers_seen else self._is_short()
+        return self.direct.get(url.decode("latin-1")) if is_short else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""

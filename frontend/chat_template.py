@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
@@ -19,13 +19,13 @@ from jinja2.ext import loopcontrols
 from poolgrid.frontend.template_additions import GenerationTag, raise_exception, to_json
 from poolgrid.frontend.template_sandbox import TemplateSandbox, TimeOver
 
-OUTPUT_CHARS_MAX = 32 * 1024 * 1024
+OUTPUT_CHARS_MAX: Final = 32 * 1024 * 1024
 """Default bound of one rendered prompt: as much as the largest request body brings in."""
 
-TIME_LIMIT_MS = 2000.0
+TIME_LIMIT_MS: Final = 2000.0
 """Default time limit of one rendering: a hundred times what a conversation of 10,000 messages takes."""
 
-PIECES_PER_LOOK = 64
+PIECES_PER_LOOK: Final = 64
 """Pieces of a prompt, some ten messages, between two looks at its length. What a template makes is counted before it is
 made, so a piece is at most as long as that or as a text that the client sent."""
 

@@ -18,20 +18,20 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"
+REPLACEMENT: Final = "\ufffd"
 
-UNFINISHED_TOKENS_MAX = 16
+UNFINISHED_TOKENS_MAX: Final = 16
 """Tokens that a window waits for an unfinished character: a UTF-8 character has 4 bytes, so 16 byte tokens that make
 none are output that no further token will repair."""
 
-CONTEXT_TOKENS = 6
+CONTEXT_TOKENS: Final = 6
 """Prompt tokens that a window begins with; more than the parts of any one character."""
 
-_incremental_utf8 = codecs.getincrementaldecoder("utf-8")
+_incremental_utf8: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -22,7 +23,7 @@ def _openai_error(error: RequestError, request_id: str) -> bytes:
     return error.body()
 
 
-_ANTHROPIC_TYPES = {
+_ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -91,8 +92,8 @@ def _fields(names: Mapping[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]
     return tuple((re.compile(rf"^{pattern}"), name) for pattern, name in names.items())
 
 
-OPENAI = Dialect()
-RESPONSES = Dialect(
+OPENAI: Final = Dialect()
+RESPONSES: Final = Dialect(
     fields=_fields(
         {
             r"response_format\.json_schema\b": "text.format",
@@ -108,7 +109,7 @@ RESPONSES = Dialect(
     ),
     words=(("max_completion_tokens", "max_output_tokens"), (" in the messages, ", " in the input, ")),
 )
-ANTHROPIC = Dialect(
+ANTHROPIC: Final = Dialect(
     error_body=_anthropic_error,
     fields=_fields(
         {

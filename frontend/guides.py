@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -83,7 +83,7 @@ _KINDS: Mapping[str, Callable[[Any, str], Guide]] = {
     "structural_tag": tag_guide,
     "json_object": _object_guide,
 }
-_FIELDS = {
+_FIELDS: Final = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_grammar": "grammar",
@@ -93,8 +93,8 @@ _FIELDS = {
 
 
 _SPELLINGS = ("response_format", *_FIELDS, "structured_outputs")
-_asked = attrgetter(*_SPELLINGS)
-_NOTHING = (None,) * len(_SPELLINGS)
+_asked: Final = attrgetter(*_SPELLINGS)
+_NOTHING: Final = (None,) * len(_SPELLINGS)
 
 
 def guide_of(body: Any, nvext: Any) -> tuple[Guide, str]:

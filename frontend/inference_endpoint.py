@@ -20,7 +20,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -52,23 +52,24 @@ from poolgrid.frontend.stream_head import StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.traffic import NOTHING_YET, Account, EndedRequest, Traffic
 from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.http_protocol import CONNECTION, SERVER_ENDS
-from poolgrid.runtime.http_protocol import Connection as DirectConnection
+from poolgrid.runtime.direct_cycle import CONNECTION
+from poolgrid.runtime.direct_cycle import Connection as DirectConnection
+from poolgrid.runtime.http_protocol import SERVER_ENDS
 from poolgrid.runtime.log_lines import about
 from poolgrid.runtime.tasks import detached
 from poolgrid.runtime.tracing.record import TraceRecord
 from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.hashing import TOKEN_BYTES
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-WORKERS_IN_HEADER_MAX = 16
+WORKERS_IN_HEADER_MAX: Final = 16
 """Distinct workers that ``x-poolgrid-worker`` lists for a request of many sequences."""
 
-HEADER_VALUES_MAX = 4096
+HEADER_VALUES_MAX: Final = 4096
 """Names of workers, pools and reasons that are kept as headers have them; what was used longest ago goes first."""
 
-LOOK_UP_BYTES_MAX = 512 * 1024
+LOOK_UP_BYTES_MAX: Final = 512 * 1024
 """Largest body whose prompt is rendered and looked up on the event loop, before it is known how much of it is new. Both
 take about 0.6 ns a byte with nothing new and 1.3 with nothing known, so at most 0.7 ms; it holds 80k tokens of text."""
 
@@ -76,7 +77,7 @@ LOOK_UP_RENDERING_MS = 5.0
 """Longest rendering there, an engine step; it is begun anew in a thread when it takes longer. Templates take a few µs a
 message, but what they do with thousands of tiny ones is theirs."""
 
-CLIENT_LEFT = 499
+CLIENT_LEFT: Final = 499
 """Status that is counted (not sent) when the client left first; nginx's number for it."""
 
 Prepare = Callable[[bytes, Caller | None], Job | Awaitable[Job]]
@@ -814,7 +815,7 @@ def _leave(exchange: _Exchange, task: asyncio.Task[Any]) -> None:
         task.cancel()
 
 
-_HINT_HEADERS = {name.encode(): name for name in HINT_HEADERS}
+_HINT_HEADERS: Final = {name.encode(): name for name in HINT_HEADERS}
 
 
 class _Headers:
@@ -863,7 +864,7 @@ def _headers_of(scope: Scope, direct: DirectConnection | None) -> _Headers:
     return headers
 
 
-_OF_HEAD = "poolgrid.inference_endpoint"
+_OF_HEAD: Final = "poolgrid.inference_endpoint"
 
 
 def _listed(values: list[str]) -> str:

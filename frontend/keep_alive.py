@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from poolgrid.runtime.tasks import detached
 
-COMMENT = b": keep-alive\n\n"
+COMMENT: Final = b": keep-alive\n\n"
 
 
 class KeepAlive:

@@ -6,7 +6,7 @@ Every value is observed at boundaries: once per request, or once per wake-up of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -48,12 +48,12 @@ TOKENIZATION_BUCKETS_S = (
 """50 µs (a short question) to seconds (a million tokens)."""
 
 
-TENANT_LABELS_MAX = 200
+TENANT_LABELS_MAX: Final = 200
 """Tenants with series of their own; later ones share ``other``. Names come from the operator's file, never from
 clients, and 200 times five series are what a Prometheus server does not notice."""
 
 
-MODEL_LABELS_MAX = 100
+MODEL_LABELS_MAX: Final = 100
 """Models with series of their own; later ones share ``other``. Names are those of served models and adapters, of which
 a pool may have thousands, and each has 40 series of latencies."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from poolgrid.frontend.chat_template import TemplateFailure
 from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
@@ -23,7 +24,7 @@ from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.wire.card import ChatSpec, shown_value
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Used only when a model's format and the request need a parser; plain answers go 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -16,7 +16,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
-_encode = msgspec.json.Encoder().encode
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class Reading:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
 Event = TypeVar("Event")
 
-_encode = msgspec.json.Encoder().encode
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -59,7 +59,7 @@ from poolgrid.wire.multimodal import MediaItem
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, Sampling
 
-COMPLETION_MAX_TOKENS_DEFAULT = 16
+COMPLETION_MAX_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""
 
 
@@ -417,9 +417,9 @@ class Job(msgspec.Struct):
         return msgspec.structs.replace(sampling, **self.guide) if self.guide else sampling
 
 
-_responses_decoder = msgspec.json.Decoder(ResponsesBody)
-_messages_decoder = msgspec.json.Decoder(MessagesBody)
-_counted_decoder = msgspec.json.Decoder(CountedBody)
+_responses_decoder: Final = msgspec.json.Decoder(ResponsesBody)
+_messages_decoder: Final = msgspec.json.Decoder(MessagesBody)
+_counted_decoder: Final = msgspec.json.Decoder(CountedBody)
 
 
 def parse_responses(raw: bytes) -> ResponsesBody:
@@ -702,8 +702,8 @@ def _up_to(text: str, final: str) -> str:
 
 
 # Nearly every message is its role and its words: one look instead of one for each, and no call.
-_further = attrgetter("name", "reasoning_content", "tool_calls", "tool_call_id")
-_NOTHING_FURTHER = (None,) * 4
+_further: Final = attrgetter("name", "reasoning_content", "tool_calls", "tool_call_id")
+_NOTHING_FURTHER: Final = (None,) * 4
 
 
 def _message(message: Message, index: int, template: ChatTemplate, media: MediaSpec) -> Mapping[str, Any]:

@@ -29,7 +29,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
@@ -38,16 +38,16 @@ from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, Cutter, SegmentCa
 from poolgrid.runtime.tenant_caches import CacheDomain, TenantCaches
 from poolgrid.wire.hashing import pack_tokens
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-CACHE_BYTES_DEFAULT = 64 * 1024 * 1024
+CACHE_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 """About 10 M tokens: a thousand conversations of 10k tokens, in less memory than two workers' token streams."""
 
-DELIMITERS_MAX = 8
+DELIMITERS_MAX: Final = 8
 """Delimiters that are searched for; templates use two or three, and each costs one pass over the text."""
 
 _MODELS = ("BPE", "Unigram", "WordPiece", "WordLevel")
-_WORD = re.compile(r"\w")
+_WORD: Final = re.compile(r"\w")
 
 
 class BatchEncoder(Protocol):
@@ -376,8 +376,8 @@ _PIECES = (
 )  # fmt: skip
 """What tokenizers are known to treat in different ways: blanks, contractions, digits, marks, scripts, own signs."""
 
-PROBE_SEED = 20_260_101
-RANDOM_PROBES = 96
+PROBE_SEED: Final = 20_260_101
+RANDOM_PROBES: Final = 96
 
 
 def probes(added_tokens: Sequence[str]) -> Iterable[str]:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
 
@@ -30,9 +30,9 @@ from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, Prompt
 from poolgrid.runtime.tenant_caches import CacheDomain
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-DEFAULT_MAX_POSITION_EMBEDDINGS = 131_072
+DEFAULT_MAX_POSITION_EMBEDDINGS: Final = 131_072
 """Used when a configuration names no limit: the longest context most open models are served with."""
 
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Final
 
+from poolgrid.frontend.fresh_name import FreshName
 from poolgrid.wire.request_ids import SEPARATOR, internal_id, name_of
 
-CLIENT_ID_CHARS_MAX = 128
+CLIENT_ID_CHARS_MAX: Final = 128
 """Half of what an identifier may have on the wire, which leaves room for what makes the id unique."""
 
-_SANE = re.compile(rb"[A-Za-z0-9._:-]{1,%d}" % CLIENT_ID_CHARS_MAX)
+_SANE: Final = re.compile(rb"[A-Za-z0-9._:-]{1,%d}" % CLIENT_ID_CHARS_MAX)
 """``~`` is not among them: it divides what the client chose from what it did not."""
-
-
-class FreshName(str):
-    """A name that the front end made, which is unique by itself."""
-
-    __slots__ = ()
 
 
 class RequestIds:
@@ -38,7 +34,7 @@ class RequestIds:
         if header is not None and _SANE.fullmatch(header):
             return header.decode("ascii")
         self._count += 1
-        return FreshName(f"{self._prefix}{self._count:x}")
+        return FreshName(self._unique_part())
 
     def of_sequences(self, wanted: str, sequences: int) -> list[str]:
         """Return ids for the sequences of a request: of ``<name>`` for one, of ``<name>-<i>`` for several."""
@@ -50,7 +46,10 @@ class RequestIds:
 
     def _unique(self) -> str:
         self._count += 1
-        return f"{self._prefix}{self._count:x}"
+        return self._unique_part()
+
+    def _unique_part(self) -> str:
+        return self._prefix + hex(self._count)[2:]
 
 
 def base_name(request_ids: Sequence[str]) -> str:

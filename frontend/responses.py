@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import isnan
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -17,12 +17,12 @@ from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
-LOGPROB_MIN = -9999.0
+LOGPROB_MIN: Final = -9999.0
 """What OpenAI reports for a token of no probability; JSON has no minus infinity."""
 
-DONE = b"data: [DONE]\n\n"
+DONE: Final = b"data: [DONE]\n\n"
 
-_encode = msgspec.json.Encoder().encode
+_encode: Final = msgspec.json.Encoder().encode
 
 
 def encode_text(text: str) -> bytes:
@@ -70,7 +70,7 @@ def _parts(chat: bool, include_usage: bool) -> tuple[bytes, bytes, bytes, bytes,
     return key, close, suffix, middle, middle + b"null" + suffix
 
 
-_PARTS = {(chat, counts): _parts(chat, counts) for chat in (False, True) for counts in (False, True)}
+_PARTS: Final = {(chat, counts): _parts(chat, counts) for chat in (False, True) for counts in (False, True)}
 
 
 class AnswerEncoder:

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 from poolgrid.runtime.budgeted_lru import BudgetedLru
 
-SEGMENT_CHARS_MIN = 256
+SEGMENT_CHARS_MIN: Final = 256
 """Shortest segment that is cut off and cached: tokenizing less costs little more than looking it up."""
 
-SAME_HEAD_MAX = 8
+SAME_HEAD_MAX: Final = 8
 """Segments of one head that are compared, the newest ones: each takes up to as long as the comparison of a prompt."""
 
-ENTRY_OVERHEAD_BYTES = 800
+ENTRY_OVERHEAD_BYTES: Final = 800
 """Two objects and a map entry; the head and its own."""
 
 

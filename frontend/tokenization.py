@@ -10,17 +10,17 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from poolgrid.frontend.errors import RequestError
 
 T = TypeVar("T")
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S: Final = 1
 """Two threads drain a full queue of 8k-token prompts in seconds; a client that comes back after one finds room."""
 
 
-FAST_FACTOR = 16
+FAST_FACTOR: Final = 16
 """How much longer a prompt may be for a fast tokenizer to be done at once: 64 KiB of text take it 0.05 ms, a third of
 what handing them to a thread costs, and a run of letters without a blank, the worst there is, takes 3.5 ms: no longer
 than a step of an engine."""

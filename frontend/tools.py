@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, json_guide, tag_guide
@@ -18,10 +18,10 @@ from poolgrid.frontend.parsers.call_forms import NAME_CHARS_MAX
 from poolgrid.frontend.parsers.call_guides import Part, any_of, const, llama3_json, one_of, schema_part
 from poolgrid.frontend.parsers.formats import OutputFormat, ToolUse
 
-TOOLS_MAX = 1024
+TOOLS_MAX: Final = 1024
 """Most tools of one request; OpenAI allows 128, agents with many servers come to hundreds."""
 
-_CHOICES = "none, auto, required, an object that names a function, or one of the type allowed_tools"
+_CHOICES: Final = "none, auto, required, an object that names a function, or one of the type allowed_tools"
 
 
 def tool_use(
@@ -73,7 +73,7 @@ def beside_calls(own: Guide, param: str, use: ToolUse, output_format: OutputForm
     return tag_guide({"type": "structural_tag", "format": one_of([_part_of(own, param), calls])}, param)
 
 
-_ALTERNATIVES = "set tool_choice to none, or leave the guide out"
+_ALTERNATIVES: Final = "set tool_choice to none, or leave the guide out"
 
 
 def _part_of(own: Guide, param: str) -> Part:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.figures import counted, number, percent
@@ -20,9 +20,9 @@ from poolgrid.runtime.log_lines import Field, about
 from poolgrid.runtime.logs import EVERY_LINE
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 10.0
+REPORT_INTERVAL_S: Final = 10.0
 """Between two lines about all requests, as engines have it."""
 
 
@@ -39,7 +39,7 @@ class Account(NamedTuple):
     output_tokens: int = 0
 
 
-NOTHING_YET = Account()
+NOTHING_YET: Final = Account()
 
 
 class Totals(NamedTuple):

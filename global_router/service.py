@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 
-from poolgrid.admission.admission_queue import QueuedRequest
+from poolgrid.admission.queued_request import QueuedRequest
 from poolgrid.dispatch.effects import PlaceNext
 from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.in_flight import InFlight

@@ -23,9 +23,10 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
-from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest
+from poolgrid.admission.admission_queue import AdmissionQueue
 from poolgrid.admission.drain_rate import DrainRate
 from poolgrid.admission.queue_view import QueueView
+from poolgrid.admission.queued_request import QueuedRequest
 from poolgrid.frontend.ports import Refused
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.settings import GlobalRouterSettings

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Final
 
 from poolgrid.dispatch.effects import End, Heard
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.reuse_sketch import ReuseSketch
+from poolgrid.router.chosen import Chosen
 from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import Chosen
 from poolgrid.router.ports import DecisionRecord
 from poolgrid.router.reservations import Reservations
 from poolgrid.router.routed import Routed
@@ -26,7 +27,7 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
 from poolgrid.wire.request_ids import dispatch_of
 
-_ENCODE = Stage.ENCODE
+_ENCODE: Final = Stage.ENCODE
 
 
 class RequestBooks:

@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from poolgrid.router.core.inputs import RecordsArrived, SnapshotArrived
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
@@ -26,19 +27,19 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 RESYNC_MS = 1000.0
 """Shortest time between two requests for a snapshot: one of a large pool is seconds of work for everybody."""
 
-SLICE_BYTES = 12 * 1024
+SLICE_BYTES: Final = 12 * 1024
 """Hashes of records that are applied in one go, each record with ``RECORD_BYTES`` more, unless one has more by itself:
 half a millisecond."""
 
-RECORD_BYTES = 256
+RECORD_BYTES: Final = 256
 """A record is as much work as this many bytes of hashes."""
 
-ARRIVED_RECORDS_MAX = 100_000
+ARRIVED_RECORDS_MAX: Final = 100_000
 """Records that wait for a snapshot or for their slice; beyond it the router does nothing else until fewer wait."""
 
 

@@ -9,11 +9,13 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from poolgrid.dispatch.legs import LegPlan
 from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.router.chosen import Chosen
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
@@ -32,7 +34,7 @@ from poolgrid.router.core.stage_plan import (
     first_leg,
 )
 from poolgrid.router.fleet_links import FleetLinks
-from poolgrid.router.placement import Chosen, Lack, NotPlaced
+from poolgrid.router.placement import Lack, NotPlaced
 from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.targets import ttft_target_ms
@@ -40,15 +42,15 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.wire.hashing import hash_seed
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-PROMPT_ROLES = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
+PROMPT_ROLES: Final = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
 """Who may hold a prompt's prefix where it would be computed."""
 
-LONG_PROMPT_BYTES = 8192 * 4
+LONG_PROMPT_BYTES: Final = 8192 * 4
 """Token bytes of a prompt that is hashed in one go: 8,192 tokens are a quarter of a millisecond."""
 
-STRETCHES_PER_TURN = 8
+STRETCHES_PER_TURN: Final = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
 

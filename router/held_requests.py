@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest
+from poolgrid.admission.admission_queue import AdmissionQueue
+from poolgrid.admission.queued_request import QueuedRequest
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.hold_plan import HELD_MAX, PLANNED_MAX
 from poolgrid.router.routed import Routed

@@ -1,4 +1,4 @@
-"""What came of choosing a worker for a request: one that was chosen, or why there is none."""
+"""Why no worker was chosen for a request, and what a request waits for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from enum import Enum, StrEnum, auto
 
 import msgspec
 
-from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
-from poolgrid.router.core.stage_plan import Leg
-from poolgrid.wire.identifiers import STAGE_WORD, Stage
-
-_WHOLE = Stage.WHOLE
 
 
 class WaitCause(StrEnum):
@@ -50,22 +45,3 @@ class NotPlaced(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return str(self.none)
-
-
-class Chosen(msgspec.Struct, frozen=True):
-    """Who is to do which leg."""
-
-    decision: Decision
-    leg: Leg
-    now_ms: float
-
-    def reason(self) -> str:
-        """Return the short reason code, with the stage where there are several."""
-        reason = self.decision.reason
-        stage = self.leg.stage
-        return reason if stage is _WHOLE else f"{STAGE_WORD[stage]}-{reason}"
-
-    def overlap_tokens(self) -> int:
-        """Return the tokens of the request that the worker is believed to hold."""
-        request = self.decision.request
-        return min(request.isl, self.decision.overlap_blocks * request.block_size)

@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Final
 
 from poolgrid.dispatch.effects import PlaceNext
 from poolgrid.dispatch.happened import Happened
@@ -31,13 +32,14 @@ from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel
 from poolgrid.router.books import RequestBooks
 from poolgrid.router.catching_up import CatchingUp
 from poolgrid.router.choosing import Chooser
+from poolgrid.router.chosen import Chosen
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.router.decision_span import tell_decision
 from poolgrid.router.fleet_links import FIRST_CONTACT_MS, FleetLinks, Objection, OpenLink
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import Chosen, Lack, NotPlaced, WaitCause
+from poolgrid.router.placement import Lack, NotPlaced, WaitCause
 from poolgrid.router.ports import JournalFeed
 from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
@@ -51,15 +53,15 @@ from poolgrid.runtime.tracing.record import TraceRecord
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
 from poolgrid.wire.trace_context import TraceContext
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
-HOUSEKEEPING_FRACTION = 4
+HOUSEKEEPING_FRACTION: Final = 4
 """Links are checked and reservations expired four times per worker timeout."""
 
-_BEHIND_OTHERS = WaitCause.BEHIND_OTHERS
+_BEHIND_OTHERS: Final = WaitCause.BEHIND_OTHERS
 
-REBUILDING = "the router is still rebuilding its state; try again"
-SHUTTING_DOWN = "the router is shutting down"
+REBUILDING: Final = "the router is still rebuilding its state; try again"
+SHUTTING_DOWN: Final = "the router is shutting down"
 
 
 class RouterService:

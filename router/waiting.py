@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
-from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
+from poolgrid.admission.admission_queue import AdmissionQueue
 from poolgrid.admission.drain_rate import DrainRate
 from poolgrid.admission.queue_view import QueueView
+from poolgrid.admission.queued_request import QueuedRequest, QueueOrder
 from poolgrid.frontend.ports import Refused
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.held_requests import HeldRequests, is_over
@@ -30,7 +32,7 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.figures import counted
 from poolgrid.wire.identifiers import WorkerKey
 
-NO_ROOM = "no other worker had room in time"
+NO_ROOM: Final = "no other worker had room in time"
 
 
 def queue_span(request_id: str) -> str:

@@ -14,24 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, TypeVar
+from time import monotonic_ns, time_ns
+from typing import Any, Final, TypeVar
 
-from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.clock import Clock, SystemClock
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BEAT_MAX_MS = 50.0
+BEAT_MAX_MS: Final = 50.0
 """Longest time between two signs of life: twenty wake-ups a second cost an idle process a thousandth of a core."""
 
-BEATS_PER_TIMEOUT = 8
+BEATS_PER_TIMEOUT: Final = 8
 """Signs of life within the shortest timeout that is judged."""
 
-BEATS_PER_GAP = 2.0
+BEATS_PER_GAP: Final = 2.0
 """A beat that is late by one beat still counts in full: a loop with much to do is not standing still."""
 
-PAUSE_TOLD_MS = 1000.0
+PAUSE_TOLD_MS: Final = 1000.0
 """Pauses from here on are worth a line in the log."""
 
 
@@ -84,6 +85,8 @@ class AwakeClock:
         self._time = AwakeTime(self._beat_ms * BEATS_PER_GAP, clock.monotonic_ms())
         self._timer: asyncio.TimerHandle | None = None
         self._monotonic_ms = clock.monotonic_ms
+        self._is_systems = type(clock) is SystemClock
+        """Whether time is the machine's: it is asked for several times a request, and read without another call."""
 
     @property
     def stood_still_ms(self) -> float:
@@ -110,10 +113,12 @@ class AwakeClock:
 
     def wall_ms(self) -> int:
         """Return Unix time in milliseconds."""
-        return self._clock.wall_ms()
+        return time_ns() // 1_000_000 if self._is_systems else self._clock.wall_ms()
 
     def monotonic_ms(self) -> float:
         """Return milliseconds that grow while this process is awake."""
+        if self._is_systems:
+            return self._time.at(monotonic_ns() / 1e6)
         read = self._monotonic_ms  # called at once it would be looked up as a method
         return self._time.at(read())
 

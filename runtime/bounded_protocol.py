@@ -303,7 +303,12 @@ class BoundedProtocol(HeldConnection):
             flow = self.flow
             if flow.full or flow.read_paused:
                 flow.resume_reading()
-            self._settle()
+            if self._queue is None and not self._in_body and not self._head_bytes:
+                # What ``_settle`` comes to after nearly every answer, without its calls.
+                queue = self._queue = self.table.idle
+                queue[self] = self.loop.time()
+            else:
+                self._settle()
 
     def _head_too_large(self) -> str:
         limit = self.table.limits.head_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from typing import Protocol
+from time import monotonic_ns, time_ns
+from typing import Protocol, final
 
 
 class Clock(Protocol):
@@ -18,13 +18,14 @@ class Clock(Protocol):
         ...
 
 
+@final
 class SystemClock:
     """The machine's clock."""
 
     def wall_ms(self) -> int:
         """Return Unix time in milliseconds."""
-        return time.time_ns() // 1_000_000
+        return time_ns() // 1_000_000
 
     def monotonic_ms(self) -> float:
         """Return milliseconds that only grow."""
-        return time.monotonic_ns() / 1e6
+        return monotonic_ns() / 1e6

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from time import time
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
@@ -27,7 +27,7 @@ DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2
 """Seconds: what ``prometheus_client`` takes when nothing is said."""
 
 
-OTHER = "other"
+OTHER: Final = "other"
 """The value of a label for all that have no series of their own any more."""
 
 Across = Literal["sum", "largest"]

@@ -47,7 +47,7 @@ class StreamConversation(asyncio.Protocol):
         """Frames that leave together, once everybody whose turn it is has had it."""
         self._hand_over = hand_over
         self._session = Session(kind, FRAME_BYTES_MAX)
-        self._waiting: deque[Any] = deque()
+        self.waiting: deque[Any] = deque()
         """Messages for further turns of the loop, and before the owner knows of the connection."""
         self._begun = False
         self._lost = False
@@ -59,11 +59,6 @@ class StreamConversation(asyncio.Protocol):
         self._bounds_lines = False
         """Whether the transport's ``writelines`` says when its buffer is full. asyncio's own does not before 3.12.9 and
         3.13.2 (CVE-2024-12254), so there even long frames are copied; uvloop's does, and sends all in one call."""
-
-    @property
-    def has_more(self) -> bool:
-        """Return whether messages have come that are not handed over."""
-        return bool(self._waiting)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say who we are."""
@@ -110,7 +105,7 @@ class StreamConversation(asyncio.Protocol):
     def begin(self) -> None:
         """Hand messages over from now on."""
         self._begun = True
-        if self._waiting:
+        if self.waiting:
             self._take_waiting()
         self._look_at_end()
 
@@ -118,7 +113,7 @@ class StreamConversation(asyncio.Protocol):
         """End at once; what the kernel does not take now does not leave, and what has come is dropped."""
         if self._out:
             self.flush()
-        self._waiting.clear()
+        self.waiting.clear()
         self._begun = False
         if self._transport is not None:
             self._transport.abort()
@@ -133,7 +128,7 @@ class StreamConversation(asyncio.Protocol):
             return
         if session.outgoing:
             self._send_words()
-        if self._begun and not self._waiting and len(messages) <= WITHOUT_A_CLOCK:
+        if self._begun and not self.waiting and len(messages) <= WITHOUT_A_CLOCK:
             hand_over = self._hand_over
             for message in messages:
                 try:
@@ -143,8 +138,8 @@ class StreamConversation(asyncio.Protocol):
                 if not self._begun:
                     return  # the owner has closed it
         elif messages:
-            is_taking = bool(self._waiting)
-            self._waiting.extend(messages)
+            is_taking = bool(self.waiting)
+            self.waiting.extend(messages)
             if self._begun and not is_taking:
                 self._take_waiting()
         if not self._told_ready and session.is_ready:
@@ -168,13 +163,13 @@ class StreamConversation(asyncio.Protocol):
 
     def _look_at_end(self) -> None:
         """Once all that came is taken, the end of a lost connection is known."""
-        if self._lost and not (self._begun and self._waiting):
+        if self._lost and not (self._begun and self.waiting):
             self.ended.set()
             self.ready_or_ended.set()
 
     def _take_waiting(self) -> None:
         """Hand over what one turn may, and see to the rest."""
-        waiting = self._waiting
+        waiting = self.waiting
         ends_s = monotonic() + TURN_S
         for _ in range(min(MESSAGES_PER_TURN, len(waiting))):
             try:

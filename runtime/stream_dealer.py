@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from poolgrid.runtime.dealer import DealerOwner
 from poolgrid.runtime.stream_client import StreamClient
 from poolgrid.runtime.zmtp import DEALER, framed, long_header
 
-JOINED_BYTES_MAX = 8 * 1024
+JOINED_BYTES_MAX: Final = 8 * 1024
 """Longest frame that is copied behind its header; handing both to the kernel by themselves costs as much."""
 
 

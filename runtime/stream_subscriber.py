@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from poolgrid.runtime.stream_client import StreamClient
 from poolgrid.runtime.subscriber import OnMessages
 from poolgrid.runtime.zmtp import SUB, subscription
 
-log = logging.getLogger(__name__)
+log: Final = logging.getLogger(__name__)
 
 
 class StreamSubscriber:
@@ -25,7 +26,7 @@ class StreamSubscriber:
     def has_more(self) -> bool:
         """Return whether messages have come that were not handed over: others have their turn first."""
         conversation = self._client.conversation
-        return conversation is not None and conversation.has_more
+        return conversation is not None and bool(conversation.waiting)
 
     def close(self) -> None:
         """End; nothing more is handed over."""

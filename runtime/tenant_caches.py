@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 C = TypeVar("C")
 
@@ -38,10 +38,10 @@ class CacheDomain(NamedTuple):
     shares: CacheShares
 
 
-WHOLE = CacheShares(1, 0)
+WHOLE: Final = CacheShares(1, 0)
 """Without API keys all clients are one tenant."""
 
-EVERYBODY = CacheDomain("", "", WHOLE)
+EVERYBODY: Final = CacheDomain("", "", WHOLE)
 
 
 class TenantCaches(Generic[C]):

@@ -16,32 +16,35 @@ Rules
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-GREETING_BYTES = 64
-GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(GREETING_BYTES - 32)
+SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
+GREETING_BYTES: Final = 64
+GREETING: Final = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(GREETING_BYTES - 32)
 """Signature, version 3.0, mechanism, no server, filler. Later versions differ in what subscribers say, who are not
 here, and in heartbeats, which are answered all the same."""
 
-_MORE, _LONG, _COMMAND = 1, 2, 4
-_FLAGS = _MORE | _LONG | _COMMAND
-_SHORT_BYTES_MAX = 255
+_MORE: Final = 1
+_LONG: Final = 2
+_COMMAND: Final = 4
+_FLAGS: Final = _MORE | _LONG | _COMMAND
+_SHORT_BYTES_MAX: Final = 255
 """Longest frame whose size is one byte."""
 
-_LONG_HEADER = struct.Struct(">BQ")
-_SHORT_HEADERS = tuple(bytes((0, size)) for size in range(_SHORT_BYTES_MAX + 1))
-_SHORT_HEADER_BYTES, _LONG_HEADER_BYTES = 2, 9
-_VALUE_SIZE_BYTES = 4
+_LONG_HEADER: Final = struct.Struct(">BQ")
+_SHORT_HEADERS: Final = tuple(bytes((0, size)) for size in range(_SHORT_BYTES_MAX + 1))
+_SHORT_HEADER_BYTES: Final = 2
+_LONG_HEADER_BYTES: Final = 9
+_VALUE_SIZE_BYTES: Final = 4
 """Of the size of a property's value."""
 
-MESSAGE_FRAMES_MAX = 4096
+MESSAGE_FRAMES_MAX: Final = 4096
 """Frames of one message: several times those of the longest that a feed sends."""
 
-PING_CONTEXT_BYTES_MAX = 16
+PING_CONTEXT_BYTES_MAX: Final = 16
 """What a heartbeat may have repeated in its answer."""
 
-REASON_BYTES_MAX = 200
+REASON_BYTES_MAX: Final = 200
 """So much of a peer's own words is put in a message about it."""
 
 
@@ -84,8 +87,8 @@ def _kind(name: bytes, *peers: bytes, joins: bool = False) -> Kind:
     return Kind(command(b"READY", properties), peers, joins)
 
 
-DEALER = _kind(b"DEALER", b"ROUTER")
-SUB = _kind(b"SUB", b"PUB", b"XPUB", joins=True)
+DEALER: Final = _kind(b"DEALER", b"ROUTER")
+SUB: Final = _kind(b"SUB", b"PUB", b"XPUB", joins=True)
 
 
 def subscription(topic: bytes) -> bytes:

@@ -11,7 +11,7 @@ Two rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Final, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -28,7 +28,7 @@ from poolgrid.wire.selection import FromPool, Probe, Select, Selected, ToPool
 from poolgrid.wire.tensors import FromTensorSource, TensorList, ToTensorSource
 
 T = TypeVar("T")
-_encoder = msgspec.msgpack.Encoder()
+_encoder: Final = msgspec.msgpack.Encoder()
 
 
 class Codec(Generic[T]):
@@ -79,7 +79,7 @@ def _check_tokens(packed: bytes, where: str) -> str | None:
     return None
 
 
-_PACKED_EVENTS = frozenset(kind for kind in get_args(AnyEvent) if "sequence_hashes" in kind.__struct_fields__)
+_PACKED_EVENTS: Final = frozenset(kind for kind in get_args(AnyEvent) if "sequence_hashes" in kind.__struct_fields__)
 
 
 def _check_events(value: EventBatch | JournalRecord) -> str | None:

@@ -17,32 +17,32 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
-from typing import Any
+from typing import Any, Final
 
 from xxhash import xxh3_64_intdigest
 
-BASE_SEED = 1337
-HASH_SPEC = "xxh3-64/1337"
+BASE_SEED: Final = 1337
+HASH_SPEC: Final = "xxh3-64/1337"
 """Name of this scheme on a worker card; a pool refuses a worker that hashes otherwise."""
 
-TOKEN_BYTES = 4
-CUT_BLOCKS = 32
+TOKEN_BYTES: Final = 4
+CUT_BLOCKS: Final = 32
 """Blocks of a prompt that are cut out at a time; for each there is a word of a format, kept ready."""
 
-BLOCK_SIZES_MAX = 16
+BLOCK_SIZES_MAX: Final = 16
 """Block sizes whose formats are kept ready; those of more are made anew, in some microseconds."""
 
-_U64 = 2**64
-_LONG_TOKENS = 256
-_LITTLE_ENDIAN = sys.byteorder == "little"
-_NATIVE_U32 = _LITTLE_ENDIAN and array("I").itemsize == TOKEN_BYTES
+_U64: Final = 2**64
+_LONG_TOKENS: Final = 256
+_LITTLE_ENDIAN: Final = sys.byteorder == "little"
+_NATIVE_U32: Final = _LITTLE_ENDIAN and array("I").itemsize == TOKEN_BYTES
 _Cut = Callable[[memoryview], Iterator[tuple[Any, ...]]]
-_pair = struct.Struct("<QQ")
-_hashes = [struct.Struct(f"<{count}Q") for count in range(513)]
-_unpackers = {8 * count: packed.unpack for count, packed in enumerate(_hashes)}
+_pair: Final = struct.Struct("<QQ")
+_hashes: Final = [struct.Struct(f"<{count}Q") for count in range(513)]
+_unpackers: Final = {8 * count: packed.unpack for count, packed in enumerate(_hashes)}
 """Ready-made for the chain lengths of one engine step; making the format costs as much as unpacking ten hashes."""
-_packers = [packed.pack for packed in _hashes]
-_token_unpackers = {TOKEN_BYTES * count: struct.Struct(f"<{count}I").unpack for count in range(65)}
+_packers: Final = [packed.pack for packed in _hashes]
+_token_unpackers: Final = {TOKEN_BYTES * count: struct.Struct(f"<{count}I").unpack for count in range(65)}
 """The same for the tokens of a few engine steps."""
 
 

@@ -9,7 +9,7 @@ journal: u64, the last two from 0 without holes.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, NamedTuple, NewType
+from typing import Annotated, Final, NamedTuple, NewType
 
 from msgspec import Meta
 
@@ -102,5 +102,5 @@ class Stage(IntEnum):
     """Media only: compute their embeddings and keep them for the worker that computes the prompt."""
 
 
-STAGE_WORD = {stage: stage.name.lower() for stage in Stage}
+STAGE_WORD: Final = {stage: stage.name.lower() for stage in Stage}
 """What people read."""

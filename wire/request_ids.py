@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Final
 
-SEPARATOR = "~"
+SEPARATOR: Final = "~"
 
 OBJECT_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """What stands before a request's name in the ids of OpenAI's and Anthropic's objects."""
 
-SECRET_BYTES = 12
+SECRET_BYTES: Final = 12
 """Of the id of a response that is kept: ``resp_NAME_`` and so many random bytes, as nobody else may guess it."""
 
-_SECRET = re.compile(rf"_[0-9a-f]{{{2 * SECRET_BYTES}}}$")
+_SECRET: Final = re.compile(rf"_[0-9a-f]{{{2 * SECRET_BYTES}}}$")
 
-SEQUENCE = 2
+SEQUENCE: Final = 2
 """The :func:`nearness` of a request's sequence to the request's name."""
 
-_INDEX = re.compile(r"-\d+$")
+_INDEX: Final = re.compile(r"-\d+$")
 """The end of a sequence's name, of a request that has several."""
 
 

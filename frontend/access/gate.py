@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,7 +22,7 @@ from poolgrid.frontend.ports import Refused
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.runtime.clock import Clock
 
-CALLER = "poolgrid.caller"
+CALLER: Final = "poolgrid.caller"
 """Key of the ``Caller`` in the ASGI scope; absent without API keys and on open paths."""
 
 
@@ -34,12 +34,12 @@ class PathClass(Enum):
     OPERATOR = "an operator's key"
 
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/version", "/openapi.json"})
-PAGE_PATH = "/ui"
+OPEN_PATHS: Final = frozenset({"/live", "/ready", "/health", "/ping", "/version", "/openapi.json"})
+PAGE_PATH: Final = "/ui"
 """The files of the fleet page, with everything below. A browser that follows a link carries no key; what the page shows
 comes from paths that need one."""
 
-METRICS_PATH = "/metrics"
+METRICS_PATH: Final = "/metrics"
 TENANT_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -54,7 +54,7 @@ TENANT_PATHS = (
 )
 """With everything below them."""
 
-GATE = "gate"
+GATE: Final = "gate"
 """Value of the ``endpoint`` label for requests that were refused before any endpoint saw them."""
 
 

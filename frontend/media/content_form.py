@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
 
-_PROBE = "q7Xw probe 3Zk"
+_PROBE: Final = "q7Xw probe 3Zk"
 """Words that no template contains."""
 
-_PROBE_CHARS_MAX = 1024 * 1024
+_PROBE_CHARS_MAX: Final = 1024 * 1024
 
 IMAGE_PART: Mapping[str, str] = {"type": "image"}
 """How published templates know a medium; embeddings of an image stand where the image would."""

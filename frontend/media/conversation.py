@@ -7,7 +7,7 @@ of one look at each message.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -26,13 +26,13 @@ from poolgrid.wire.multimodal import MediaItem, MultimodalInput
 
 TEXT_PARTS = ("text", "input_text")
 
-ITEM_BYTES_MAX = 512
+ITEM_BYTES_MAX: Final = 512
 """What a medium takes in a message beside its bytes: hash, type, place."""
 
-REQUEST_BYTES_MAX = 4 * 1024 * 1024
+REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
 """What the rest of a request may take beside prompt and media: sampling, a JSON schema, output that moves along."""
 
-forms = ContentForms()
+forms: Final = ContentForms()
 """How each template takes content; the same for every request."""
 
 

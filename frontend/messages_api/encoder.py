@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -23,9 +23,9 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder, escape_line_ends
 from poolgrid.wire.request_ids import name_of
 
-_encode = msgspec.json.Encoder().encode
+_encode: Final = msgspec.json.Encoder().encode
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class MessagesEncoder(PieceEncoder[Event]):
         )
 
 
-_DELTAS = {
+_DELTAS: Final = {
     Kind.CONTENT: ("text_delta", "text"),
     Kind.REASONING: ("thinking_delta", "thinking"),
     Kind.ARGUMENTS: ("input_json_delta", "partial_json"),

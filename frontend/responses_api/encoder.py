@@ -7,7 +7,7 @@ the next begins or the answer ends. Events are numbered from 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,7 +20,7 @@ from poolgrid.frontend.responses import escape_line_ends
 from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.wire.hashing import TOKEN_BYTES
 
-_encode = msgspec.json.Encoder().encode
+_encode: Final = msgspec.json.Encoder().encode
 
 Event = tuple[str, dict[str, Any]]
 
@@ -204,12 +204,12 @@ class ResponsesEncoder(PieceEncoder[Event]):
         return b"".join(parts)
 
 
-_DELTAS = {
+_DELTAS: Final = {
     Kind.CONTENT: "output_text",
     Kind.REASONING: "reasoning_text",
     Kind.ARGUMENTS: "function_call_arguments",
 }
-_PREFIXES = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.ARGUMENTS: "fc"}
+_PREFIXES: Final = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.ARGUMENTS: "fc"}
 
 
 def _part(kind: Kind, text: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from poolgrid.router.core.run_forest import Run
 from poolgrid.router.sharded_map import KEY_BITS, ShardedMap
@@ -24,13 +24,13 @@ from poolgrid.router.sharded_map import KEY_BITS, ShardedMap
 TABLES = (16_384, 32_768)
 """Slots of the tables that grow ahead of time. A smaller one takes less than half a millisecond to rebuild."""
 
-ROOM_LEFT = 8
+ROOM_LEFT: Final = 8
 """The part of a table's room that is left when growing ahead begins: one in so many."""
 
-SPLIT_PACE = 16
+SPLIT_PACE: Final = 16
 """A shard is split after as many new blocks as this part of what one holds, at the least."""
 
-LOOKED_AT = 16
+LOOKED_AT: Final = 16
 """Shards that one call looks at to find one that is to grow."""
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,40 +28,40 @@ from numpy.typing import NDArray
 from poolgrid.router.core.run_forest import Run
 from poolgrid.router.sharded_map import KEY_BITS, unknown_dict
 
-GONE = 1 << 31
+GONE: Final = 1 << 31
 """In the number of a run: this block went."""
 
-FRESH_ENTRIES = 8192
+FRESH_ENTRIES: Final = 8192
 """Blocks that are handed out in one go: a quarter of a millisecond."""
 
-GONE_SHARE = 3
+GONE_SHARE: Final = 3
 """Of so many entries of a shard one may say that a block went; what came and went takes twice as much."""
 
-GONE_SPARED = 128
+GONE_SPARED: Final = 128
 """Entries of a small shard that are not worth it: twice as many in 256 shards take 0.8 MB."""
 
-RELIEF_PACE = 3
+RELIEF_PACE: Final = 3
 """Entries that are put in order for each that is handed out. Four or less go through it for each block that goes, and
 half of what is handed out says that a block went. Shards are alike and come to it together: one at a time, however
 small, would be behind for ever."""
 
-SPREAD = np.uint64(0x9E3779B97F4A7C15)
+SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that different numbers of runs are different products."""
 
-SHARDS_FREED = 16
+SHARDS_FREED: Final = 16
 """Shards that are freed as one entry, each of two pieces of memory."""
 
-SPLIT_BITS = 1
+SPLIT_BITS: Final = 1
 
-DEPTH_MAX = 32
+DEPTH_MAX: Final = 32
 """Leading bits that shards differ by at the most."""
 
-PAGE_BITS = 12
+PAGE_BITS: Final = 12
 """Runs are found by their number on pages of so many: a dict of them is unknown to the garbage collector, and small."""
 
-_PAGE_MASK = (1 << PAGE_BITS) - 1
+_PAGE_MASK: Final = (1 << PAGE_BITS) - 1
 
-_ENTRY_BYTES = 12
+_ENTRY_BYTES: Final = 12
 
 
 class _Shard:

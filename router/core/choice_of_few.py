@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from poolgrid.router.core.candidates import FewCandidates, RoutingRequest
 from poolgrid.router.core.choice import Choice, TermsOfFew
 from poolgrid.router.core.cost import costs_of_few
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.wire.hashing import stable_u64
 
-TIE_SEED = 1
+TIE_SEED: Final = 1
 """Of what breaks ties, whoever chooses."""
 
 

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Final
 
 from poolgrid.wire.identifiers import WorkerKey
 
-PROMPTS_MAX = 1024
+PROMPTS_MAX: Final = 1024
 """Streams are milliseconds behind, in which a busy router sees some ten first tokens. More only come together while a
 stream is away; the last second is then as much as anybody knows."""
 
-SAME_BEGINNING_MAX = 32
+SAME_BEGINNING_MAX: Final = 32
 """Prompts of one system prompt that are compared, a third of a microsecond each."""
 
-TOKENS_MIN = 512
+TOKENS_MIN: Final = 512
 """A shorter prompt is not worth it: it is computed anew in some milliseconds, and requests of that size are many."""
 
 _Key = tuple[WorkerKey, str]

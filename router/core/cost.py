@@ -15,7 +15,7 @@ weight trades far more reuse than the balance is worth (measured in ``docs/decis
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.step_curve import FloatArray
 from poolgrid.wire.identifiers import Stage
 
-_DECODE = Stage.DECODE
+_DECODE: Final = Stage.DECODE
 
 
 Numbers = Any
@@ -39,7 +39,7 @@ def costs_of(
     block_size: int,
     blocks: int,
 ) -> list[tuple[Numbers, Numbers, Numbers, Numbers]]:
-    """Return what a request would cost on each worker: the one place where the formula stands.
+    """Return what a request would cost on each worker, by the formula above.
 
     A row is a worker's prefill tokens, active blocks, and overlap in blocks on device, host and disk. What is returned
     of it is its overlap credit, adjusted prefill, potential decode blocks and cost, all in blocks. Columns of workers
@@ -62,14 +62,40 @@ def costs_of(
 def costs_of_few(
     request: RoutingRequest, few: FewCandidates, weights: CostWeights
 ) -> list[tuple[float, float, float, float]]:
-    """Return ``costs_of`` a handful of workers; one that decodes computes no prompt, and no overlap counts."""
-    isl, queued = request.isl, few.prefill_tokens
-    device, host, disk = few.device_overlap, few.host_overlap, few.disk_overlap
+    """Return ``costs_of`` a handful of workers; one that decodes computes no prompt, and no overlap counts.
+
+    The formula stands here once more, bit for bit the same, because numbers whose kind is known are reckoned with in a
+    tenth of the time where this is compiled.
+    """
+    isl = float(request.isl)
+    queued = few.prefill_tokens
+    devices, hosts, disks = few.device_overlap, few.host_overlap, few.disk_overlap
     if request.stage is _DECODE:
-        isl, queued = 0, (0.0,) * len(few.workers)
-        device = host = disk = queued
-    rows = zip(queued, few.active_blocks, device, host, disk, strict=True)
-    return costs_of(rows, weights, isl, request.block_size, request.blocks)
+        isl, queued = 0.0, (0.0,) * len(few.workers)
+        devices = hosts = disks = queued
+    block_size = float(request.block_size)
+    blocks = float(request.blocks)
+    queue_weight: float = weights.queue_weight
+    prefill_weight: float = weights.prefill_weight
+    decode_weight: float = weights.decode_weight
+    device_weight: float = weights.device_weight
+    host_weight: float = weights.host_weight
+    disk_weight: float = weights.disk_weight
+    costs: list[tuple[float, float, float, float]] = []
+    device: float
+    host: float
+    disk: float
+    prefill_tokens: float
+    active_blocks: float
+    for prefill_tokens, active_blocks, device, host, disk in zip(
+        queued, few.active_blocks, devices, hosts, disks, strict=True
+    ):
+        credit = device_weight * device + host_weight * host + disk_weight * disk
+        left = (queue_weight * prefill_tokens + isl) / block_size - credit
+        prefill = (left + abs(left)) / 2.0
+        decode = active_blocks + blocks
+        costs.append((credit, prefill, decode, prefill_weight * prefill + decode_weight * decode))
+    return costs
 
 
 def softmax_weights(costs: FloatArray, temperature: float) -> FloatArray:

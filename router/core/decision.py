@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import final
+from typing import Final, final
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -28,17 +28,17 @@ from poolgrid.wire.identifiers import STAGE_WORD, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
 from poolgrid.wire.requests import KvRetention
 
-DECISION_BYTES = 1000
+DECISION_BYTES: Final = 1000
 """Measured: the record itself, its request, its place in the log."""
 
-ARRAY_BYTES = 112
+ARRAY_BYTES: Final = 112
 """Measured: what numpy takes for an array beside its values."""
 
-LIST_BYTES = 56
-LIST_VALUE_BYTES = 22
+LIST_BYTES: Final = 56
+LIST_VALUE_BYTES: Final = 22
 """What a column of plain numbers takes: a list, and for each row a place and, in half the columns, its own number."""
 
-OTHER_BYTES = 200
+OTHER_BYTES: Final = 200
 """About what a worker that was no candidate takes, with the reason."""
 
 
@@ -247,7 +247,7 @@ class Decision:
         return MediaRow(items=len(self.request.media), compared_blocks=self.compared_blocks)
 
 
-DECISION_LOG_BYTES = 64 * 1024 * 1024
+DECISION_LOG_BYTES: Final = 64 * 1024 * 1024
 """Memory of the kept decisions: 10,000 of them over 32 workers, 3,000 over 256."""
 
 

@@ -21,6 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heappop, heappush
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -28,35 +29,35 @@ from numpy.typing import NDArray
 
 from poolgrid.wire.identifiers import WorkerKey
 
-INITIAL_SLOTS = 16
+INITIAL_SLOTS: Final = 16
 """Array length at the start; doubles as workers come."""
 
 
-ENTRY_BYTES = 512
+ENTRY_BYTES: Final = 512
 """Budgeted bytes per request: about 475 measured with an id of 40 characters, unconfirmed; the rest for growth."""
 
-LEDGER_BYTES = 256 * 1024 * 1024
+LEDGER_BYTES: Final = 256 * 1024 * 1024
 """Memory of the ledger by default: 500,000 requests on workers at a time, a hundred times a large pool."""
 
-CROWDING_RETRIES = 4
+CROWDING_RETRIES: Final = 4
 """How often a request may be refused because other routers were quicker. Each retry costs a round trip, well below a
 millisecond, and spares a wait behind somebody else's prompt."""
 
-CROWDING_LEASE_MS = 50.0
+CROWDING_LEASE_MS: Final = 50.0
 """How long a worker's word for what others sent it counts: longer than its events take, shorter than most prompts."""
 
-OTHERS_STEP = 0.02
+OTHERS_STEP: Final = 0.02
 """What the latest request counts in the share of others: it is an average over some fifty requests. One whose client
 left before its worker said that it began looks like another router's, so a single one must not count much."""
 
-OTHERS = "~others~"
+OTHERS: Final = "~others~"
 """Beginning of such entries' ids; no request has one like it (``poolgrid.wire.request_ids``: a name is never empty)."""
 
 
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
 """Takes certain places of a sequence."""
 
-GONE = -1
+GONE: Final = -1
 """Slot of an entry that the ledger has forgotten."""
 
 

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Final
 
-WINDOW = 64
+WINDOW: Final = 64
 """Requests that count: a few seconds of a busy worker, so that the verdict follows a stream that breaks or heals."""
 
-LEAST_REQUESTS = 16
+LEAST_REQUESTS: Final = 16
 """Fewer could be chance: a burst of equal prompts, an eviction under way."""
 
-SUSPECT_ABOVE = 0.5
+SUSPECT_ABOVE: Final = 0.5
 """More wrong than right. Evictions between choice and start, the usual disagreement, stay far below."""
 
-TRUSTED_BELOW = 0.25
+TRUSTED_BELOW: Final = 0.25
 
 
 class OverlapCheck:

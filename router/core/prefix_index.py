@@ -42,6 +42,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
+from typing import Final
 
 from poolgrid.router.core.block_map import BlockMap
 from poolgrid.router.core.block_places import GONE, BlockPlaces
@@ -54,49 +55,50 @@ from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerKey
 
-BYTES_PER_BLOCK = 128
+BYTES_PER_BLOCK: Final = 128
 """Budgeted bytes per distinct block. Of runs of a hundred blocks one takes 20 to 40 (its place in the run, and as it is
 written down), of runs of a few several hundred; recorded decisions are replayed with the same number."""
 
 RUN_BLOCKS_MAX = 1024
 """Blocks of one run: what is freed in one go, at the most, and twice what a split moves."""
 
-SWEEP_SLICE_ENTRIES = 1024
+SWEEP_SLICE_ENTRIES: Final = 1024
 """Runs, orphans, entries of lower tiers and freed blocks looked at per call after a worker was dropped, at the most:
 0.3 ms."""
 
-SWEPT_PER_CALL, SWEPT_PER_BLOCK = 64, 2
+SWEPT_PER_CALL: Final = 64
+SWEPT_PER_BLOCK: Final = 2
 """Entries looked at for each call, and for each block of its event: many calls come in one turn of an event loop, and
 sweeping is to cost them about as much as the events themselves."""
 
 EVICTION_SLICE_BLOCKS = 1024
 """Blocks evicted per call while over budget, besides four for each block of the event: 0.4 ms."""
 
-LOOK_SLICE_ENTRIES = 2048
+LOOK_SLICE_ENTRIES: Final = 2048
 """Entries looked at per call by whoever wants all that a worker holds, and a shard's more: half a millisecond."""
 
-DEVICE = Tier.DEVICE
+DEVICE: Final = Tier.DEVICE
 """Found without asking the enumeration, for each event anew."""
 
-HASHES_END = 1 << KEY_BITS
+HASHES_END: Final = 1 << KEY_BITS
 """Behind the last hash."""
 
-FIRST_DEPTH = 8
+FIRST_DEPTH: Final = 8
 """Leading bits that the shards of an empty index differ by: 256. With more, a store has more memory to touch."""
 
-EDGES_SHARD_ENTRIES = 32_768
+EDGES_SHARD_ENTRIES: Final = 32_768
 """Edges of a shard before it is split: eight million need no split, and a rebuild takes two to three milliseconds. At
 8,192 storing took a half more from two million on, where all shards were split, and a young run of the collector, which
 looks at all that is in new dicts, a tenth of a second."""
 
-PLACES_SHARD_ENTRIES = 16_384
+PLACES_SHARD_ENTRIES: Final = 16_384
 """Blocks of a shard of ``BlockPlaces``: looking through all of them takes five to ten microseconds, splitting them or
 putting them in order about a millisecond."""
 
-NEAR = 8
+NEAR: Final = 8
 """Blocks of a path that a leap looks at, at each place, for one that is the first or last of a run."""
 
-HOPS = 16
+HOPS: Final = 16
 """Runs in a row that a look-up passes one by one though nobody's part of the path ends there; then it leaps."""
 
 SECOND_CHANCES = 64

@@ -12,7 +12,7 @@ place in one (``adopt``). Nobody ever sees half of it, and what is seen does not
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import assert_never
+from typing import Final, assert_never
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.fleet import Fleet
@@ -46,9 +46,9 @@ from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.streams import fold
 
-LIVE = StreamState.LIVE
+LIVE: Final = StreamState.LIVE
 
-LOAD_STEP_BLOCKS = 2048
+LOAD_STEP_BLOCKS: Final = 2048
 """Blocks of a snapshot loaded between two turns of a router: about a millisecond."""
 
 

@@ -15,12 +15,12 @@ Rules
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, Final
 
 from poolgrid.router.core.age_list import AgeList
 from poolgrid.router.core.aged import Aged
 
-RUN_BYTES = 152
+RUN_BYTES: Final = 152
 """A run with its list, without what is in the list: measured."""
 
 

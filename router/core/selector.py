@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import ge, itemgetter
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -46,7 +47,8 @@ PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 _MutableColumn = list[float] | FloatArray
 """One number per worker that is still to be filled in, of few or of many."""
 
-_ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
+_ENCODE: Final = Stage.ENCODE
+_DECODE: Final = Stage.DECODE
 _NOBODY: Mapping[WorkerKey, str] = MappingProxyType({})
 """No worker, for the many decisions that share it."""
 
@@ -90,7 +92,7 @@ class PolicyFailed:
 Found = Decision | NoWorker | PolicyFailed
 """What comes of looking for a worker."""
 
-BUSY = "busy"
+BUSY: Final = "busy"
 """Filter reason of a worker that already has as many requests as the router gives it."""
 
 

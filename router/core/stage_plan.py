@@ -15,7 +15,7 @@ The rule, in this order:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from poolgrid.wire.identifiers import Role, Stage
 
@@ -55,16 +55,16 @@ def first_leg(
     return _AGGREGATED
 
 
-_LOCAL_PREFILL = Leg(Stage.WHOLE, DECODE_ROLES, "local_prefill")
-_PREFILL = Leg(Stage.PREFILL, PREFILL_ROLES, "disaggregated")
-_NO_PREFILL_WORKER = Leg(Stage.WHOLE, DECODE_ROLES, "no_prefill_worker")
-_AGGREGATED = Leg(Stage.WHOLE, WHOLE_ROLES, "aggregated")
+_LOCAL_PREFILL: Final = Leg(Stage.WHOLE, DECODE_ROLES, "local_prefill")
+_PREFILL: Final = Leg(Stage.PREFILL, PREFILL_ROLES, "disaggregated")
+_NO_PREFILL_WORKER: Final = Leg(Stage.WHOLE, DECODE_ROLES, "no_prefill_worker")
+_AGGREGATED: Final = Leg(Stage.WHOLE, WHOLE_ROLES, "aggregated")
 
-ENCODE_LEG = Leg(Stage.ENCODE, ENCODE_ROLES, "media")
+ENCODE_LEG: Final = Leg(Stage.ENCODE, ENCODE_ROLES, "media")
 """Before the legs that compute tokens."""
 
-NEVER_LOCAL = -1
+NEVER_LOCAL: Final = -1
 """As ``local_prefill_max_tokens``: not even a prompt that is all cached."""
 
-SECOND_LEG = Leg(Stage.DECODE, DECODE_ROLES, "disaggregated")
+SECOND_LEG: Final = Leg(Stage.DECODE, DECODE_ROLES, "disaggregated")
 """After a prefill leg that did not finish the request."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -28,13 +29,13 @@ from poolgrid.wire.feed import SourceStream
 from poolgrid.wire.identifiers import Stage, StreamState, WorkerKey
 from poolgrid.wire.streams import own_stream
 
-PENDING_MAX = 16_384
+PENDING_MAX: Final = 16_384
 """Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""
 
-PREDICTION_TTL_MS = 120_000.0
+PREDICTION_TTL_MS: Final = 120_000.0
 """How long a choice is believed to be in the cache of an untrusted worker, as in approximate mode."""
 
-PREDICTION_BUDGET_BYTES = 64 * 1024 * 1024
+PREDICTION_BUDGET_BYTES: Final = 64 * 1024 * 1024
 """Memory of the predictions: half a million blocks; beyond it the oldest paths are cut."""
 
 
@@ -45,7 +46,8 @@ place among the prompts that are computed, from 1 on, or 0."""
 Window = tuple[WorkerKey, list[tuple[int, int, int]], bool]
 """A worker's cross-check: what counts for it (predicted, realised, disagreeing tokens), and whether it is suspect."""
 
-_ENCODE, _DECODE = Stage.ENCODE, Stage.DECODE
+_ENCODE: Final = Stage.ENCODE
+_DECODE: Final = Stage.DECODE
 
 
 class _Pending(msgspec.Struct):

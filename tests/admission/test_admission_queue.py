@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
+from poolgrid.admission.admission_queue import AdmissionQueue
 from poolgrid.admission.drain_rate import DrainRate
+from poolgrid.admission.queued_request import QueuedRequest, QueueOrder
 
 NO_BOUND = 10**12
 

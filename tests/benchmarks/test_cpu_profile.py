@@ -37,7 +37,7 @@ DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._disp
         ([DRAIN, "WorkerLink.on_frame (dispatch/worker_link.py:116)"], "token intake"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:6)", "0x7f (zmq/backend/cython/_zmq.so)"], "ZMQ send"),
         ([*SERVE, "_Exchange._whole (frontend/inference_endpoint.py:371)"], "answer encode"),
-        ([*SERVE, "_DirectCycle._continue (runtime/http_protocol.py:87)"], "write"),
+        ([*SERVE, "DirectCycle._continue (runtime/direct_cycle.py:87)"], "write"),
         (FOLD, "event stream"),
         ([*FOLD, "Socket.recv_multipart (zmq/sugar/socket.py:785)"], "ZMQ receive"),
         (["f (elsewhere/else.py:1)"], "event loop"),

@@ -14,7 +14,6 @@ from poolgrid.router.consolidator.bootstrap import create
 from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.runtime.bulk_work import SLICE_MS
-from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello
@@ -29,8 +28,11 @@ STEPS: dict[str, list[AnyEvent]] = {
 }
 
 
-class StillClock(SystemClock):
+class StillClock:
     """A clock by which nothing takes any time: profiled, a wake-up takes longer than it may."""
+
+    def wall_ms(self) -> int:
+        return 1_700_000_000_000
 
     def monotonic_ms(self) -> float:
         return 1000.0
@@ -93,8 +95,11 @@ def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_forty()
     asyncio.run(scenario())
 
 
-class SlowClock(SystemClock):
+class SlowClock:
     """A clock by which everything takes long."""
+
+    def wall_ms(self) -> int:
+        return 1_700_000_000_000
 
     def __init__(self) -> None:
         self._now_ms = 0.0

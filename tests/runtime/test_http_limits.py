@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.runtime.bounded_protocol import TURN_BYTES, TURN_PIECES, BoundedProtocol
+from poolgrid.runtime.direct_cycle import CONNECTION, Connection
 from poolgrid.runtime.http_connections import (
     OTHER_FILES,
     SAID_EVERY_S,
@@ -29,7 +30,6 @@ from poolgrid.runtime.http_connections import (
     connections_that_fit,
     source_of,
 )
-from poolgrid.runtime.http_protocol import CONNECTION, Connection
 from poolgrid.runtime.http_server import STOOD_STILL_S, HttpServer
 from poolgrid.runtime.http_settings import HttpLimits, HttpSettings
 from poolgrid.runtime.security import SecuritySettings

@@ -15,9 +15,11 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.runtime import http_server
+from poolgrid.runtime.direct_cycle import CONNECTION, Connection, DirectCycle
 from poolgrid.runtime.http_connections import SAID_EVERY_S, InvalidRequests
-from poolgrid.runtime.http_protocol import CONNECTION, HEADS_TRIED_MAX, Connection, DirectProtocol, _DirectCycle
+from poolgrid.runtime.http_protocol import HEADS_TRIED_MAX, DirectProtocol
 from poolgrid.runtime.http_server import HttpServer
+from tests.forms import needs_patches
 
 LIMIT = 1000
 
@@ -250,6 +252,7 @@ def test_a_stream_is_chunked_and_empty_parts_do_not_end_it() -> None:
     asyncio.run(go())
 
 
+@needs_patches
 def test_the_head_of_a_stream_leaves_with_its_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
 
@@ -264,13 +267,13 @@ def test_the_head_of_a_stream_leaves_with_its_first_part(monkeypatch: pytest.Mon
         def __getattr__(self, name: str) -> Any:
             return getattr(self._transport, name)
 
-    begun = _DirectCycle.__init__
+    begun = DirectCycle.__init__
 
-    def begin(cycle: _DirectCycle, *given: Any, **named: Any) -> None:
+    def begin(cycle: DirectCycle, *given: Any, **named: Any) -> None:
         begun(cycle, *given, **named)
         cycle.transport = cast(asyncio.Transport, Recording(cycle.transport))
 
-    monkeypatch.setattr(_DirectCycle, "__init__", begin)
+    monkeypatch.setattr(DirectCycle, "__init__", begin)
 
     async def go() -> None:
         async with talking() as (_, client):
@@ -614,7 +617,7 @@ def test_nothing_of_an_answered_request_waits_for_the_collector(header: bytes) -
         async with talking() as (_, client):
             gc.collect()
             # What other tests of this process still hold is not ours; holding it here keeps it apart from ours.
-            earlier = [each for each in gc.get_objects() if isinstance(each, _DirectCycle)]
+            earlier = [each for each in gc.get_objects() if isinstance(each, DirectCycle)]
             gc.disable()
             try:
                 for _ in range(20):
@@ -622,7 +625,7 @@ def test_nothing_of_an_answered_request_waits_for_the_collector(header: bytes) -
                         b"POST /direct HTTP/1.1\r\nhost: x\r\n" + header + b"content-length: 3\r\n\r\nabc"
                     )
                     await client.response()
-                alive = [each for each in gc.get_objects() if isinstance(each, _DirectCycle)]
+                alive = [each for each in gc.get_objects() if isinstance(each, DirectCycle)]
                 # The protocol has the last one until the next request.
                 assert len(alive) - len(earlier) <= 1
             finally:

@@ -20,8 +20,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import Server
 
 from poolgrid.runtime.bounded_protocol import EMPTY_LINE, BoundedProtocol
+from poolgrid.runtime.direct_cycle import DefaultLines, DirectCycle
 from poolgrid.runtime.flow_control import Reading
-from poolgrid.runtime.http_protocol import DirectProtocol, _DirectCycle
+from poolgrid.runtime.http_protocol import DirectProtocol
 from poolgrid.runtime.http_server import _Server
 
 DIGESTS = {
@@ -78,7 +79,6 @@ def test_what_is_replaced_or_leant_on_is_as_it_was(name: str) -> None:
     [
         (BoundedProtocol, HttpToolsProtocol),
         (DirectProtocol, HttpToolsProtocol),
-        (_DirectCycle, RequestResponseCycle),
         (Reading, FlowControl),
         (_Server, Server),
     ],
@@ -94,12 +94,23 @@ def test_every_method_that_is_replaced_is_watched(ours: type, theirs: type) -> N
     assert {f"{theirs.__name__}.{name}" for name in replaced - {"__init__"}} <= set(DIGESTS)
 
 
+def test_a_cycle_of_ours_does_what_uvicorns_does_and_that_is_watched() -> None:
+    methods = {name for name, value in vars(RequestResponseCycle).items() if inspect.isfunction(value)}
+    ours = {name for name in methods if hasattr(DirectCycle, name)}
+
+    assert methods - ours == {"send_500_response"}, "which nobody but a cycle itself calls"
+    assert {f"RequestResponseCycle.{name}" for name in ours} <= set(DIGESTS)
+
+
 def test_a_cycle_of_ours_has_all_that_uvicorns_has() -> None:
     names = inspect.signature(RequestResponseCycle.__init__).parameters
     theirs = RequestResponseCycle(**dict.fromkeys(set(names) - {"self"}))  # type: ignore[arg-type]
-    ours = _DirectCycle(Mock(), None, keep_alive=True)
+    protocol = Mock(tasks=set(), default_lines=DefaultLines(), server_state=Mock(default_headers=[]))
+    ours = DirectCycle(protocol, None, keep_alive=True)
 
-    assert {name for name in vars(theirs) if not hasattr(ours, name)} == set()
+    # Its own log and the server's headers as they are; ours has one log, and the lines that it sends.
+    without = {"logger", "access_logger", "default_headers"}
+    assert {name for name in vars(theirs) if not hasattr(ours, name)} == without
 
 
 class Events:

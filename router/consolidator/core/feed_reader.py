@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
@@ -35,13 +36,13 @@ from poolgrid.wire.feed import BlockChain, FromFeed, Replay, SnapshotPart, TakeS
 from poolgrid.wire.feed_frames import FeedFrame
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX
 
-KEPT_RECORDS_MAX = 20_000
+KEPT_RECORDS_MAX: Final = 20_000
 """Records kept during a snapshot or replay: seconds of a busy pool."""
 
-KEPT_BYTES_MAX = 64 * 1024 * 1024
+KEPT_BYTES_MAX: Final = 64 * 1024 * 1024
 """Bytes of records kept during a snapshot or replay."""
 
-SNAPSHOT_PARTS_MAX = 65_536
+SNAPSHOT_PARTS_MAX: Final = 65_536
 """Parts of one snapshot: 2**28 chains at the least."""
 
 
@@ -53,7 +54,7 @@ class FeedState(Enum):
     LIVE = "live"
 
 
-_LIVE = FeedState.LIVE
+_LIVE: Final = FeedState.LIVE
 
 
 @dataclass(frozen=True, slots=True)
