@@ -91,8 +91,8 @@ class WorkerLoad:
                         self._ttft_s.append(now_s - self._started_s)
                 if delta.error is not None:
                     self.failure = delta.error
-                elif delta.finish_reason is not None and not self._ended:
-                    # Not in this callback: what is sent there would wait for the end of the read.
+                elif delta.finish_reason is not None:
+                    # Behind the frame: the next request is no part of taking this one.
                     asyncio.get_running_loop().call_soon(self._send)
 
     async def run(self) -> dict[str, Any]:

@@ -347,10 +347,7 @@ _MISSING = re.compile(r"missing required field `(.*)`")
 
 def parse_chat(body: bytes) -> ChatBody:
     """Parse a chat body; raises ``RequestError``."""
-    try:
-        parsed = _chat_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        parsed = parse(_chat_decoder, body)  # which says what is wrong, where something is
+    parsed = parse(_chat_decoder, body)
     if parsed.nvext is not None or _asked_of_chat(parsed) != _NOTHING_OF_CHAT:
         refuse(parsed, REFUSED_CHAT)
     return parsed
@@ -358,10 +355,7 @@ def parse_chat(body: bytes) -> ChatBody:
 
 def parse_completion(body: bytes) -> CompletionBody:
     """Parse a completion body; raises ``RequestError``."""
-    try:
-        parsed = _completion_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        parsed = parse(_completion_decoder, body)  # which says what is wrong, where something is
+    parsed = parse(_completion_decoder, body)
     if parsed.nvext is not None or _asked_of_completion(parsed) != _NOTHING_OF_COMPLETION:
         refuse(parsed, REFUSED_COMPLETION)
     return parsed
