@@ -64,8 +64,8 @@ def costs_of_few(
 ) -> list[tuple[float, float, float, float]]:
     """Return ``costs_of`` a handful of workers; one that decodes computes no prompt, and no overlap counts.
 
-    The formula stands here once more, bit for bit the same, because numbers whose kind is known are reckoned with in a
-    tenth of the time where this is compiled.
+    The formula stands here once more, bit for bit the same, because numbers whose kind is known need no objects between
+    the steps where this is compiled.
     """
     isl = float(request.isl)
     queued = few.prefill_tokens
