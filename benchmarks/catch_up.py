@@ -40,12 +40,12 @@ from poolgrid.router.consolidator.bootstrap import create, serve
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.router.consolidator.journal.files import FileJournal
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener

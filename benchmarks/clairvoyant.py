@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.simulation.pool import SimulatedPool
 from poolgrid.simulation.worker_speeds import WorkerSpeeds
 from poolgrid.simulation.workload import SimulatedRequest, Workload

@@ -38,12 +38,12 @@ from attacks.pool import AttackedPool, Shape
 from benchmarks.rank_test import accuracy, area
 from benchmarks.soak_requests import WORDS
 from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.media.references import read_reference
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.tenant_caches import CacheDomain, CacheShares

@@ -8,7 +8,7 @@ import msgspec
 
 from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.legs import Dispatch
-from poolgrid.frontend.ports import StreamDelta
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.requests import TokenDelta
 
 

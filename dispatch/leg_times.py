@@ -14,9 +14,8 @@ Rules
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Final
+from typing import Final, final
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.dispatch.effects import Heard
@@ -35,15 +34,19 @@ _PREFILLED: Final = FinishReason.PREFILLED
 _ERROR: Final = FinishReason.ERROR
 
 
-class LegWatch(msgspec.Struct):
+@final
+class LegWatch:
     """Where a request stands between two moments that are counted."""
 
-    since_s: float
-    """When its current leg, or its wait, began."""
-    dispatch_number: int = -1
-    """The dispatch that is measured; below 0 while there is none."""
-    generates: bool = False
-    """Whether the dispatch has had its first output."""
+    __slots__ = ("dispatch_number", "generates", "since_s")
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+        """When its current leg, or its wait, began."""
+        self.dispatch_number = -1
+        """The dispatch that is measured; below 0 while there is none."""
+        self.generates = False
+        """Whether the dispatch has had its first output."""
 
 
 class LegTimes:

@@ -11,7 +11,7 @@ from typing import Final, final
 
 import msgspec
 
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput

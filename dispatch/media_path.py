@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from poolgrid.dispatch.tenant_paths import TenantPaths
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.wire.hashing import TOKEN_BYTES, hash_seed
 from poolgrid.wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks
 

@@ -23,15 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import Final
-
-import msgspec
+from typing import Final, final
 
 from poolgrid.dispatch.effects import NOTHING, Avoid, Blame, Cancel, Crowded, Effect, End, Heard, PlaceNext, Release
 from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.legs import Dispatch, LegPlan
 from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason, Generate, KvRetention, RefusalKind, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
@@ -275,18 +274,24 @@ HAPPENED_OF: Final = {
 """``INVALID`` is not among them: it ends the request like any last delta."""
 
 
-class _Event(msgspec.Struct):
+@final
+class _Event:
     """What happened to a request, and what has followed so far."""
 
-    leg: Dispatch | None
-    """The leg it happened to; ``None`` for the request as a whole."""
-    happened: Happened
-    why: str
-    delta: TokenDelta | None
-    """What a worker said."""
-    said: StreamDelta | None
-    """What of it, or instead of it, is for the client."""
-    effects: list[Effect]
+    __slots__ = ("delta", "effects", "happened", "leg", "said", "why")
+
+    def __init__(
+        self, leg: Dispatch | None, happened: Happened, why: str, delta: TokenDelta | None, said: StreamDelta | None
+    ) -> None:
+        self.leg = leg
+        """The leg it happened to; ``None`` for the request as a whole."""
+        self.happened = happened
+        self.why = why
+        self.delta = delta
+        """What a worker said."""
+        self.said = said
+        """What of it, or instead of it, is for the client."""
+        self.effects: list[Effect] = []
 
     @property
     def dispatch(self) -> Dispatch:
@@ -434,7 +439,7 @@ class RequestMachine:
         said: StreamDelta | None,
     ) -> tuple[Effect, ...]:
         """Do what the table says, and return the effects for whoever carries them out."""
-        event = _Event(dispatch, happened, why, delta, said, [])
+        event = _Event(dispatch, happened, why, delta, said)
         for step in STEPS[standing, happened]:
             step(self, event)
         return tuple(event.effects)

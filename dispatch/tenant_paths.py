@@ -7,7 +7,7 @@ another's out either.
 from __future__ import annotations
 
 from poolgrid.dispatch.prompt_paths import BUDGET_BYTES, PromptPaths
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.runtime.tenant_caches import TenantCaches
 
 

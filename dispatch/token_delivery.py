@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.frontend.ports import StreamDelta
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.requests import FinishReason
 
 

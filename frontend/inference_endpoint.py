@@ -22,7 +22,6 @@ from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, Final
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
@@ -39,7 +38,7 @@ from poolgrid.frontend.keep_alive import KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.memory_budget import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
-from poolgrid.frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
+from poolgrid.frontend.ports import HINT_HEADERS, InferenceBackend, Refused
 from poolgrid.frontend.preparation import Job
 from poolgrid.frontend.prompt import Prompt
 from poolgrid.frontend.request_body import check_announced, receive_body
@@ -48,6 +47,7 @@ from poolgrid.frontend.request_span import tell_request
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.frontend.stream_head import StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.traffic import NOTHING_YET, Account, EndedRequest, Traffic
@@ -333,10 +333,11 @@ class _Exchange:
     async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
         requests = job.requests(prompts, request_ids, self._headers.hints)
         if self.trace is not None:
-            requests = [msgspec.structs.replace(request, trace=self.trace) for request in requests]
+            for request in requests:
+                request.trace = self.trace
         if self._caller is not None:
             isl = sum(prompt.isl for prompt in prompts)
-            requests = self._caller.admit(requests, isl, self._clock.monotonic_ms())
+            self._caller.admit(requests, isl, self._clock.monotonic_ms())
         per_prompt = job.choices_per_prompt
         outputs = self._outputs
         for index, request in enumerate(requests):

@@ -6,76 +6,16 @@ into HTTP. Tokens cross this line as packed u32 little-endian bytes; text never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-import msgspec
-
-from poolgrid.runtime.log_lines import Field, about
-from poolgrid.runtime.tenant_caches import WHOLE, CacheShares
-from poolgrid.runtime.tracing.record import TraceRecord
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
-from poolgrid.wire.multimodal import MultimodalInput
-from poolgrid.wire.requests import KvRetention, Sampling, TokenLogprobs
 
 HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
 """Request headers that are handed to the router; a router that has no use for them ignores them."""
-
-NO_HINTS: Mapping[str, Any] = {}
-
-
-class InferenceRequest(msgspec.Struct, frozen=True):
-    """One sequence to generate, tokenized. A body with ``n`` choices becomes ``n`` of these."""
-
-    request_id: str
-    model: str
-    token_ids: bytes
-    sampling: Sampling
-    stop_token_ids: tuple[int, ...] = ()
-    priority: int = 0
-    lora_name: str = ""
-    cache_salt: str = ""
-    expected_output_tokens: int | None = None
-    multimodal: MultimodalInput | None = None
-    """Its media, with their places among ``token_ids``."""
-    read_whole: bool = False
-    """Whether nobody reads the answer before its end: its tokens may come in larger pieces."""
-    tenant: str = ""
-    """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
-    tenant_weight: float = 1.0
-    cache_shares: CacheShares | None = WHOLE
-    """Among whom the process's caches are divided; ``None`` = the request leaves nothing in them."""
-    retention: KvRetention | None = None
-    """How long its KV blocks stay cached; every range has an end."""
-    hints: Mapping[str, Any] = {}
-    """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
-    ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
-    trace: TraceRecord | None = None
-    """What happens to the client's request, for one whose trace is kept; shared by all its sequences."""
-
-    def named(self, **more: Field) -> dict[str, Any]:
-        """Return the ``extra`` of a log line about this request, and what else the line is about."""
-        return about(request_id=self.request_id, trace_id="" if self.trace is None else self.trace.trace_id, **more)
-
-
-class StreamDelta(msgspec.Struct):
-    """New tokens of one request; ``finish_reason`` is set on the last one."""
-
-    token_ids: bytes
-    finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled`` or ``error``."""
-    cached_tokens: int | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    error: str | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Of the prompt's tokens from the second on; once, with the first delta, when asked for."""
-    unsupported: bool = False
-    """With an error: no worker can do what the request asks for, which is the client's to mend."""
-    poison: bool = False
-    """With an error: workers were lost with the request on them, and it is not tried on another."""
-    shutdown: bool = False
-    """With an error: the router ends, and has nothing against the request."""
 
 
 class TokenStream(Protocol):

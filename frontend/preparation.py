@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, final
 
 import msgspec
 
@@ -18,6 +18,7 @@ from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
 from poolgrid.frontend.errors import ContextOverflow, RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, guide_of
+from poolgrid.frontend.inference_request import NO_HINTS, InferenceRequest
 from poolgrid.frontend.media.conversation import find_media, forms, shape_message, with_media
 from poolgrid.frontend.media.references import MediaReference
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
@@ -27,7 +28,7 @@ from poolgrid.frontend.model_forms import ModelForm, ModelForms, template_source
 from poolgrid.frontend.parsed_answers import ParsedChatEncoder
 from poolgrid.frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
 from poolgrid.frontend.parsers.pieces import OutputParser
-from poolgrid.frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
+from poolgrid.frontend.ports import InferenceBackend, ServedModel
 from poolgrid.frontend.prompt import Prompt
 from poolgrid.frontend.prompt_encoder import Lookup
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
@@ -80,58 +81,115 @@ class _Sighted:
         return len(self.text) if self.text.isascii() else 3 * len(self.text)
 
 
-class Job(msgspec.Struct):
+@final
+class Job:
     """What one body asks for, checked, with its prompts still text.
 
     A body of another API comes as the chat body that means the same, with the form of its answer.
     """
 
-    chat: bool
-    body: InferenceBody
-    model: PromptModel
-    served: ServedModel
-    lora_name: str
-    stops: tuple[str, ...]
-    logprobs: int | None
-    """Alternatives per token that the client wants; ``None`` = no log probabilities."""
-    settings: FrontendSettings
-    guide: Guide
-    """What the output must keep to, as fields of ``Sampling``."""
-    guide_param: str
-    """The field of the body that it is from."""
-    output_model: PromptModel
-    """``model``, with those special tokens shown that the parsers of the output look for."""
-    choices_per_prompt: int
-    """``n``."""
-    client_salt: str
-    """The cache salt that the client wrote, or an empty one."""
-    max_sequence_length: int
-    """How many tokens a prompt and its answer may have together."""
-    prompt_only: bool = False
-    """Whether the answer is the prompt (``echo``) and no token more (``max_tokens`` 0)."""
-    has_text: bool = True
-    """Whether the tokenizer has work to do: packing a token array is not worth a thread."""
-    output_format: OutputFormat | None = None
-    """How the output is taken apart; ``None`` = it is content as it is."""
-    tool_use: ToolUse | None = None
-    form: AnswerForm | None = None
-    """The form of the answer where it is not chat's or that of a completion."""
-    earlier_calls: int = 0
-    """Tool calls in the messages."""
-    continued: str | None = None
-    """The words of the assistant that the output goes on with, when the client asked for that."""
-    media: tuple[MediaReference, ...] = ()
-    """Media that the messages name, in order."""
-    items: tuple[MediaItem, ...] = ()
-    """The same, loaded; the caller sets them before ``look_up`` and ``tokenize``."""
-    domain: CacheDomain | None = None
-    """Whose it is, for caches; the caller sets it. Without one nothing is looked up or kept."""
-    own_salt: str = ""
-    """Takes the place of the salt that the client wrote."""
-    retention: KvRetention | None = None
-    """How long its blocks stay cached, where the client says so."""
-    sighted: list[_Sighted] = []
-    """Prompts as ``look_up`` left them for ``tokenize``, in order."""
+    # Not a struct: what is asked for so often is a plain place in memory where it is compiled.
+    __slots__ = (
+        "body",
+        "chat",
+        "choices_per_prompt",
+        "client_salt",
+        "continued",
+        "domain",
+        "earlier_calls",
+        "form",
+        "guide",
+        "guide_param",
+        "has_text",
+        "is_plain",
+        "items",
+        "logprobs",
+        "lora_name",
+        "max_sequence_length",
+        "media",
+        "model",
+        "output_format",
+        "output_model",
+        "own_salt",
+        "prompt_only",
+        "retention",
+        "served",
+        "settings",
+        "sighted",
+        "stops",
+        "tool_use",
+    )
+
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        body: InferenceBody,
+        model: PromptModel,
+        served: ServedModel,
+        lora_name: str,
+        is_plain: bool,
+        stops: tuple[str, ...],
+        logprobs: int | None,
+        settings: FrontendSettings,
+        guide: Guide,
+        guide_param: str,
+        output_model: PromptModel,
+        choices_per_prompt: int,
+        client_salt: str,
+        max_sequence_length: int,
+        output_format: OutputFormat | None,
+        tool_use: ToolUse | None,
+        retention: KvRetention | None,
+    ) -> None:
+        self.chat = chat
+        self.body = body
+        self.model = model
+        self.served = served
+        self.lora_name = lora_name
+        self.is_plain = is_plain
+        """Nothing is asked for beyond what ``poolgrid.frontend.schema.USUAL`` names."""
+        self.stops = stops
+        self.logprobs = logprobs
+        """Alternatives per token that the client wants; ``None`` = no log probabilities."""
+        self.settings = settings
+        self.guide = guide
+        """What the output must keep to, as fields of ``Sampling``."""
+        self.guide_param = guide_param
+        """The field of the body that it is from."""
+        self.output_model = output_model
+        """``model``, with those special tokens shown that the parsers of the output look for."""
+        self.choices_per_prompt = choices_per_prompt
+        """``n``."""
+        self.client_salt = client_salt
+        """The cache salt that the client wrote, or an empty one."""
+        self.max_sequence_length = max_sequence_length
+        """How many tokens a prompt and its answer may have together."""
+        self.output_format = output_format
+        """How the output is taken apart; ``None`` = it is content as it is."""
+        self.tool_use = tool_use
+        self.retention = retention
+        """How long its blocks stay cached, where the client says so."""
+        self.prompt_only = False
+        """Whether the answer is the prompt (``echo``) and no token more (``max_tokens`` 0)."""
+        self.has_text = True
+        """Whether the tokenizer has work to do: packing a token array is not worth a thread."""
+        self.form: AnswerForm | None = None
+        """The form of the answer where it is not chat's or that of a completion."""
+        self.earlier_calls = 0
+        """Tool calls in the messages."""
+        self.continued: str | None = None
+        """The words of the assistant that the output goes on with, when the client asked for that."""
+        self.media: tuple[MediaReference, ...] = ()
+        """Media that the messages name, in order."""
+        self.items: tuple[MediaItem, ...] = ()
+        """The same, loaded; the caller sets them before ``look_up`` and ``tokenize``."""
+        self.domain: CacheDomain | None = None
+        """Whose it is, for caches; the caller sets it. Without one nothing is looked up or kept."""
+        self.own_salt = ""
+        """Takes the place of the salt that the client wrote."""
+        self.sighted: Sequence[_Sighted] = ()
+        """Prompts as ``look_up`` left them for ``tokenize``, in order."""
 
     @property
     def counts_in_chunks(self) -> bool:
@@ -149,7 +207,7 @@ class Job(msgspec.Struct):
         if self.media:
             self.media = self.items = ()
         if self.sighted:
-            self.sighted = []
+            self.sighted = ()
         if isinstance(self.body, ChatBody):
             self.body.messages = []
         elif isinstance(self.body, CompletionBody):
@@ -240,7 +298,7 @@ class Job(msgspec.Struct):
         per_prompt = self.choices_per_prompt
         salt = self.own_salt or self.client_salt
         stop_token_ids = self._stop_token_ids()
-        nvext = body.nvext
+        nvext = None if self.is_plain else body.nvext
         hints = nvext.agent_hints if nvext is not None else None
         priority = hints.priority or 0 if hints is not None else 0
         expected = hints.osl if hints is not None else None
@@ -344,7 +402,8 @@ class Job(msgspec.Struct):
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         body = self.body
-        own = tuple(dict.fromkeys(body.stop_token_ids)) if body.stop_token_ids else ()
+        listed = None if self.is_plain else body.stop_token_ids
+        own = tuple(dict.fromkeys(listed)) if listed else ()
         if body.ignore_eos:
             return own
         return own + tuple(token_id for token_id in self.model.eos_token_ids if token_id not in own)
@@ -390,6 +449,13 @@ class Job(msgspec.Struct):
                 max_tokens,
                 f"you requested {isl + max_tokens} tokens ({isl} in the {self.prompt_param}, "
                 f"{max_tokens} in the completion): allowed for {name} is 1 to {room}",
+            )
+        if self.is_plain:
+            return Sampling(
+                max_tokens=max(1, max_tokens),
+                temperature=body.temperature,
+                seed=body.seed,
+                ignore_eos=bool(body.ignore_eos),
             )
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
@@ -444,7 +510,10 @@ class Preparation:
 
     def chat(self, raw: bytes) -> Job:
         """Check the body of a chat request; raises ``RequestError``."""
-        return self.chat_job(parse_chat(raw))
+        body, plain = parse_chat(raw)
+        if plain:
+            return self._job(body, chat=True, logprobs=None, prompts=1, guide={}, is_plain=True)
+        return self.chat_job(body)
 
     def responses(self, body: ResponsesBody, earlier: Items, form: AnswerForm) -> Job:
         """Check a Responses request that was parsed, with the items that it goes on from; raises ``RequestError``."""
@@ -486,9 +555,11 @@ class Preparation:
 
     def completion(self, raw: bytes) -> Job:
         """Check the body of a completion request; raises ``RequestError``."""
-        body = parse_completion(raw)
+        body, plain = parse_completion(raw)
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens", "max_tokens is 0: allowed is an integer from 1, or with echo also 0")
+        if plain:
+            return self._job(body, chat=False, logprobs=None, prompts=_count_prompts(body), guide={}, is_plain=True)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise unsupported("best_of", f"no candidates are generated beyond n (got {quoted(body.best_of)})")
         guide, param = guide_of(body, body.nvext)
@@ -554,21 +625,23 @@ class Preparation:
         logprobs: int | None,
         prompts: int,
         guide: Guide,
-        guide_param: str,
+        guide_param: str = "",
         use: ToolUse | None = None,
+        is_plain: bool = False,
     ) -> Job:
         served, lora_name, form = self._found(body.model)
         model = form.model
         limit = self._choices_max
-        choices = body.n or 1
-        nvext = body.nvext
+        choices = 1 if is_plain else body.n or 1
+        nvext = None if is_plain else body.nvext
         sequences = choices * prompts
         if sequences > limit:
             raise invalid("n", f"n is {choices} for {prompts} prompt(s): allowed are {limit} sequences in one request")
-        if body.stop_token_ids:
-            check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
-        if body.logit_bias:
-            check_vocabulary(list(body.logit_bias), model.vocab_size, "logit_bias")
+        if not is_plain:
+            if body.stop_token_ids:
+                check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
+            if body.logit_bias:
+                check_vocabulary(list(body.logit_bias), model.vocab_size, "logit_bias")
         output_model, output_format = model, None
         if chat and form.format.active(use):
             output_format = form.format
@@ -579,14 +652,15 @@ class Preparation:
             model=model,
             served=served,
             lora_name=lora_name,
-            stops=self._stops(body.stop) if body.stop is not None else (),
+            is_plain=is_plain,
+            stops=() if is_plain or body.stop is None else self._stops(body.stop),
             logprobs=logprobs,
             settings=self._settings,
             guide=guide,
             guide_param=guide_param,
             output_model=output_model,
             choices_per_prompt=choices,
-            client_salt=body.cache_salt or (nvext.cache_salt if nvext is not None else None) or "",
+            client_salt="" if is_plain else body.cache_salt or (nvext.cache_salt if nvext is not None else None) or "",
             max_sequence_length=min(served.max_sequence_length, model.max_position_embeddings),
             output_format=output_format,
             tool_use=use,

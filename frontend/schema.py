@@ -8,8 +8,8 @@ A body that does not fit gives one ``RequestError`` naming the field by its JSON
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from operator import attrgetter
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -335,30 +335,52 @@ Body = TypeVar("Body", bound=Struct)
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
-# Nearly every body leaves all of these out: one look instead of one for each.
-_asked_of_chat = attrgetter(*REFUSED_CHAT)
-_NOTHING_OF_CHAT = (None,) * len(REFUSED_CHAT)
-_asked_of_completion = attrgetter(*REFUSED_COMPLETION)
-_NOTHING_OF_COMPLETION = (None,) * len(REFUSED_COMPLETION)
+
+USUAL = frozenset({
+    "model", "prompt", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature",
+    "seed", "ignore_eos",
+})  # fmt: skip
+"""Fields that a plain body may have."""
+
+
+def _unusual(kind: type[InferenceBody]) -> tuple[Callable[[tuple[Any, ...]], tuple[Any, ...]], tuple[None, ...]]:
+    """Return what picks the fields out that a plain body leaves out, and what it finds in one."""
+    places = [place for place, name in enumerate(kind.__struct_fields__) if name not in USUAL]
+    return itemgetter(*places), (None,) * len(places)
+
+
+_unusual_of_chat, _NOTHING_OF_CHAT = _unusual(ChatBody)
+_unusual_of_completion, _NOTHING_OF_COMPLETION = _unusual(CompletionBody)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _MISSING = re.compile(r"missing required field `(.*)`")
 
 
-def parse_chat(body: bytes) -> ChatBody:
-    """Parse a chat body; raises ``RequestError``."""
+def is_plain(body: ChatBody | CompletionBody) -> bool:
+    """Tell whether a body asks for nothing beyond ``USUAL``. Nearly every one does: one look in the place of one for
+    each field."""
+    values = msgspec.structs.astuple(body)
+    if type(body) is CompletionBody:
+        return _unusual_of_completion(values) == _NOTHING_OF_COMPLETION
+    return _unusual_of_chat(values) == _NOTHING_OF_CHAT
+
+
+def parse_chat(body: bytes) -> tuple[ChatBody, bool]:
+    """Parse a chat body, and tell whether it is plain; raises ``RequestError``."""
     parsed = parse(_chat_decoder, body)
-    if parsed.nvext is not None or _asked_of_chat(parsed) != _NOTHING_OF_CHAT:
+    plain = is_plain(parsed)
+    if not plain:
         refuse(parsed, REFUSED_CHAT)
-    return parsed
+    return parsed, plain
 
 
-def parse_completion(body: bytes) -> CompletionBody:
-    """Parse a completion body; raises ``RequestError``."""
+def parse_completion(body: bytes) -> tuple[CompletionBody, bool]:
+    """Parse a completion body, and tell whether it is plain; raises ``RequestError``."""
     parsed = parse(_completion_decoder, body)
-    if parsed.nvext is not None or _asked_of_completion(parsed) != _NOTHING_OF_COMPLETION:
+    plain = is_plain(parsed)
+    if not plain:
         refuse(parsed, REFUSED_COMPLETION)
-    return parsed
+    return parsed, plain
 
 
 def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:

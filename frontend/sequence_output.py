@@ -16,12 +16,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from poolgrid.frontend.detokenization import Detokenizer
-from poolgrid.frontend.ports import InferenceRequest, StreamDelta, TokenStream
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import TokenStream
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.stop_strings import StopStrings
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs
 
@@ -257,4 +257,8 @@ class SequenceOutput:
 def _without_output(delta: StreamDelta) -> StreamDelta:
     """Return a delta without its tokens, as if none had been asked for."""
     reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
-    return msgspec.structs.replace(delta, token_ids=b"", logprobs=None, finish_reason=reason)
+    without = StreamDelta(*delta.values())
+    without.token_ids = b""
+    without.logprobs = None
+    without.finish_reason = reason
+    return without

@@ -25,7 +25,8 @@ from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_links import Link, Links
-from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import Refused, ServedModel
 from poolgrid.global_router.books import FlightBooks
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.fallback import PoolStanding

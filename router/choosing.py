@@ -14,12 +14,12 @@ from typing import Final
 from poolgrid.dispatch.legs import LegPlan
 from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
 from poolgrid.dispatch.tenant_paths import TenantPaths
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.router.chosen import Chosen
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import PROMPT_STAGES, PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,

@@ -18,12 +18,12 @@ from typing import Protocol
 
 import zmq
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
 from poolgrid.router.decision_span import tell_decision

@@ -28,7 +28,8 @@ from poolgrid.dispatch.link_budget import LINKS_MAX
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_links import Link
-from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import Refused, ServedModel
 from poolgrid.router.books import RequestBooks
 from poolgrid.router.catching_up import CatchingUp
 from poolgrid.router.choosing import Chooser

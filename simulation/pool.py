@@ -23,7 +23,6 @@ from typing import Literal
 import msgspec
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.hold_plan import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX
 from poolgrid.router.core.inputs import WorkerWanted
@@ -32,6 +31,7 @@ from poolgrid.router.core.policy import EXPECTED_MS, POLICY_NAMES, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.retention.learner import RetentionLearner
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.simulation.ttft_targets import TtftTargets
 from poolgrid.simulation.worker_speeds import WorkerSpeeds, changing

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "router.core": ("wire", "router.sharded_map"),
     "router.consolidator.core": ("wire", "router.sharded_map"),
     "router.consolidator": ("wire", "runtime", "naming"),
-    "dispatch": ("wire", "runtime", "frontend.ports"),
+    "dispatch": ("wire", "runtime", "frontend.ports", "frontend.inference_request", "frontend.stream_delta"),
     "router": ("wire", "runtime", "naming", "admission", "frontend", "dispatch"),
     "global_router.core": ("wire",),
     "global_router": ("wire", "runtime", "naming", "admission", "frontend", "dispatch"),

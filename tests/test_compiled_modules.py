@@ -23,7 +23,6 @@ import pytest
 
 from poolgrid.dispatch.effects import Avoid
 from poolgrid.dispatch.legs import Dispatch
-from poolgrid.frontend.prompt import Prompt
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.core.stage_plan import Leg
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
@@ -201,7 +200,6 @@ FROZEN = [
     (Leg(Stage.WHOLE, (), "aggregated"), "reason"),
     (NoWorker("m", {}), "model"),
     (Avoid(Dispatch("r", 0, WorkerKey(WorkerId("w"), 0), "tcp://w", Stage.WHOLE), "full"), "why"),
-    (Prompt(b""), "text"),
 ]
 
 

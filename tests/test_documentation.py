@@ -24,9 +24,9 @@ from typer.core import TyperGroup
 
 from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import POLICY_NAMES, Policy
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.policy_loading import PolicyError, load_policy
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.instruments import GaugeFamily

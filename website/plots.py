@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.loadgen.trace import read_trace
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import Choice, Predicted, make_policy
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds

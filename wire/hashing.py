@@ -76,11 +76,13 @@ def block_hashes(
     if block_size < 1:
         raise ValueError(f"hashing blocks: block_size is {block_size}, allowed are integers from 1")
     stride = block_size * TOKEN_BYTES
-    view = memoryview(token_bytes)
-    blocks = len(view) // stride
+    blocks = len(token_bytes) // stride
     if not blocks:
         return []
     digest = xxh3_64_intdigest
+    if blocks < CUT_BLOCKS and isinstance(token_bytes, bytes) and not multimodal_hashes:
+        return [digest(token_bytes[at : at + stride], seed) for at in range(0, blocks * stride, stride)]
+    view = memoryview(token_bytes)
     each_block, each_cut = _cuts(stride)
     cut = blocks - blocks % CUT_BLOCKS
     # Blocks are copied many at a time: that takes half the time of a memoryview for each, and is free again at once.

@@ -25,13 +25,12 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
 from poolgrid.frontend.access.limit_headers import Standing
 from poolgrid.frontend.access.meter import Meter, OwnCell
-from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import Refused
 from poolgrid.runtime.tenant_caches import WHOLE, CacheDomain, CacheShares
 
 INDEX_BYTES = 8
@@ -202,8 +201,8 @@ class Caller:
         if self._rules.features is not None and feature not in self._rules.features:
             raise Refused(403, "feature_not_allowed", f"tenant {self.tenant} may not use {feature}")
 
-    def admit(self, requests: Sequence[InferenceRequest], prompt_tokens: int, now_ms: float) -> list[InferenceRequest]:
-        """Return the sequences of a request as the tenant's: its salt, its share, its priority at most.
+    def admit(self, requests: Sequence[InferenceRequest], prompt_tokens: int, now_ms: float) -> None:
+        """Make the sequences of a request the tenant's: its salt, its share, its priority at most.
 
         Takes ``prompt_tokens`` from the token rate. Raises ``Refused`` (403, 429).
         """
@@ -222,18 +221,14 @@ class Caller:
             )
         self._prompt_tokens = prompt_tokens
         salt = cache_salt(self._secret, self.tenant, requests[0].cache_salt)
-        return [
-            msgspec.structs.replace(
-                request,
-                cache_salt=salt,
-                cache_shares=self.account.cache_shares,
-                tenant=self.tenant,
-                tenant_weight=rules.weight,
-                priority=min(request.priority, rules.priority_max),
-                retention=None if request.retention is None else request.retention.capped(rules.retention_priority_max),
-            )
-            for request in requests
-        ]
+        for request in requests:
+            request.cache_salt = salt
+            request.cache_shares = self.account.cache_shares
+            request.tenant = self.tenant
+            request.tenant_weight = rules.weight
+            request.priority = min(request.priority, rules.priority_max)
+            if request.retention is not None:
+                request.retention = request.retention.capped(rules.retention_priority_max)
 
     def not_dispatched(self, now_ms: float) -> None:
         """Give the prompt tokens back: no worker saw them."""

@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Final, final
 
-import msgspec
-
-from poolgrid.router.core.candidates import Column, FewCandidates, RoutingRequest
-from poolgrid.router.core.cost import costs_of_few
+from poolgrid.router.core.candidates import Column
 from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.few_candidates import FewCandidates
+from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.terms_of_few import TermsOfFew
 
-KV_TERMS = ("overlap_credit", "adjusted_prefill", "potential_decode_blocks")
-"""In the order of ``costs_of``."""
+_NO_TERMS: Final[Mapping[str, Column]] = {}
 
-
-class Choice(msgspec.Struct, frozen=True, gc=False):
-    """A policy's answer: a row of the candidates, why, and the numbers behind it."""
-
-    row: int
-    reason: str
-    costs: Column | None = None
-    """What was minimised, per row; ``None`` for policies without a cost."""
-    terms: Mapping[str, Column] = {}
-    """Named parts of the cost, per row."""
+OfFew = tuple[RoutingRequest, FewCandidates, CostWeights]
+"""What the terms of a choice among few are worked out from."""
 
 
-class TermsOfFew(Mapping[str, Column]):
-    """The terms of a choice of ``KvAware`` among few, worked out again when somebody asks: hardly anybody does, and as
-    numbers they would be half of what a decision takes."""
+@final
+class Choice:
+    """A policy's answer: a row of the candidates, why, and the numbers behind it; a value, which nobody changes."""
 
-    __slots__ = ("_few", "_request", "_weights")
+    # Not a struct: what is asked for so often is a plain place in memory where it is compiled.
+    __slots__ = ("_terms", "costs", "of_few", "reason", "row")
 
-    def __init__(self, request: RoutingRequest, few: FewCandidates, weights: CostWeights) -> None:
-        self._request = request
-        self._few = few
-        self._weights = weights
+    def __init__(
+        self,
+        row: int,
+        reason: str,
+        costs: Column | None = None,
+        terms: Mapping[str, Column] = _NO_TERMS,
+        of_few: OfFew | None = None,
+    ) -> None:
+        self.row = row
+        self.reason = reason
+        self.costs = costs
+        """What was minimised, per row; ``None`` for policies without a cost."""
+        self._terms = terms
+        self.of_few = of_few
+        """In the place of terms: they are worked out when somebody asks."""
 
-    def __getitem__(self, name: str) -> Column:
-        if name not in KV_TERMS:
-            raise KeyError(name)
-        place = KV_TERMS.index(name)
-        return tuple(row[place] for row in costs_of_few(self._request, self._few, self._weights))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(KV_TERMS)
-
-    def __len__(self) -> int:
-        return len(KV_TERMS)
+    @property
+    def terms(self) -> Mapping[str, Column]:
+        """Return the named parts of the cost, per row."""
+        return self._terms if self.of_few is None else TermsOfFew(*self.of_few)

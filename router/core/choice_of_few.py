@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from poolgrid.router.core.candidates import FewCandidates, RoutingRequest
-from poolgrid.router.core.choice import Choice, TermsOfFew
-from poolgrid.router.core.cost import costs_of_few
+from poolgrid.router.core.choice import Choice
+from poolgrid.router.core.cost import cheapest_of_few
 from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.few_candidates import FewCandidates
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.hashing import stable_u64
 
 TIE_SEED: Final = 1
@@ -16,13 +17,11 @@ TIE_SEED: Final = 1
 
 def choose_of_few(request: RoutingRequest, few: FewCandidates, weights: CostWeights) -> Choice:
     """Choose as ``KvAware.choose`` does at temperature 0, bit for bit, without arrays."""
-    costs = [cost for _, _, _, cost in costs_of_few(request, few, weights)]
-    terms = TermsOfFew(request, few, weights)
-    least = min(costs)
-    row = costs.index(least)
-    count = costs.count(least)
+    row, count, costs = cheapest_of_few(request, few, weights)
+    of_few = (request, few, weights)
     if count == 1:
-        return Choice(row, "cheapest" if len(costs) > 1 else "only", costs, terms)
+        return Choice(row, "cheapest" if len(costs) > 1 else "only", costs, of_few=of_few)
+    least = costs[row]
     for _ in range(stable_u64(request.tie_key, TIE_SEED) % count):
         row = costs.index(least, row + 1)
-    return Choice(row, "tie", costs, terms)
+    return Choice(row, "tie", costs, of_few=of_few)

@@ -19,8 +19,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from poolgrid.router.core.candidates import FewCandidates, RoutingRequest
 from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.few_candidates import FewCandidates
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.step_curve import FloatArray
 from poolgrid.wire.identifiers import Stage
 
@@ -31,11 +32,14 @@ Numbers = Any
 """One worker's number, or the numbers of all workers: both know the same operators. A type variable for the two is what
 mypyc cannot compile."""
 
+Rows = Iterable[tuple[Numbers, Numbers, Numbers, Numbers, Numbers]]
+"""Of each worker its prefill tokens, active blocks, and overlap in blocks on device, host and disk."""
+
 
 def costs_of(
-    rows: Iterable[tuple[Numbers, Numbers, Numbers, Numbers, Numbers]],
+    rows: Rows,
     weights: CostWeights,
-    isl: int,
+    isl: float,
     block_size: int,
     blocks: int,
 ) -> list[tuple[Numbers, Numbers, Numbers, Numbers]]:
@@ -59,20 +63,23 @@ def costs_of(
     return costs
 
 
-def costs_of_few(
-    request: RoutingRequest, few: FewCandidates, weights: CostWeights
-) -> list[tuple[float, float, float, float]]:
-    """Return ``costs_of`` a handful of workers; one that decodes computes no prompt, and no overlap counts.
-
-    The formula stands here once more, bit for bit the same, because numbers whose kind is known need no objects between
-    the steps where this is compiled.
-    """
-    isl = float(request.isl)
-    queued = few.prefill_tokens
-    devices, hosts, disks = few.device_overlap, few.host_overlap, few.disk_overlap
+def rows_of_few(request: RoutingRequest, few: FewCandidates) -> tuple[float, Rows]:
+    """Return the prompt tokens and the rows that ``costs_of`` takes, of a handful of workers; one that decodes computes
+    no prompt, and no overlap counts."""
     if request.stage is _DECODE:
-        isl, queued = 0.0, (0.0,) * len(few.workers)
-        devices = hosts = disks = queued
+        none = (0.0,) * len(few.workers)
+        return 0.0, zip(none, few.active_blocks, none, none, none, strict=True)
+    device, host, disk = few.device_overlap, few.host_overlap, few.disk_overlap
+    return float(request.isl), zip(few.prefill_tokens, few.active_blocks, device, host, disk, strict=True)
+
+
+def cheapest_of_few(request: RoutingRequest, few: FewCandidates, weights: CostWeights) -> tuple[int, int, list[float]]:
+    """Return the first of the cheapest among a handful of workers, how many cost the same, and what each costs.
+
+    The formula of ``costs_of`` stands here once more, bit for bit the same, because numbers whose kind is known need no
+    objects between the steps where this is compiled.
+    """
+    isl, rows = rows_of_few(request, few)
     block_size = float(request.block_size)
     blocks = float(request.blocks)
     queue_weight: float = weights.queue_weight
@@ -81,21 +88,26 @@ def costs_of_few(
     device_weight: float = weights.device_weight
     host_weight: float = weights.host_weight
     disk_weight: float = weights.disk_weight
-    costs: list[tuple[float, float, float, float]] = []
+    costs: list[float] = []
+    cheapest = count = 0
+    least = 0.0
+    prefill_tokens: float
+    active_blocks: float
     device: float
     host: float
     disk: float
-    prefill_tokens: float
-    active_blocks: float
-    for prefill_tokens, active_blocks, device, host, disk in zip(
-        queued, few.active_blocks, devices, hosts, disks, strict=True
-    ):
+    for row, (prefill_tokens, active_blocks, device, host, disk) in enumerate(rows):
         credit = device_weight * device + host_weight * host + disk_weight * disk
         left = (queue_weight * prefill_tokens + isl) / block_size - credit
         prefill = (left + abs(left)) / 2.0
         decode = active_blocks + blocks
-        costs.append((credit, prefill, decode, prefill_weight * prefill + decode_weight * decode))
-    return costs
+        cost = prefill_weight * prefill + decode_weight * decode
+        costs.append(cost)
+        if count == 0 or cost < least:
+            least, cheapest, count = cost, row, 1
+        elif cost == least:
+            count += 1
+    return cheapest, count, costs
 
 
 def softmax_weights(costs: FloatArray, temperature: float) -> FloatArray:

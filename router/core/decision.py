@@ -13,9 +13,11 @@ from typing import Final, final
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
-from poolgrid.router.core.choice import Choice, TermsOfFew
+from poolgrid.router.core.candidates import Candidates
+from poolgrid.router.core.choice import Choice
+from poolgrid.router.core.few_candidates import FewCandidates
 from poolgrid.router.core.policy import EXPECTED_MS
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
@@ -141,7 +143,7 @@ class Decision:
         # Six columns, the cost and the terms where they are kept: all as long as there are candidates.
         choice = self.choice
         columns = 6 + (choice.costs is not None)
-        if type(choice.terms) is not TermsOfFew:
+        if choice.of_few is None:
             columns += len(choice.terms)
         rows = len(self.candidates.workers)
         if type(self.candidates) is FewCandidates:

@@ -21,9 +21,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import Final
+from typing import Final, final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,16 +60,20 @@ GONE: Final = -1
 """Slot of an entry that the ledger has forgotten."""
 
 
-class LoadEntry(msgspec.Struct):
+@final
+class LoadEntry:
     """One request on one worker."""
 
-    slot: int
-    prefill_tokens: int
-    """Prompt tokens still to be computed; 0 once the first token exists."""
-    active_blocks: int
-    confirmed: bool
-    due_ms: float
-    """When it expires, as long as nobody confirmed it."""
+    __slots__ = ("active_blocks", "confirmed", "due_ms", "prefill_tokens", "slot")
+
+    def __init__(self, slot: int, prefill_tokens: int, active_blocks: int, confirmed: bool, due_ms: float) -> None:
+        self.slot = slot
+        self.prefill_tokens = prefill_tokens
+        """Prompt tokens still to be computed; 0 once the first token exists."""
+        self.active_blocks = active_blocks
+        self.confirmed = confirmed
+        self.due_ms = due_ms
+        """When it expires, as long as nobody confirmed it."""
 
 
 Lease = tuple[float, int, WorkerKey, str, LoadEntry]
@@ -262,7 +265,8 @@ class LoadLedger:
     def move(self, worker: WorkerKey, slot: int) -> None:
         """Count a worker's requests at another slot, since the index has given it one."""
         for request_id in list(self._of_worker.get(worker, ())):
-            entry = msgspec.structs.replace(self._entries[(worker, request_id)], slot=slot)
+            held = self._entries[(worker, request_id)]
+            entry = LoadEntry(slot, held.prefill_tokens, held.active_blocks, held.confirmed, held.due_ms)
             self._put(worker, request_id, entry)
             if not entry.confirmed:
                 self._lease(worker, request_id, entry)

@@ -14,13 +14,14 @@ from typing import Protocol
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
-from poolgrid.router.core.choice import KV_TERMS
+from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.choice import Choice as Choice  # policies of operators have it from here
 from poolgrid.router.core.choice_of_few import TIE_SEED
 from poolgrid.router.core.cost import costs_of, softmax_weights
 from poolgrid.router.core.cost_weights import FIELD_WEIGHTS, CostWeights
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.step_curve import FloatArray
+from poolgrid.router.core.terms_of_few import KV_TERMS
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 

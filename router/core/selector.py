@@ -16,10 +16,11 @@ from typing import Final
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Engines, FewCandidates, IndexArray, RoutingRequest
+from poolgrid.router.core.candidates import Candidates, Engines, IndexArray
 from poolgrid.router.core.choice import Choice
 from poolgrid.router.core.choice_of_few import choose_of_few
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.few_candidates import FewCandidates
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.hold_plan import OTHERS_SHARE_MAX, Waiting, plan
 from poolgrid.router.core.inputs import WorkerWanted
@@ -37,6 +38,7 @@ from poolgrid.router.core.policy import (
 )
 from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.step_curve import PUBLISHED, FloatArray, StepCurve
 from poolgrid.wire.card import StepTimes
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey

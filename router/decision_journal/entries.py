@@ -17,15 +17,17 @@ import msgspec
 import numpy as np
 
 from poolgrid.router.consolidator.journal.stored_records import SegmentKind
-from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
+from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.choice import Choice
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.few_candidates import FewCandidates
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.paces import Arrivals, Awaited
 from poolgrid.router.core.retention.learner import LearnerState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.requests import KvRetention
 
 DECISIONS = SegmentKind(
@@ -200,10 +202,30 @@ class WorkersNamed(JournalEntry, frozen=True):
     workers: list[tuple[str, int]]
 
 
+class RequestWanted(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A ``RoutingRequest``, field by field."""
+
+    request_id: str
+    model: str
+    isl: int
+    block_size: int
+    blocks: int
+    priority: int = 0
+    stage: Stage = Stage.WHOLE
+    media: tuple[int, ...] = ()
+    media_kinds: tuple[str, ...] = ()
+    seed: int = 0
+    ttft_target_ms: float = 0.0
+
+    def routing(self) -> RoutingRequest:
+        """Return what the policy saw."""
+        return RoutingRequest(*msgspec.structs.astuple(self))
+
+
 class DecisionMade(JournalEntry, frozen=True):
     """One choice: its inputs, its candidates, every term, and what was chosen."""
 
-    request: RoutingRequest
+    request: RequestWanted
     """All that a policy may know of it, by name; its id is also the seed of ties and samples."""
     path: bytes
     """Sequence hashes of the prompt's whole blocks, packed."""
@@ -376,7 +398,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
     costs = matrix[features] if made.has_costs else None
     terms = {name: matrix[features + made.has_costs + at] for at, name in enumerate(made.terms)}
     decision = Decision(
-        made.request,
+        made.request.routing(),
         made.time_ms,
         made.policy,
         made.offset,
@@ -402,7 +424,7 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
     """Return the entry of a decision and of what led to it; ``number_of`` knows every worker in them."""
     choice, candidates = decision.choice, decision.candidates
     return DecisionMade(
-        decision.request,
+        RequestWanted(*decision.request.values()),
         pack_hashes(wanted.path),
         wanted.now_ms,
         decision.time_ms,

@@ -242,7 +242,7 @@ class InputReader:
 def wanted_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> WorkerWanted:
     """Return the input that led to a recorded decision."""
     return WorkerWanted(
-        made.request,
+        made.request.routing(),
         path_of(made),
         made.now_ms,
         made.time_ms,

@@ -19,14 +19,14 @@ from typing import Protocol
 
 import msgspec
 
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics

@@ -17,7 +17,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.preparation import Job, Preparation
 from poolgrid.frontend.tokenization import TokenizationPool
 

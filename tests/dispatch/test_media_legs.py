@@ -7,7 +7,7 @@ from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.wire import codec
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey

@@ -16,7 +16,8 @@ from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import ANY, DRAINS_MAX, LEGS, TABLE, Do, RequestMachine, Standing
 from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.ports import StreamDelta
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from poolgrid.frontend.ports import InferenceRequest, Refused, StreamDelta
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import Refused
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.router.consolidator.stream.journal import SIZE_FACTOR
 from poolgrid.wire.hashing import pack_tokens

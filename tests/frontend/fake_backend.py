@@ -9,9 +9,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.ports import InferenceRequest, ServedModel, StreamDelta
+from poolgrid.frontend.ports import ServedModel
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.requests import TokenLogprobs
 

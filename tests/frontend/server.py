@@ -15,7 +15,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.app import Application, create_app
-from poolgrid.frontend.ports import InferenceBackend, InferenceRequest, ServedModel, TokenStream
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import InferenceBackend, ServedModel, TokenStream
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState

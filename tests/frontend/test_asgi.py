@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from poolgrid.frontend.ports import StreamDelta
+from poolgrid.frontend.stream_delta import StreamDelta
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application
 

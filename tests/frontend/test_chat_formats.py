@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from poolgrid.frontend.chat_template import ChatTemplate
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.prompt_model import PromptModel
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application, in_process, served_in_thread

@@ -11,7 +11,8 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import Refused
 from poolgrid.runtime.http_protocol import DirectProtocol
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import Http, application, served, served_in_thread

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs

@@ -16,7 +16,9 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import Refused, ServedModel
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.card import MediaSpec
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
 from tests.frontend.media.samples import png

@@ -22,9 +22,9 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.types import Receive, Scope, Send
 
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.openapi import BODIES
 from poolgrid.frontend.openapi_answers import ANSWERS
-from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs

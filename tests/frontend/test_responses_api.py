@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.prompt_encoder import PromptEncoder
 from tests.forms import needs_patches
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak

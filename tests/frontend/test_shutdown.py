@@ -9,7 +9,8 @@ import logging
 import httpx
 import pytest
 
-from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.runtime.http_server import HttpServer
 from poolgrid.wire.hashing import pack_tokens
 from tests.frontend.fake_backend import FakeBackend, Step

@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_links import Link
-from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.metrics import GlobalRouterMetrics

@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
-from poolgrid.frontend.ports import Refused, StreamDelta
+from poolgrid.frontend.ports import Refused
+from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling
 from poolgrid.wire.selection import SelectRefusal, SelectRefused, WorkerRank
+from tests.frontend.inference_requests import like
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,
@@ -321,7 +322,7 @@ class TestFailuresUnderWay:
             fleet = FakeFleet(aggregated())
             fleet.scripts["a-1"] = break_at(position)
             guided = Sampling(max_tokens=6, guided_regex="a+")
-            asked = msgspec.structs.replace(request(hints=targets(0, 0)), sampling=guided)
+            asked = like(request(hints=targets(0, 0)), sampling=guided)
 
             _, last = await read(await fleet.service.submit(asked))
 

@@ -12,7 +12,6 @@ import msgspec
 from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.router.consolidator.ports import Disk
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -28,6 +27,7 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from poolgrid.router.decision_journal.recorder import DecisionRecorder, Segments, settings_noted

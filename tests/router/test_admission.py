@@ -13,7 +13,8 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import Refused
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy

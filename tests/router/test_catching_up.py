@@ -13,7 +13,6 @@ from poolgrid.router import catching_up
 from poolgrid.router.catching_up import ARRIVED_RECORDS_MAX, RECORD_BYTES, SLICE_BYTES
 from poolgrid.router.consolidator.core.feed_reader import FeedReader, FeedState
 from poolgrid.router.consolidator.ports import PoolListener
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.hole import Hole
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -21,6 +20,7 @@ from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics

@@ -15,9 +15,9 @@ from poolgrid.frontend.fleet_page import group_source
 from poolgrid.frontend.fleet_page.group_source import GroupFleetSource
 from poolgrid.frontend.fleet_page.ports import Picture
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, WorkerWanted
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.playback.player import Player

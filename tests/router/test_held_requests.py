@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.frontend.ports import Refused
 from poolgrid.router.core.hold_plan import HELD_MAX
 from poolgrid.router.core.policy import make_policy
 from poolgrid.wire.card import WorkerLimits
@@ -16,6 +17,7 @@ from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, Sampling, TokenDelta
+from tests.frontend.inference_requests import like
 from tests.router.test_service import Routed, card, routed
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
@@ -30,7 +32,7 @@ def join(router: Routed, worker: WorkerKey, endpoint: str) -> None:
 
 
 def named(name: str, tokens: int = 6000, priority: int = 0) -> InferenceRequest:
-    return msgspec.structs.replace(LONG, request_id=name, token_ids=pack_tokens(range(tokens)), priority=priority)
+    return like(LONG, request_id=name, token_ids=pack_tokens(range(tokens)), priority=priority)
 
 
 async def submit(router: Routed, *requests: InferenceRequest) -> list[asyncio.Task[TokenDelivery]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.paces import KEPT, PRIOR_MS
 from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Predicted
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.core.step_curve import PUBLISHED, StepCurve
 from poolgrid.wire.card import StepTimes
@@ -30,15 +32,22 @@ def make_pool(*names: str) -> tuple[Pool, Selector]:
     return pool, selector
 
 
+def like(request: RoutingRequest, **changed: Any) -> RoutingRequest:
+    """Return another request, the same but for what is changed."""
+    names = ("request_id", "model", "isl", "block_size", "blocks", "priority", "stage", "media", "media_kinds", "seed")
+    kept = {name: getattr(request, name) for name in (*names, "ttft_target_ms")}
+    return RoutingRequest(**(kept | changed))
+
+
 def choose(selector: Selector, now_ms: float, request_id: str = "r", request: RoutingRequest = LONG) -> Decision:
-    asked = msgspec.structs.replace(request, request_id=request_id)
+    asked = like(request, request_id=request_id)
     return decided(selector.select(asked, PATH, now_ms, 0))
 
 
 def serve(pool: Pool, selector: Selector, worker: WorkerKey, took_ms: float, now_ms: float, request_id: str) -> None:
     """Have a worker be chosen, since the others cannot be reached, and answer after a time."""
     others = {key: "unreachable" for key in pool.projection.fleet.workers if key != worker}
-    asked = msgspec.structs.replace(LONG, request_id=request_id)
+    asked = like(LONG, request_id=request_id)
     decision = decided(selector.select(asked, [], now_ms, 0, others))
     selector.book(decision, [], now_ms)
     assert pool.projection.paces is not None
@@ -135,7 +144,7 @@ def test_other_policies_learn_nothing() -> None:
 def test_a_long_prompt_does_not_take_the_last_free_worker_where_requests_come_fast() -> None:
     pool, selector = make_pool("a", "b")
     a, b = worker_key("a"), worker_key("b")
-    long = msgspec.structs.replace(LONG, isl=60_000, blocks=3750)
+    long = like(LONG, isl=60_000, blocks=3750)
     pool.say(a, RequestStarted("x", 16_000, 0, 0))
     assert decided(selector.select(long, [], 0.0, 0)).worker == b
 
@@ -191,7 +200,7 @@ def test_who_has_time_goes_where_others_lose_least_and_who_has_none_where_it_is_
     pool.say(a, stored(PATH[:100]), RequestStarted("x", 8192, 0, 0))
 
     def chosen(target_ms: float) -> WorkerKey:
-        asked = msgspec.structs.replace(LONG, ttft_target_ms=target_ms)
+        asked = like(LONG, ttft_target_ms=target_ms)
         return decided(selector.select(asked, PATH, 0.0, 0)).worker
 
     assert chosen(0.0) == b

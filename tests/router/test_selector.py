@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import poolgrid.router.core.selector as selector_module
-from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
+from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.choice_of_few import choose_of_few
 from poolgrid.router.core.cost_weights import FIELD_WEIGHTS, CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.few_candidates import FewCandidates
 from poolgrid.router.core.policy import KvAware, LeastLoaded, Lmetric, Policy, Random, RoundRobin, make_policy
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import BUSY, NoWorker
 from poolgrid.router.decision_journal.entries import pack_columns
 from poolgrid.wire.events import (
@@ -331,6 +333,7 @@ def test_many_workers_share_a_prefix() -> None:
 WEIGHT = st.floats(0.0, 1000.0)
 TOKENS = st.integers(0, 2**40)
 BLOCKS = st.integers(0, 2**24)
+COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
 
 
 @settings(max_examples=300, deadline=None)
@@ -349,9 +352,7 @@ def test_numbers_and_columns_have_one_cost_to_the_bit(
     queued, active, device, host, disk = zip(*rows, strict=True)
     requests = (0,) * len(rows)
     few = FewCandidates(workers, queued, active, requests, device, host, disk)
-    columns = {
-        name: np.array(getattr(few, name), np.float64) for name in FewCandidates.__struct_fields__ if name != "workers"
-    }
+    columns = {name: np.array(getattr(few, name), np.float64) for name in COLUMNS}
     wanted = RoutingRequest(f"r{tie}", "m", isl, block_size, -(-isl // block_size), stage=stage)
     policy = KvAware(weights)
 

@@ -18,19 +18,21 @@ from poolgrid.dispatch.in_flight import CHANGES_PER_TURN
 from poolgrid.dispatch.link_budget import LINKS_MAX
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_link import WorkerLink
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.ports import InferenceRequest, Refused, TokenStream
+from poolgrid.frontend.ports import Refused, TokenStream
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_objection
 from poolgrid.router.consolidator.ports import PoolListener
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Choice, Policy, make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_links import Objection
 from poolgrid.router.metrics import RouterMetrics
@@ -51,6 +53,7 @@ from poolgrid.wire.requests import (
     Sampling,
     TokenDelta,
 )
+from tests.frontend.inference_requests import like
 from tests.router.retention.mixed_prompts import trained
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
@@ -284,7 +287,7 @@ def test_a_frame_of_many_ends_is_taken_in_several_turns() -> None:
             router.bring_up(BEFORE)
             names = [f"r{number}" for number in range(2 * CHANGES_PER_TURN + 1)]
             for name in names:
-                await service.submit(msgspec.structs.replace(REQUEST, request_id=name))
+                await service.submit(like(REQUEST, request_id=name))
             legs = service.in_flight.under_way(BEFORE)
             token = pack_tokens([7])
 
@@ -308,7 +311,7 @@ def test_who_asks_again_at_once_goes_to_the_worker_that_computed_the_prompt_thou
             of_length = {"long": pack_tokens(range(800)), "short": pack_tokens(range(1000, 1400))}
             for length, overlap in (("long", 50), ("short", 0)):
                 token_ids = of_length[length]
-                first = msgspec.structs.replace(REQUEST, request_id=f"{length}-1", token_ids=token_ids)
+                first = like(REQUEST, request_id=f"{length}-1", token_ids=token_ids)
                 await service.submit(first)
                 went_to = router.sent[-1]
                 [leg] = service.in_flight.under_way(went_to)
@@ -316,7 +319,7 @@ def test_who_asks_again_at_once_goes_to_the_worker_that_computed_the_prompt_thou
                 assert service.counts() == (0, 0)
 
                 for name, followed in (("again", token_ids), ("other", token_ids[:-400] + pack_tokens(range(100)))):
-                    asked = msgspec.structs.replace(REQUEST, request_id=f"{length}-{name}", token_ids=followed)
+                    asked = like(REQUEST, request_id=f"{length}-{name}", token_ids=followed)
                     decision = service.preview(asked)
                     shared = overlap if name == "again" else overlap and (800 - 100) // 16
                     assert decision.overlap_blocks == shared
@@ -332,7 +335,7 @@ def test_a_worker_that_has_nothing_of_this_router_to_do_gets_a_request_at_once()
             router.bring_up(BEFORE)
 
             async def submit(request_id: str) -> TokenStream:
-                return await router.service.submit(msgspec.structs.replace(REQUEST, request_id=request_id))
+                return await router.service.submit(like(REQUEST, request_id=request_id))
 
             streams = [await submit("first"), await submit("second")]
             assert router.dealers[BEFORE].flushed == ["first"]
@@ -352,7 +355,7 @@ def test_a_predicted_first_token_is_kept_beside_what_it_became_and_a_target_is_t
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             hints = {"headers": {"x-ttft-target-ms": "250"}}
-            await service.submit(msgspec.structs.replace(REQUEST, hints=hints))
+            await service.submit(like(REQUEST, hints=hints))
             [decision] = service.books.decisions.of_request("r")
             assert decision.request.ttft_target_ms == 250.0
             assert decision.explanation().realised_ttft_ms is None
@@ -374,14 +377,14 @@ def test_what_is_learned_goes_with_the_request_to_an_engine_that_takes_it_and_wh
     takes: bool,
 ) -> None:
     async def scenario() -> None:
-        request = msgspec.structs.replace(REQUEST, token_ids=pack_tokens(range(640)))
+        request = like(REQUEST, token_ids=pack_tokens(range(640)))
         own = KvRetention((RetainedTokens(0, 64, 90),))
         async with routed(learner=trained(hash_seed())) as router:
             router.feed.tell((OLD, WorkerJoined(msgspec.structs.replace(card(BEFORE), takes_retention=takes))))
             router.bring_up(BEFORE)
 
             async def sent(request_id: str, **given: Any) -> KvRetention | None:
-                await router.service.submit(msgspec.structs.replace(request, request_id=request_id, **given))
+                await router.service.submit(like(request, request_id=request_id, **given))
                 generate = router.dealers[BEFORE].last
                 assert generate is not None
                 assert generate.request_id == request_id
@@ -408,7 +411,7 @@ def test_a_stream_whose_link_is_up_goes_on_when_a_lease_ends_its_workers_members
             router.bring_up(AFTER)
 
             router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
-            await service.submit(msgspec.structs.replace(REQUEST, request_id="s"))
+            await service.submit(like(REQUEST, request_id="s"))
 
             assert router.sent == [BEFORE, AFTER], "what is under way stays, what is new goes elsewhere"
             router.say(BEFORE, TokenDelta("r", 0, pack_tokens([1, 2, 3, 4]), FinishReason.LENGTH))
@@ -590,7 +593,7 @@ def test_an_output_with_a_guide_moves_on_and_its_new_worker_may_say_that_it_cann
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             guided = Sampling(max_tokens=4, guided_regex="a+")
-            stream = await service.submit(msgspec.structs.replace(REQUEST, sampling=guided))
+            stream = await service.submit(like(REQUEST, sampling=guided))
             active = service.books.active["r"].machine
             assert active.plan.current is not None
             router.say(BEFORE, TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
@@ -752,11 +755,11 @@ def test_a_worker_of_another_vocabulary_gets_no_requests_and_is_named_with_the_r
             router.feed.tell((OLD, WorkerJoined(tiny(BEFORE, 32_000))))
             assert not router.links
             with pytest.raises(Refused, match="token ids are below 32000, the tokenizer of model 'tiny' here has 4096"):
-                await router.service.submit(msgspec.structs.replace(REQUEST, model="tiny"))
+                await router.service.submit(like(REQUEST, model="tiny"))
 
             router.feed.tell((NEW, WorkerJoined(tiny(AFTER, 4096))))
             router.bring_up(AFTER)
-            await router.service.submit(msgspec.structs.replace(REQUEST, model="tiny"))
+            await router.service.submit(like(REQUEST, model="tiny"))
             assert router.sent == [AFTER]
             assert set(links.unreachable) == {OLD}
 
@@ -820,7 +823,7 @@ def test_a_policy_that_fails_costs_its_request_a_500_with_its_name_and_nothing_e
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             with pytest.raises(Refused, match=words) as refused:
-                await service.submit(msgspec.structs.replace(REQUEST, request_id=request_id))
+                await service.submit(like(REQUEST, request_id=request_id))
             assert (refused.value.status, refused.value.code) == (500, "policy_failed")
 
             stream = await service.submit(REQUEST)
@@ -837,8 +840,7 @@ def test_a_policy_that_fails_at_the_head_of_the_line_lets_those_behind_it_go_on(
             service = router.service
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             waiting = [
-                asyncio.ensure_future(service.submit(msgspec.structs.replace(REQUEST, request_id=name)))
-                for name in ("bad", "good")
+                asyncio.ensure_future(service.submit(like(REQUEST, request_id=name))) for name in ("bad", "good")
             ]
             while service.counts() != (0, 2):  # noqa: ASYNC110 - a line tells nobody
                 await asyncio.sleep(0)
@@ -859,16 +861,14 @@ def test_stopping_ends_streams_and_refuses_those_that_wait_and_sends_nothing_mor
         async with routed() as router:
             service = router.service
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            waiting = asyncio.ensure_future(service.submit(msgspec.structs.replace(REQUEST, request_id="waits")))
+            waiting = asyncio.ensure_future(service.submit(like(REQUEST, request_id="waits")))
             while service.counts() != (0, 1):  # noqa: ASYNC110 - a line tells nobody
                 await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
             router.bring_up(BEFORE)
-            streams = [
-                await service.submit(msgspec.structs.replace(REQUEST, request_id=f"s{number}")) for number in range(16)
-            ]
-            waiting = asyncio.ensure_future(service.submit(msgspec.structs.replace(REQUEST, request_id="full")))
+            streams = [await service.submit(like(REQUEST, request_id=f"s{number}")) for number in range(16)]
+            waiting = asyncio.ensure_future(service.submit(like(REQUEST, request_id="full")))
             while service.counts() != (16, 1):  # noqa: ASYNC110 - a line tells nobody
                 await asyncio.sleep(0)
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy

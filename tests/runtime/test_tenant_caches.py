@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.media.media_cache import MediaCache, Medium
-from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.frontend.segment_cache import SegmentCache
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.tenant_caches import WHOLE, CacheShares, TenantCaches

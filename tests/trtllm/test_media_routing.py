@@ -12,8 +12,8 @@ import pytest
 
 from poolgrid.dispatch.media_path import prompt_path
 from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.wire import codec
 from poolgrid.wire.card import MediaSpec, ResizedGrid, TiledGrid
 from poolgrid.wire.dialects.cache_events import Stored, StoredBlock

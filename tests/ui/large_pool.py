@@ -18,13 +18,13 @@ from poolgrid.admission.queue_view import QueueView
 from poolgrid.frontend.fleet_page.endpoints import add_fleet_page
 from poolgrid.frontend.fleet_page.hub import FleetHub
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, RecordsArrived, Released, WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_source import RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch

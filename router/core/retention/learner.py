@@ -26,10 +26,10 @@ from itertools import islice
 
 import msgspec
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.retention.ghost_cache import GhostCache, GhostState, Kept
 from poolgrid.router.core.retention.prefix_history import GRANULE_TOKENS, GRANULES_MAX, PrefixHistory, Run
 from poolgrid.router.core.retention.return_times import NOTHING, Keep, Plan, ReturnTimes
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import RETAINED_RANGES_MAX
 from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens

@@ -14,10 +14,11 @@ from tokenizers.processors import TemplateProcessing
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.media.content_form import ContentForm, probe_content_form
 from poolgrid.frontend.media.conversation import with_media
 from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.frontend.ports import InferenceRequest, ServedModel
+from poolgrid.frontend.ports import ServedModel
 from poolgrid.wire import limits
 from poolgrid.wire.card import MediaSpec, ResizedGrid
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.retention.learner import RetentionLearner
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import KvRetention

@@ -7,8 +7,8 @@ from itertools import islice
 import msgspec
 import pytest
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.retention.learner import SPENT, USUAL_OUTPUT_TOKENS, LearnerState, RetentionLearner
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
 from tests.router.retention.mixed_prompts import BLOCKS, WORKER, asked, mixed, prompt
