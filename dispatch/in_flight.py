@@ -19,6 +19,8 @@ from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 
 log: Final = logging.getLogger(__name__)
 
+_NOBODY: Final[dict[str, RequestMachine]] = {}
+
 CHANGES_PER_TURN: Final = 16
 """First outputs and ends that are taken before the loop gets its turn: each costs a tenth of a millisecond, and the
 sequences of one request, up to 128 of them, mostly begin and end in one step of an engine."""
@@ -171,6 +173,3 @@ class InFlight:
             del on_link[dispatch.id]
             if not on_link:
                 del self._on_link[dispatch.endpoint]
-
-
-_NOBODY: dict[str, RequestMachine] = {}

@@ -13,7 +13,6 @@ Rules
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Final, final
 
 from prometheus_client import CollectorRegistry
@@ -102,8 +101,5 @@ class LegTimes:
 
 
 def _count(leg: Histogram, watch: LegWatch, now_s: float) -> None:
-    # What ``observe`` does, without a further call: this happens several times a request.
-    seconds = now_s - watch.since_s
-    leg._counts[bisect_left(LEG_BUCKETS_S, seconds)] += 1
-    leg._sum += seconds
+    leg.observe(now_s - watch.since_s)
     watch.since_s = now_s

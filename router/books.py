@@ -27,6 +27,8 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
 from poolgrid.wire.request_ids import dispatch_of
 
+# A compiled module looks up what it imports at each use.
+_perf_counter: Final = perf_counter
 _ENCODE: Final = Stage.ENCODE
 
 
@@ -73,7 +75,7 @@ class RequestBooks:
         self.decisions.add(decision)
         self.active[plan.request.request_id] = routed
         metrics = self._metrics
-        metrics.leg_times.sent(routed.watch, decision.attempt, perf_counter())
+        metrics.leg_times.sent(routed.watch, decision.attempt, _perf_counter())
         kind = (decision.policy, routed.machine.delivery.decision_reason, leg.stage, leg.reason)
         counters = self._counters.get(kind)
         if counters is None:
@@ -143,7 +145,7 @@ class RequestBooks:
         """Take note of how much of the prompt a leg's worker reused: at its first output, or at its end."""
         routed = self.active.get(machine.request.request_id)
         if routed is not None:
-            self._metrics.leg_times.heard(routed.watch, heard, perf_counter())
+            self._metrics.leg_times.heard(routed.watch, heard, _perf_counter())
         cached_tokens = heard.delta.cached_tokens
         # The worker's own events come some milliseconds later: too late for whoever waits for a step, or asks at once
         # about the same prompt again.
@@ -165,7 +167,7 @@ class RequestBooks:
         """Have a leg's worker come last when the request is placed again."""
         routed = self.active[machine.request.request_id]
         routed.tried[dispatch.worker] = why
-        self._metrics.leg_times.withdrawn(routed.watch, perf_counter())
+        self._metrics.leg_times.withdrawn(routed.watch, _perf_counter())
 
     def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:
         """Hold nothing against a worker beyond this request: links and events say whether it lives."""

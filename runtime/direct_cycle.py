@@ -83,8 +83,6 @@ class DirectCycle:
     """One request on the short way."""
 
     connection: Connection | None = None
-    task: asyncio.Task[None] | None = None
-    """Which serves it."""
     _head: bytes = b""
     access_log = False
     waiting_for_100_continue = False
@@ -109,8 +107,6 @@ class DirectCycle:
         self.endpoint = endpoint
         self.parts: list[bytes] = []
         """What has come of the body, until it is whole."""
-        self.tasks: set[asyncio.Task[None]] = protocol.tasks
-        """All that serve requests of its server, which waits for them when it ends."""
 
     @property
     def message_event(self) -> asyncio.Event:
@@ -140,9 +136,6 @@ class DirectCycle:
                     await self.send(SERVER_ERROR_BODY)
         finally:
             self.on_response = nobody
-            if self.task is not None:
-                self.tasks.discard(self.task)
-                self.task = None
 
     async def receive(self) -> Any:
         """Return the next ASGI message: a part of a body that is gathered by the endpoint, or that the client left."""
@@ -250,6 +243,12 @@ class DirectCycle:
         if connection is not None and connection.on_left is not None:
             on_left, connection.on_left = connection.on_left, None
             on_left()
+
+
+def begun(protocol: Any, endpoint: Any, keep_alive: bool) -> DirectCycle:
+    """Return a cycle for a ``DirectProtocol``, which is not compiled: a call of a class from there takes its arguments
+    apart slowly."""
+    return DirectCycle(protocol, endpoint, keep_alive)
 
 
 def _is_over(_: bytes) -> bool:

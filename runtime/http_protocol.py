@@ -22,11 +22,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime.bounded_protocol import BoundedProtocol
-from poolgrid.runtime.direct_cycle import CONNECTION, Connection, DefaultLines, DirectCycle, nobody
+from poolgrid.runtime.connection_task import ConnectionTask
+from poolgrid.runtime.direct_cycle import DefaultLines, DirectCycle, begun, nobody
 from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
 from poolgrid.runtime.http_settings import HttpLimits
 from poolgrid.runtime.repeated_head import RepeatedHead
-from poolgrid.runtime.tasks import owned
 
 SERVER_ENDS = "the server is shutting down"
 """Message of the cancellation of a request whose answer has not finished in time for the end of the server."""
@@ -65,6 +65,8 @@ class DirectProtocol(BoundedProtocol):
     """The request that came last: uvicorn's own cycle, or one on the short way."""
     _gathering: DirectCycle | None = None
     _serving: DirectCycle | None = None
+    _task: ConnectionTask | None = None
+    """Serves what takes the short way, once there was something."""
     _repeated: _Repeated | None = None
     """A request before: the last one that came whole, or one before that."""
     default_lines = DefaultLines()
@@ -124,7 +126,7 @@ class DirectProtocol(BoundedProtocol):
             self._queue = None
             queue.pop(self, None)
         self.scope = {**scope, "headers": headers, "state": self.app_state.copy()}  # type: ignore[typeddict-item]
-        cycle = DirectCycle(self, endpoint, keep_alive=True)
+        cycle = begun(self, endpoint, True)
         self.cycle = cycle
         self._serve(cycle, body, repeated.of_head)
         return True
@@ -159,7 +161,7 @@ class DirectProtocol(BoundedProtocol):
         scope["raw_path"] = self.url
         scope["path"] = self.url.decode("ascii")
         scope["query_string"] = b""
-        cycle = DirectCycle(self, endpoint, keep_alive=self.parser.should_keep_alive())
+        cycle = begun(self, endpoint, self.parser.should_keep_alive())
         self._gathering = self.cycle = cycle
 
     def on_body(self, body: bytes) -> None:
@@ -180,14 +182,12 @@ class DirectProtocol(BoundedProtocol):
         self._serve(cycle, parts[0] if len(parts) == 1 else b"".join(parts))
 
     def _serve(self, cycle: DirectCycle, body: bytes, of_head: dict[str, Any] | None = None) -> None:
-        """Start the endpoint. As uvicorn starts a task, which takes itself from the running ones: a callback of its end
-        is a turn more."""
-        cycle.connection = connection = Connection(body, cycle.write_now, cycle.answer_now, of_head)
-        cycle.more_body = False
-        cycle.scope["extensions"] = {CONNECTION: connection}
+        """Start the endpoint."""
         self._serving = cycle
-        connection.task = cycle.task = task = owned(cycle.run_asgi(cycle.endpoint), "request", self.loop)
-        self.tasks.add(task)
+        task = self._task
+        if task is None:
+            task = self._task = ConnectionTask(self.loop, self.tasks)
+        task.serve(cycle, body, of_head)
 
     def abandon(self) -> None:
         """Forget the body that is not whole, and its request, which nobody begins.
@@ -207,3 +207,6 @@ class DirectProtocol(BoundedProtocol):
             serving.disconnected = True
             serving.left()
             serving.let_go()
+        task, self._task = self._task, None
+        if task is not None:
+            task.end()

@@ -38,6 +38,7 @@ _LITTLE_ENDIAN: Final = sys.byteorder == "little"
 _NATIVE_U32: Final = _LITTLE_ENDIAN and array("I").itemsize == TOKEN_BYTES
 _Cut = Callable[[memoryview], Iterator[tuple[Any, ...]]]
 _pair: Final = struct.Struct("<QQ")
+_digest: Final = xxh3_64_intdigest
 _hashes: Final = [struct.Struct(f"<{count}Q") for count in range(513)]
 _unpackers: Final = {8 * count: packed.unpack for count, packed in enumerate(_hashes)}
 """Ready-made for the chain lengths of one engine step; making the format costs as much as unpacking ten hashes."""
@@ -79,7 +80,7 @@ def block_hashes(
     blocks = len(token_bytes) // stride
     if not blocks:
         return []
-    digest = xxh3_64_intdigest
+    digest = _digest
     if blocks < CUT_BLOCKS and isinstance(token_bytes, bytes) and not multimodal_hashes:
         return [digest(token_bytes[at : at + stride], seed) for at in range(0, blocks * stride, stride)]
     view = memoryview(token_bytes)
@@ -110,7 +111,7 @@ def sequence_hashes(hashes: Sequence[int], parent: int | None = None) -> list[in
         parent, hashes = hashes[0], hashes[1:]
         append(parent)
     pack = _pair.pack
-    digest = xxh3_64_intdigest
+    digest = _digest
     for block_hash in hashes:
         parent = digest(pack(parent, block_hash), BASE_SEED)
         append(parent)
@@ -123,7 +124,7 @@ def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
     What ``sequence_hashes(block_hashes(token_bytes, ...), parent)`` says of one block, in a tenth of its time: engines
     that generate store their blocks one by one.
     """
-    return xxh3_64_intdigest(_pair.pack(parent, xxh3_64_intdigest(token_bytes, seed)), BASE_SEED)
+    return _digest(_pair.pack(parent, _digest(token_bytes, seed)), BASE_SEED)
 
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
@@ -166,4 +167,4 @@ def unpack_tokens(packed: bytes | memoryview) -> tuple[int, ...]:
 
 def stable_u64(text: str, seed: int = 0) -> int:
     """Hash text to a u64 that is the same in every process and run: the source of ties and samples."""
-    return xxh3_64_intdigest(text.encode(), seed)
+    return _digest(text.encode(), seed)

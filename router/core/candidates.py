@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.step_curve import FloatArray, StepCurve
 from poolgrid.wire.identifiers import WorkerKey
+
+__all__ = ["Candidates", "Column", "Engines", "IndexArray", "RoutingRequest"]
+"""With the request, since policies look at both."""
 
 IndexArray = NDArray[np.intp]
 

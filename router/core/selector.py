@@ -51,7 +51,7 @@ _MutableColumn = list[float] | FloatArray
 
 _ENCODE: Final = Stage.ENCODE
 _DECODE: Final = Stage.DECODE
-_NOBODY: Mapping[WorkerKey, str] = MappingProxyType({})
+_NOBODY: Final[Mapping[WorkerKey, str]] = MappingProxyType({})
 """No worker, for the many decisions that share it."""
 
 FEW_HOLDERS = 48
