@@ -2,83 +2,138 @@
 
 from __future__ import annotations
 
-from typing import final
-
-import msgspec
+from typing import Any, final
 
 from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.wire.requests import TokenDelta
+from poolgrid.wire.value import Value
 
 
 @final
-class Heard(msgspec.Struct, frozen=True):
+class Heard(Value):
     """A leg's worker said more than further tokens, and it was in its place."""
 
-    dispatch: Dispatch
-    delta: TokenDelta
-    first: bool
-    """Whether the client had no token before."""
+    __slots__ = ("delta", "dispatch", "first")
+
+    def __init__(self, dispatch: Dispatch, delta: TokenDelta, first: bool) -> None:
+        self.dispatch = dispatch
+        self.delta = delta
+        self.first = first
+        """Whether the client had no token before."""
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.dispatch, self.delta, self.first)
 
 
 @final
-class Cancel(msgspec.Struct, frozen=True):
+class Cancel(Value):
     """Tell a leg's worker to stop and to let go of what it keeps."""
 
-    dispatch: Dispatch
+    __slots__ = ("dispatch",)
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self.dispatch = dispatch
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.dispatch,)
 
 
 @final
-class Release(msgspec.Struct, frozen=True):
+class Release(Value):
     """Take a leg off its worker's books."""
 
-    dispatch: Dispatch
+    __slots__ = ("dispatch",)
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self.dispatch = dispatch
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.dispatch,)
 
 
 @final
-class Avoid(msgspec.Struct, frozen=True):
+class Avoid(Value):
     """A leg's worker comes last from now on."""
 
-    dispatch: Dispatch
-    why: str
+    __slots__ = ("dispatch", "why")
+
+    def __init__(self, dispatch: Dispatch, why: str) -> None:
+        self.dispatch = dispatch
+        self.why = why
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.dispatch, self.why)
 
 
 @final
-class Blame(msgspec.Struct, frozen=True):
+class Blame(Value):
     """A leg's worker has failed it."""
 
-    dispatch: Dispatch
-    happened: Happened
-    why: str
+    __slots__ = ("dispatch", "happened", "why")
+
+    def __init__(self, dispatch: Dispatch, happened: Happened, why: str) -> None:
+        self.dispatch = dispatch
+        self.happened = happened
+        self.why = why
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.dispatch, self.happened, self.why)
 
 
 @final
-class Crowded(msgspec.Struct, frozen=True):
+class Crowded(Value):
     """A leg's worker has promised ``booked_tokens``; the leg is off its books."""
 
-    dispatch: Dispatch
-    booked_tokens: int
+    __slots__ = ("booked_tokens", "dispatch")
+
+    def __init__(self, dispatch: Dispatch, booked_tokens: int) -> None:
+        self.dispatch = dispatch
+        self.booked_tokens = booked_tokens
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.dispatch, self.booked_tokens)
 
 
 @final
-class PlaceNext(msgspec.Struct, frozen=True):
+class PlaceNext(Value):
     """Place what ``RequestMachine.plan`` says comes next."""
 
-    why: str
-    after: Dispatch
-    """The leg before, or the one that was lost."""
-    moved: bool
-    """Whether this is a migration; else it is the next leg, or the same one chosen again."""
+    __slots__ = ("after", "moved", "why")
+
+    def __init__(self, why: str, after: Dispatch, moved: bool) -> None:
+        self.why = why
+        self.after = after
+        """The leg before, or the one that was lost."""
+        self.moved = moved
+        """Whether this is a migration; else it is the next leg, or the same one chosen again."""
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.why, self.after, self.moved)
 
 
 @final
-class End(msgspec.Struct, frozen=True):
+class End(Value):
     """The request is over; the client has ``last``, and the books are to be closed."""
 
-    last: StreamDelta
-    by_worker: bool
-    """Whether a worker ended it, rather than something that happened to it."""
+    __slots__ = ("by_worker", "last")
+
+    def __init__(self, last: StreamDelta, by_worker: bool) -> None:
+        self.last = last
+        self.by_worker = by_worker
+        """Whether a worker ended it, rather than something that happened to it."""
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.last, self.by_worker)
 
 
 Effect = Heard | Cancel | Release | Avoid | Blame | Crowded | PlaceNext | End

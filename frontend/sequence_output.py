@@ -257,7 +257,7 @@ class SequenceOutput:
 def _without_output(delta: StreamDelta) -> StreamDelta:
     """Return a delta without its tokens, as if none had been asked for."""
     reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
-    without = StreamDelta(*delta.values())
+    without = StreamDelta(*delta.parts())
     without.token_ids = b""
     without.logprobs = None
     without.finish_reason = reason

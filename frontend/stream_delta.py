@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, final
 
 from poolgrid.wire.requests import TokenLogprobs
+from poolgrid.wire.value import Value
 
 
 @final
-class StreamDelta:  # noqa: PLW1641 - nobody looks one up
+class StreamDelta(Value):
     """New tokens of one request; ``finish_reason`` is set on the last one."""
 
-    # Not a struct: what is asked for so often is a plain place in memory where it is compiled.
     __slots__ = (
         "cached_tokens",
         "error",
@@ -51,7 +51,7 @@ class StreamDelta:  # noqa: PLW1641 - nobody looks one up
         self.shutdown = shutdown
         """With an error: the router ends, and has nothing against the request."""
 
-    def values(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         """Return all of it, in the order in which it is given."""
         return (
             self.token_ids,
@@ -64,11 +64,3 @@ class StreamDelta:  # noqa: PLW1641 - nobody looks one up
             self.poison,
             self.shutdown,
         )
-
-    def __eq__(self, other: object) -> bool:
-        """Compare values."""
-        return isinstance(other, StreamDelta) and self.values() == other.values()
-
-    def __repr__(self) -> str:
-        """Return how it is made."""
-        return f"StreamDelta{self.values()}"

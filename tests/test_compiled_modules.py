@@ -21,11 +21,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.dispatch.effects import Avoid
-from poolgrid.dispatch.legs import Dispatch
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.core.stage_plan import Leg
-from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.wire.identifiers import Stage
 
 ROOT = Path(__file__).parents[1]
 TABLE = tomllib.loads((ROOT / "compiled_modules.toml").read_text())
@@ -199,7 +197,6 @@ def test_constants_are_final(module: str) -> None:
 FROZEN = [
     (Leg(Stage.WHOLE, (), "aggregated"), "reason"),
     (NoWorker("m", {}), "model"),
-    (Avoid(Dispatch("r", 0, WorkerKey(WorkerId("w"), 0), "tcp://w", Stage.WHOLE), "full"), "why"),
 ]
 
 

@@ -6,15 +6,15 @@ from typing import Any, Final, final
 
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.value import Value
 
 _WHOLE: Final = Stage.WHOLE
 
 
 @final
-class RoutingRequest:  # noqa: PLW1641 - nobody looks one up
+class RoutingRequest(Value):
     """What a policy may know of a request; a value, which nobody changes."""
 
-    # Not a struct: what is asked for so often is a plain place in memory where it is compiled.
     __slots__ = (
         "block_size",
         "blocks",
@@ -72,7 +72,7 @@ class RoutingRequest:  # noqa: PLW1641 - nobody looks one up
         """Return what ties are broken by: the name, or the media, so that equal media meet among equal workers."""
         return " ".join(map(str, self.media)) if self.media else name_of(self.request_id)
 
-    def values(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         """Return all of it, in the order in which it is given."""
         return (
             self.request_id,
@@ -87,7 +87,3 @@ class RoutingRequest:  # noqa: PLW1641 - nobody looks one up
             self.seed,
             self.ttft_target_ms,
         )
-
-    def __eq__(self, other: object) -> bool:
-        """Compare values."""
-        return isinstance(other, RoutingRequest) and self.values() == other.values()

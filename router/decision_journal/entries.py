@@ -424,7 +424,7 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
     """Return the entry of a decision and of what led to it; ``number_of`` knows every worker in them."""
     choice, candidates = decision.choice, decision.candidates
     return DecisionMade(
-        RequestWanted(*decision.request.values()),
+        RequestWanted(*decision.request.parts()),
         pack_hashes(wanted.path),
         wanted.now_ms,
         decision.time_ms,

@@ -112,15 +112,15 @@ class InputWriter:
                 return made_of(wanted, decision, self._named(workers, out))
             case Booked():
                 return DecisionBooked(item.decision.request.request_id, item.dispatch_id, item.now_ms, item.lease_ms)
-            case Crowded(worker):
-                number = self._named((worker,), out)[worker]
+            case Crowded():
+                number = self._named((item.worker,), out)[item.worker]
                 return WorkerCrowded(number, item.dispatch_id, item.booked_tokens, item.now_ms)
-            case Renewed(worker):
-                return LeaseRenewed(self._named((worker,), out)[worker], item.dispatch_id, item.now_ms)
-            case PromptComputed(worker):
-                return PrefillEnded(self._named((worker,), out)[worker], item.dispatch_id, item.is_held)
-            case Released(worker):
-                return EntryReleased(self._named((worker,), out)[worker], item.dispatch_id)
+            case Renewed():
+                return LeaseRenewed(self._named((item.worker,), out)[item.worker], item.dispatch_id, item.now_ms)
+            case PromptComputed():
+                return PrefillEnded(self._named((item.worker,), out)[item.worker], item.dispatch_id, item.is_held)
+            case Released():
+                return EntryReleased(self._named((item.worker,), out)[item.worker], item.dispatch_id)
             case Expired():
                 return ReservationsExpired(item.now_ms, list(item.held))
             case _:

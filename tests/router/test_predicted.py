@@ -241,7 +241,7 @@ def test_a_choice_counts_what_it_costs_those_who_wait_behind_it() -> None:
 def test_a_plan_begins_with_one_whom_nobody_can_serve_now() -> None:
     _, selector = make_pool("a")
     a = worker_key("a")
-    too_long = msgspec.structs.replace(wanted("r", []), unavailable={a: "unreachable"})
+    too_long = wanted("r", []).without({a: "unreachable"})
 
     assert selector.plan([wanted("s", PATH), too_long]) == [(1, {}), (0, {})]
     assert not selector.serves(too_long)
