@@ -22,7 +22,7 @@ from typing import Final
 
 from poolgrid.dispatch.recent_prompts import HASH_BYTES, RecentPrompts
 from poolgrid.runtime.budgeted_lru import BudgetedLru
-from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, sequence_hashes
+from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, path_of, sequence_hashes
 
 STRETCH_BLOCKS: Final = 32
 """Blocks of one stretch: at 16 to 64 tokens a block, 2 to 8 KiB that are compared in less time than one is hashed."""
@@ -67,8 +67,10 @@ class PromptPaths:
         such objects are computed anew.
         """
         stretch_bytes = STRETCH_BLOCKS * block_size * TOKEN_BYTES
-        if multimodal_hashes or len(token_ids) < stretch_bytes:
+        if multimodal_hashes:
             return array("Q", sequence_hashes(block_hashes(token_ids, block_size, seed, multimodal_hashes)))
+        if len(token_ids) < stretch_bytes:
+            return path_of(token_ids, block_size, seed)
         path = array("Q")
         for _ in self.grow(path, token_ids, block_size, seed):
             pass

@@ -8,8 +8,7 @@ A body that does not fit gives one ``RequestError`` naming the field by its JSON
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from operator import itemgetter
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -121,20 +120,21 @@ class LogitsProcessor(Struct):
 class InferenceBody(Struct, kw_only=True):
     """The fields that both endpoints share."""
 
+    # Those of a plain body (USUAL) come first, so that all others are looked at in one.
     model: str
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, allowed('an object such as {"include_usage": true}')] = None
+    max_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
     n: Annotated[int, Meta(ge=1, le=U32_MAX)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX // 2)] | None = None
-    max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
-    ignore_eos: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
@@ -343,14 +343,20 @@ USUAL = frozenset({
 """Fields that a plain body may have."""
 
 
-def _unusual(kind: type[InferenceBody]) -> tuple[Callable[[tuple[Any, ...]], tuple[Any, ...]], tuple[None, ...]]:
-    """Return what picks the fields out that a plain body leaves out, and what it finds in one."""
-    places = [place for place, name in enumerate(kind.__struct_fields__) if name not in USUAL]
-    return itemgetter(*places), (None,) * len(places)
+def _unusual(kind: type[InferenceBody]) -> tuple[tuple[slice, tuple[None, ...]], ...]:
+    """Return where the fields are that a plain body leaves out, and what is found there in one."""
+    names = kind.__struct_fields__
+    runs: list[tuple[int, int]] = []
+    for place, name in enumerate(names):
+        if name not in USUAL:
+            if runs and runs[-1][1] == place:
+                runs[-1] = (runs[-1][0], place + 1)
+            else:
+                runs.append((place, place + 1))
+    return tuple((slice(first, end), (None,) * (end - first)) for first, end in runs)
 
 
-_unusual_of_chat, _NOTHING_OF_CHAT = _unusual(ChatBody)
-_unusual_of_completion, _NOTHING_OF_COMPLETION = _unusual(CompletionBody)
+_UNUSUAL = {kind: _unusual(kind) for kind in (ChatBody, CompletionBody)}
 _AT = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _MISSING = re.compile(r"missing required field `(.*)`")
@@ -360,9 +366,10 @@ def is_plain(body: ChatBody | CompletionBody) -> bool:
     """Tell whether a body asks for nothing beyond ``USUAL``. Nearly every one does: one look in the place of one for
     each field."""
     values = msgspec.structs.astuple(body)
-    if type(body) is CompletionBody:
-        return _unusual_of_completion(values) == _NOTHING_OF_COMPLETION
-    return _unusual_of_chat(values) == _NOTHING_OF_CHAT
+    for where, nothing in _UNUSUAL[type(body)]:  # noqa: SIM110 - a generator costs what it compares
+        if values[where] != nothing:
+            return False
+    return True
 
 
 def parse_chat(body: bytes) -> tuple[ChatBody, bool]:

@@ -6,7 +6,7 @@ the policy's arrays and turns them into readable rows only when somebody asks.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping
 from typing import Final, final
 
@@ -268,9 +268,11 @@ class DecisionLog:
         self._budget_bytes = budget_bytes
         self.size_bytes = 0
         """What the kept decisions take, about."""
-        self._decisions: OrderedDict[tuple[str, int], Decision] = OrderedDict()
+        self._decisions: dict[tuple[str, int], Decision] = {}
+        self._by_age: deque[Decision] = deque()
+        """The same, oldest first, and some whose place another one has taken."""
         self._latest: dict[str, str] = {}
-        """The latest request that clients called by a name."""
+        """The latest request that clients called by a name; none of those whose id is the name."""
         self.added = 0
         """Decisions so far, forgotten ones included."""
 
@@ -284,16 +286,35 @@ class DecisionLog:
         if replaced is not None:
             self.size_bytes -= replaced.kept_bytes
         decisions[key] = decision
-        self._latest[name_of(request_id)] = request_id
+        self._by_age.append(decision)
+        name = name_of(request_id)
+        if name != request_id:
+            self._latest[name] = request_id
         decision.kept_bytes = kept_bytes = decision.size_bytes
         self.size_bytes += kept_bytes
         while len(decisions) > self._capacity or (self.size_bytes > self._budget_bytes and len(decisions) > 1):
-            (request_id, attempt), forgotten = decisions.popitem(last=False)
-            self.size_bytes -= forgotten.kept_bytes
-            name = name_of(request_id)
-            # What comes later of the same request is younger, and still there.
-            if self._latest.get(name) == request_id and (request_id, attempt + 1) not in decisions:
-                del self._latest[name]
+            self._forget(self._by_age.popleft())
+        if len(self._by_age) > 2 * self._capacity:
+            # A dict has its entries in the order in which they came.
+            self._by_age = deque(decisions.values())
+
+    def _kept(self, decision: Decision) -> Decision | None:
+        return self._decisions.get((decision.request.request_id, decision.attempt))
+
+    def _forget(self, oldest: Decision) -> None:
+        request_id, attempt = oldest.request.request_id, oldest.attempt
+        if self._kept(oldest) is not oldest:
+            return
+        del self._decisions[request_id, attempt]
+        self.size_bytes -= oldest.kept_bytes
+        name = name_of(request_id)
+        # What comes later of the same request is younger, and still there.
+        if (
+            name != request_id
+            and self._latest.get(name) == request_id
+            and (request_id, attempt + 1) not in self._decisions
+        ):
+            del self._latest[name]
 
     def of_request(self, request_id: str) -> list[Decision]:
         """Return a request's decisions, first attempt first; empty when none is kept.
@@ -333,10 +354,11 @@ class DecisionLog:
     def newest(self, limit: int) -> list[Decision]:
         """Return the last decisions, newest first."""
         newest: list[Decision] = []
-        for decision in reversed(self._decisions.values()):
+        for decision in reversed(self._by_age):
             if len(newest) >= limit:
                 break
-            newest.append(decision)
+            if self._kept(decision) is decision:
+                newest.append(decision)
         return newest
 
     def __len__(self) -> int:

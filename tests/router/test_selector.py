@@ -315,6 +315,34 @@ def test_the_decision_log_finds_the_latest_request_of_a_name_and_every_one_by_it
     assert set(log._latest) == {"other", "third"}
 
 
+NAMES_AGAIN = st.tuples(st.sampled_from(["a", "b", "mine~1", "mine~2"]), st.integers(0, 2))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(NAMES_AGAIN, max_size=40), st.integers(1, 4))
+def test_the_decision_log_is_a_list_whose_older_entry_of_a_name_goes(
+    added: list[tuple[str, int]], capacity: int
+) -> None:
+    pool = Pool()
+    pool.join("a")
+    log, naive = DecisionLog(capacity), dict[tuple[str, int], Decision]()
+    for request_id, attempt in added:
+        decision = decide(pool, KvAware(), PATH, request_id)
+        decision.attempt = attempt
+        log.add(decision)
+        naive.pop((request_id, attempt), None)
+        naive[request_id, attempt] = decision
+        while len(naive) > capacity:
+            del naive[next(iter(naive))]
+
+    assert len(log) == len(naive)
+    assert log.newest(100) == list(naive.values())[::-1]
+    assert log.size_bytes == sum(decision.size_bytes for decision in naive.values())
+    assert log.added == len(added)
+    assert len(log._by_age) <= 2 * capacity
+    assert set(log._latest) <= {"mine"}
+
+
 def test_many_workers_share_a_prefix() -> None:
     pool = Pool()
     names = [f"w{number:03}" for number in range(200)]

@@ -6,6 +6,8 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 
@@ -60,6 +62,23 @@ def test_a_wrong_number_of_label_values_is_refused() -> None:
     counter = instruments.Counter("labelled", "With labels.", ["a", "b"], registry=None)
     with pytest.raises(ValueError, match="got 1 values for"):
         counter.labels("x")
+
+
+@given(
+    st.lists(st.floats(allow_nan=False), max_size=30), st.lists(st.floats(-5, 5), min_size=1, max_size=5, unique=True)
+)
+def test_an_observation_is_in_the_first_bucket_that_it_does_not_exceed(
+    values: list[float], buckets: list[float]
+) -> None:
+    bounds = sorted(buckets)
+    histogram = instruments.Histogram("x", "X.", buckets=bounds, registry=None)
+    for value in values:
+        histogram.observe(value)
+
+    expected = [0] * (len(bounds) + 1)
+    for value in values:
+        expected[next((place for place, bound in enumerate(bounds) if value <= bound), len(bounds))] += 1
+    assert histogram._counts == expected
 
 
 def test_a_bucket_names_the_last_trace_that_fell_into_it_to_who_asks_for_openmetrics() -> None:

@@ -21,6 +21,7 @@ from poolgrid.wire.hashing import (
     hash_seed,
     pack_hashes,
     pack_tokens,
+    path_of,
     sequence_hashes,
     stable_u64,
     unpack_hashes,
@@ -166,6 +167,12 @@ class TestPacking:
 def test_one_block_behind_a_parent_is_named_as_in_a_chain(parent: int, seed: int) -> None:
     block = TOKENS[:64]
     assert [child_hash(block, parent, seed)] == sequence_hashes(block_hashes(block, 16, seed), parent)
+
+
+@given(st.binary(max_size=600), st.integers(1, 9), st.integers(0, U64_MAX))
+def test_a_short_path_is_the_chain_of_its_blocks(token_bytes: bytes, block_size: int, seed: int) -> None:
+    expected = sequence_hashes(block_hashes(token_bytes, block_size, seed))
+    assert path_of(token_bytes, block_size, seed).tolist() == expected
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=80))
