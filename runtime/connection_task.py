@@ -59,17 +59,20 @@ class ConnectionTask:
         assert task is not None, "set where it is started"
         try:
             while True:
-                cycle, self._next = self._next, None
+                cycle = self._taken()
                 if cycle is not None:
                     await cycle.run_asgi(cycle.endpoint)
-                    cycle = None  # nothing of it is kept while this waits
-                if self._next is not None:
                     continue
                 self._serving.discard(task)
                 if self._ends or task.cancelling():
                     return
                 self._idle = self._loop.create_future()
                 await self._idle
-                self._idle = None
         finally:
             self._serving.discard(task)
+
+    def _taken(self) -> DirectCycle | None:
+        """Return what is to be served now. Not in the loop: what is set to ``None`` there stays so to a type checker,
+        whatever is awaited, and where this is compiled the next look at it would be left out."""
+        cycle, self._next = self._next, None
+        return cycle
