@@ -54,9 +54,12 @@ def keep(grace_s: float, command: Sequence[str]) -> int:
         signal.signal(number, note)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     starter = os.getpid()
+    # The command may be asked before it is one: what this process has noted there would be forgotten with it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
     child = os.fork()
     if not child:
         _become(command, starter)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -77,6 +80,7 @@ def _become(command: Sequence[str], parent: int) -> None:
         signal.set_wakeup_fd(-1)
         for number in (*HANDED_ON, signal.SIGCHLD, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

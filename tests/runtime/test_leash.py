@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from multiprocessing.connection import wait
 
 import psutil
@@ -43,6 +44,23 @@ def test_the_command_hears_what_it_is_asked() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == b"asked\n"
         assert process.wait(PATIENCE_S) == 3
+
+
+def test_a_command_that_is_asked_before_it_runs_ends() -> None:
+    """A worker may be stopped the moment after it has started its server: then a fork of the leash hears of it."""
+    asked = (
+        "import os, signal, sys; from poolgrid.runtime import leash; fork = os.fork\n"
+        "def forked():\n"
+        "    child = fork()\n"
+        "    if not child: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return child\n"
+        "os.fork = forked; sys.exit(leash.keep(0, ['sleep', '600']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", asked], stdin=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        finally:
+            process.kill()  # the command ends with it
 
 
 def test_without_its_starter_everything_ends() -> None:
