@@ -40,7 +40,7 @@ def counted(bench: Bench, peers: Peers, form: str, shape: dict[str, Any], into: 
     Raises ``RuntimeError`` when the router does not say in the file ``into`` what it counted.
     """
     with bench.fleet() as fleet:
-        port, pid = peers.start(form, fleet)
+        port, pid = peers.start(form, fleet, shape.get("step_ms", 0.0))
         bench.load(fleet, shape, port, pid, WARM_UP_S)
         os.kill(pid, signal.SIGUSR1)
         requests = bench.load(fleet, shape, port, pid)["requests"]

@@ -11,6 +11,7 @@ Figures are CPU time from the scheduler's counts, so other load on the machine c
 ``short``    completions, 64 tokens in, 1 out, 16 clients: CPU µs per request
 ``stream``   chat streams, 1,024 tokens in, 128 out, 16 clients, engines as fast as they can: CPU µs per token
 ``chunks``   chat streams, 16 tokens in, 512 out: the same with less of the request in it
+``paced``    the same from engines that take 10 ms for a step, 64 clients: each token comes by itself, as from a GPU
 ``turns``    conversations of real growth, 16 at a time: 8k tokens in the first turn, then 10 further: CPU µs per turn
 ``turns4``   the same, four at a time: whoever has its worker on planes waits for events meanwhile, and wakes up more
 ``long``     short requests, 100 or so a second: TTFT alone, and while some 8 prompts of 60k tokens arrive a second
@@ -59,6 +60,7 @@ TESTS: dict[str, dict[str, Any]] = {
     "short": {"concurrency": 16, "isl": 64, "osl": 1},
     "stream": {"chat": True, "stream": True, "concurrency": 16, "isl": 1024, "osl": 128},
     "chunks": {"chat": True, "stream": True, "concurrency": 16, "isl": 16, "osl": 512},
+    "paced": {"chat": True, "stream": True, "concurrency": 64, "isl": 16, "osl": 128, "step_ms": 10.0},
     "turns": {"chat": True, "concurrency": 16, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
     "turns4": {"chat": True, "concurrency": 4, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
     "long": {"concurrency": 4, "isl": 64, "osl": 1, "pause_s": 0.04, "long_isl": 60_000, "long_pause_s": 0.1},
@@ -80,12 +82,13 @@ class Bench:
         """Return the figures of one test for one peer."""
         shape = TESTS[test]
         with self.fleet() as fleet:
-            port, pid = self._peers.start(peer, fleet)
+            port, pid = self._peers.start(peer, fleet, shape.get("step_ms", 0.0))
             fresh_mb = rss_mb(pid)
-            unloaded = self._unloaded(fleet, shape, port, pid)
+            unloaded = None if "step_ms" in shape else self._unloaded(fleet, shape, port, pid)
             alone = self.load(fleet, {**shape, "long_isl": 0}, port, pid) if shape.get("long_isl") else None
             figures = self.load(fleet, shape, port, pid)
-        worker = self.straight_to_worker(peer, test) if peer in (OURS, COMPILED) and "turns" not in shape else None
+        apart = "turns" not in shape and "step_ms" not in shape
+        worker = self.straight_to_worker(peer, test) if peer in (OURS, COMPILED) and apart else None
         return {**figures, "unloaded": unloaded, "alone": alone, "worker": worker, "fresh_rss_mb": fresh_mb}
 
     def straight(self, test: str) -> dict[str, Any]:
@@ -113,7 +116,7 @@ class Bench:
         """
         shape = {**TESTS[test], "long_isl": 0}
         with self.fleet() as fleet:
-            port, pid = self._peers.start("ours", fleet)
+            port, pid = self._peers.start("ours", fleet, shape.get("step_ms", 0.0))
             us_per_request = self.load(fleet, shape, port, pid)["us_per_request"]
             recording = Recording(py_spy, pid, self._logs / f"{test}.stacks")
             try:
@@ -149,7 +152,7 @@ class Bench:
             model=MODEL,
             duration_s=self._seconds if seconds is None else seconds,
             pids={"peer": pid},
-            **{"warmup_s": WARM_UP_S, **shape},
+            **{"warmup_s": WARM_UP_S, **_load_of(shape)},
         )
         measured = fleet.load(spec)
         cpu = measured["cpu_s"]["peer"]
@@ -158,6 +161,11 @@ class Bench:
         measured["us_per_event"] = cpu / max(1, measured["events"]) * 1e6
         measured["busy"] = cpu / measured["window_s"]
         return measured
+
+
+def _load_of(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a test is the load's; the rest is its engines'."""
+    return {name: value for name, value in shape.items() if name != "step_ms"}
 
 
 PROFILED = ("short", "chunks", "turns")
@@ -192,7 +200,7 @@ def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
                 f"{row['requests_per_s']:.0f}",
                 *(_quantile(row, "latency_ms", quantile) for quantile in ("p50", "p99")),
                 *(_quantile(row, "ttft_ms", quantile) for quantile in ("p50", "p99")),
-                *(_added(row["unloaded"], straight.get(test), quantile) for quantile in ("p50", "p99")),
+                *(_added(row.get("unloaded"), straight.get(test), quantile) for quantile in ("p50", "p99")),
                 _added(row["worker"], straight.get(test), "p50") if row.get("worker") else "",
                 f"{row['fresh_rss_mb']:.0f}",
                 f"{row['rss_mb']['peer']:.0f}",
@@ -241,9 +249,9 @@ def _quantile(row: dict[str, Any], what: str, quantile: str) -> str:
     return f"{row[what][quantile]:.2f}" if quantile in row[what] else "none"
 
 
-def _added(row: dict[str, Any], straight: dict[str, Any] | None, quantile: str) -> str:
+def _added(row: dict[str, Any] | None, straight: dict[str, Any] | None, quantile: str) -> str:
     """Return what a peer adds to the TTFT of a client alone."""
-    if straight is None or quantile not in row["ttft_ms"] or quantile not in straight["ttft_ms"]:
+    if row is None or straight is None or quantile not in row["ttft_ms"] or quantile not in straight["ttft_ms"]:
         return "none"
     return f"{row['ttft_ms'][quantile] - straight['ttft_ms'][quantile]:.2f}"
 
@@ -302,7 +310,12 @@ def main() -> int:
             else:
                 present.append(peer)
         measured: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        steps = [(test, peer) for test in tests for _ in range(max(1, options.rounds)) for peer in (STRAIGHT, *present)]
+        steps = [
+            (test, peer)
+            for test in tests
+            for _ in range(max(1, options.rounds))
+            for peer in ((STRAIGHT, *present) if "step_ms" not in TESTS[test] else present)
+        ]
         broken: set[tuple[str, str]] = set()
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task("straight to the engine", total=len(steps))

@@ -1,9 +1,10 @@
 """A mock OpenAI server, for the peers that pass HTTP through: answers at once, with as many tokens as were asked for.
 
-    python -m benchmarks.http_engine PORT
+    python -m benchmarks.http_engine PORT [STEP_MS]
 
 ``/v1/completions`` and ``/v1/chat/completions`` (JSON and SSE, one chunk per token), their ``/render`` (the prompt's
-token ids: one per word, the same for the same word), any GET. Raw protocol on uvloop.
+token ids: one per word, the same for the same word), any GET. Raw protocol on uvloop. With ``STEP_MS`` a step begins so
+often, and gives every stream one token, as engines do it; without, all tokens leave at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import zlib
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, repeat
 from typing import Any, cast
 
 import httptools
@@ -40,8 +44,39 @@ VOCABULARY = 32_000
 MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"mock"}]}'
 
 
+class Steps:
+    """Writes the next chunk of every stream that runs, once in a step."""
+
+    def __init__(self, step_ms: float) -> None:
+        self._step_s = step_ms / 1000
+        self._running: list[tuple[asyncio.Transport, Iterator[bytes]]] = []
+        self._due_s = 0.0
+
+    def begin(self, transport: asyncio.Transport, chunks: Iterator[bytes]) -> None:
+        """Take a stream into the next step."""
+        if not self._running:
+            self._wait(asyncio.get_running_loop().time())
+        self._running.append((transport, chunks))
+
+    def _wait(self, since_s: float) -> None:
+        # On a clock of its own: a step that came late does not make the next ones late.
+        self._due_s = since_s + self._step_s
+        asyncio.get_running_loop().call_at(self._due_s, self._step)
+
+    def _step(self) -> None:
+        running, self._running = self._running, []
+        for transport, chunks in running:
+            chunk = next(chunks, None)
+            if chunk is not None and not transport.is_closing():
+                transport.write(chunk)
+                self._running.append((transport, chunks))
+        if self._running:
+            self._wait(self._due_s)
+
+
 class _Server(asyncio.Protocol):
-    def __init__(self) -> None:
+    def __init__(self, steps: Steps | None) -> None:
+        self._steps = steps
         self._parser: httptools.HttpRequestParser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._url = b""
@@ -108,11 +143,13 @@ class _Server(asyncio.Protocol):
         )
         chunk = b"%x\r\n%s\r\n" % (len(event), event)
         last = event.replace(b'"finish_reason":null', b'"finish_reason":"length"') + b"data: [DONE]\n\n"
-        self._transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-            + chunk * (tokens - 1)
-            + b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last)
-        )
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        end = b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last)
+        if self._steps is None:
+            self._transport.write(head + chunk * (tokens - 1) + end)
+        else:
+            self._transport.write(head)
+            self._steps.begin(self._transport, chain(repeat(chunk, tokens - 1), (end,)))
 
 
 _ids: dict[str, int] = {}
@@ -132,12 +169,13 @@ def rendered(body: bytes, chat: bool) -> bytes:
     return msgspec.json.encode(answer if chat else [answer])
 
 
-async def serve(port: int) -> None:
-    """Listen until the process is ended."""
-    server = await asyncio.get_running_loop().create_server(_Server, "127.0.0.1", port)
+async def serve(port: int, step_ms: float) -> None:
+    """Listen until the process is ended; 0 = without steps."""
+    steps = Steps(step_ms) if step_ms else None
+    server = await asyncio.get_running_loop().create_server(partial(_Server, steps), "127.0.0.1", port)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(int(sys.argv[1])))
+        runner.run(serve(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))

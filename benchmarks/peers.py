@@ -63,24 +63,29 @@ class Peers:
             return ""
         return (probe.stderr.decode().strip().splitlines() or [f"status {probe.returncode}"])[-1]
 
-    def start(self, peer: str, fleet: Fleet) -> tuple[int, int]:
-        """Start a peer and its engines, wait until it answers, and return its port and process id."""
-        start: dict[str, Callable[[Fleet], tuple[int, int]]] = {
-            OURS: self._start_ours,
-            COMPILED: lambda fleet: self._start_ours(fleet, self._compiled_python),
-            "dynamo": lambda fleet: self._start_dynamo(fleet, "hf"),
-            "dynamo-fast": lambda fleet: self._start_dynamo(fleet, "fastokens"),
-            "smg": self._start_smg,
-            "vllm-router": self._start_vllm_router,
+    def start(self, peer: str, fleet: Fleet, step_ms: float = 0.0) -> tuple[int, int]:
+        """Start a peer and its engines, wait until it answers, and return its port and process id.
+
+        ``step_ms`` is the time between two tokens of a stream; 0 = as fast as the engines can. Dynamo's mock engine
+        has a table of step times of its own, and takes its times from there when it is not 0.
+        """
+        start: dict[str, Callable[[], tuple[int, int]]] = {
+            OURS: lambda: self._start_ours(fleet, step_ms),
+            COMPILED: lambda: self._start_ours(fleet, step_ms, self._compiled_python),
+            "dynamo": lambda: self._start_dynamo(fleet, "hf", step_ms),
+            "dynamo-fast": lambda: self._start_dynamo(fleet, "fastokens", step_ms),
+            "smg": lambda: self._start_smg(fleet, step_ms),
+            "vllm-router": lambda: self._start_vllm_router(fleet, step_ms),
         }
-        port, pid = start[peer](fleet)
+        port, pid = start[peer]()
         await_answer(port, fleet)
         return port, pid
 
-    def start_engine(self, fleet: Fleet, number: int = 0) -> tuple[int, int]:
+    def start_engine(self, fleet: Fleet, number: int = 0, step_ms: float = 0.0) -> tuple[int, int]:
         """Start one mock OpenAI server, wait until it answers, and return its port and process id."""
         port = free_port()
-        process = fleet.start(f"engine{number}", [sys.executable, "-m", "benchmarks.http_engine", str(port)])
+        command = [sys.executable, "-m", "benchmarks.http_engine", str(port), str(step_ms)]
+        process = fleet.start(f"engine{number}", command)
         await_answer(port, fleet)
         return port, process.pid
 
@@ -92,8 +97,8 @@ class Peers:
         worker = fleet.start("worker0", [*command, str(BLOCK_SIZE)], says_ready=True)
         return fleet.ready_words(worker)["requests"]
 
-    def _engines(self, fleet: Fleet) -> list[str]:
-        return [f"http://127.0.0.1:{self.start_engine(fleet, number)[0]}" for number in range(ENGINES)]
+    def _engines(self, fleet: Fleet, step_ms: float) -> list[str]:
+        return [f"http://127.0.0.1:{self.start_engine(fleet, number, step_ms)[0]}" for number in range(ENGINES)]
 
     def _interpreted_because(self) -> str:
         """Return why ours cannot be started compiled; empty when it can."""
@@ -110,14 +115,14 @@ class Peers:
             return (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
         return "" if "(compiled)" in asked.stdout else f"{asked.stdout.strip()} is what is installed there"
 
-    def _start_ours(self, fleet: Fleet, python: str = sys.executable) -> tuple[int, int]:
+    def _start_ours(self, fleet: Fleet, step_ms: float, python: str = sys.executable) -> tuple[int, int]:
         ours = [python, "-m", "poolgrid"]
         level = ["--log-level", "warning"]
         consolidator = fleet.start("consolidator", [*ours, "consolidator", *level])
         words = fleet.ready_words(consolidator)
         for number in range(ENGINES):
             command = [python, "-m", "benchmarks.http_worker", words["ingest"], f"worker-{number}"]
-            fleet.start(f"worker{number}", [*command, str(BLOCK_SIZE)])
+            fleet.start(f"worker{number}", [*command, str(BLOCK_SIZE), str(step_ms)])
         planes = ["--feed-endpoint", words["feed"], "--query-endpoint", words["query"]]
         router = fleet.start(
             "router",
@@ -140,23 +145,23 @@ class Peers:
         url = fleet.ready_words(router)["http"]
         return int(url.rpartition(":")[2]), router.pid
 
-    def _start_smg(self, fleet: Fleet) -> tuple[int, int]:
+    def _start_smg(self, fleet: Fleet, step_ms: float) -> tuple[int, int]:
         port = free_port()
         command = [self._peer_python, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--policy", "cache_aware", "--log-level", "error", "--max-concurrent-requests", "-1"]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-        process = fleet.start("smg", [*command, "--worker-urls", *self._engines(fleet)], tested=True)
+        process = fleet.start("smg", [*command, "--worker-urls", *self._engines(fleet, step_ms)], tested=True)
         return port, process.pid
 
-    def _start_vllm_router(self, fleet: Fleet) -> tuple[int, int]:
+    def _start_vllm_router(self, fleet: Fleet, step_ms: float) -> tuple[int, int]:
         port = free_port()
         command = [self._peer_python, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--policy", "cache_aware", "--log-level", "error"]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-        process = fleet.start("vllm-router", [*command, "--worker-urls", *self._engines(fleet)], tested=True)
+        process = fleet.start("vllm-router", [*command, "--worker-urls", *self._engines(fleet, step_ms)], tested=True)
         return port, process.pid
 
-    def _start_dynamo(self, fleet: Fleet, tokenizer: str) -> tuple[int, int]:
+    def _start_dynamo(self, fleet: Fleet, tokenizer: str, step_ms: float) -> tuple[int, int]:
         port = free_port()
         store = Path(tempfile.mkdtemp(dir=fleet.logs))
         environment = {
@@ -180,7 +185,14 @@ class Peers:
         command += ["--router-mode", "kv", "--kv-cache-block-size", str(BLOCK_SIZE), *planes]
         process = fleet.start("dynamo-frontend", command, environment, tested=True)
         command = [self._peer_python, "-m", "dynamo.mocker", "--model-path", str(self._model), "--model-name", MODEL]
-        command += ["--block-size", str(BLOCK_SIZE), "--speedup-ratio", "1000000", "--num-workers", str(ENGINES)]
+        command += [
+            "--block-size",
+            str(BLOCK_SIZE),
+            "--speedup-ratio",
+            "1" if step_ms else "1000000",
+            "--num-workers",
+            str(ENGINES),
+        ]
         command += ["--num-gpu-blocks-override", str(TOTAL_BLOCKS), "--max-num-seqs", "256", *planes]
         fleet.start("dynamo-mocker", command, environment)
         return port, process.pid
