@@ -174,8 +174,9 @@ CAPTION = """\
 busy: share of its core. p50, p99, TTFT: ms, with all clients at work. MB: resident memory of the peer when it is ready,
 and after the test. added: TTFT of one client alone through the peer, minus that of one client straight to a mock OpenAI
 server with the same requests (p50 of one minus p50 of the other; p99 likewise). An answer that is no stream counts as a
-whole. No mock engine is told to delay anything. Behind ours and Dynamo are workers on planes of their own: what these
-take is in their figures. worker's: how much of it there is without our router, for a client of the worker's plane."""
+whole. No mock engine is told to delay anything, but for paced. Behind ours and Dynamo are workers on planes of their
+own: what these take is in their figures. worker's: how much of it there is without our router, for a client of the
+worker's plane."""
 
 
 def show(figures: dict[str, dict[str, Any]], console: Console) -> None:

@@ -54,7 +54,7 @@ def keep(grace_s: float, command: Sequence[str]) -> int:
         signal.signal(number, note)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     starter = os.getpid()
-    # The command may be asked before it is one: what this process has noted there would be forgotten with it.
+    # A signal that the fork notes before it is the command would be forgotten: it waits until that is there.
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
     child = os.fork()
     if not child:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from typing import Final, final
 
 import msgspec
@@ -269,8 +270,10 @@ class DecisionLog:
         self.size_bytes = 0
         """What the kept decisions take, about."""
         self._decisions: dict[tuple[str, int], Decision] = {}
-        self._by_age: deque[Decision] = deque()
-        """The same, oldest first, and some whose place another one has taken."""
+        self._by_age: deque[tuple[str, int]] = deque()
+        """Their keys, oldest first. A key whose decision another one has replaced is there again for that."""
+        self._replaced: dict[tuple[str, int], int] = {}
+        """How many places of a key are of decisions that are gone: the oldest ones."""
         self._latest: dict[str, str] = {}
         """The latest request that clients called by a name; none of those whose id is the name."""
         self.added = 0
@@ -285,8 +288,9 @@ class DecisionLog:
         replaced = decisions.pop(key, None)
         if replaced is not None:
             self.size_bytes -= replaced.kept_bytes
+            self._replaced[key] = self._replaced.get(key, 0) + 1
         decisions[key] = decision
-        self._by_age.append(decision)
+        self._by_age.append(key)
         name = name_of(request_id)
         if name != request_id:
             self._latest[name] = request_id
@@ -296,17 +300,17 @@ class DecisionLog:
             self._forget(self._by_age.popleft())
         if len(self._by_age) > 2 * self._capacity:
             # A dict has its entries in the order in which they came.
-            self._by_age = deque(decisions.values())
+            self._by_age = deque(decisions)
+            self._replaced.clear()
 
-    def _kept(self, decision: Decision) -> Decision | None:
-        return self._decisions.get((decision.request.request_id, decision.attempt))
-
-    def _forget(self, oldest: Decision) -> None:
-        request_id, attempt = oldest.request.request_id, oldest.attempt
-        if self._kept(oldest) is not oldest:
+    def _forget(self, oldest: tuple[str, int]) -> None:
+        places = self._replaced.pop(oldest, 0)
+        if places:
+            if places > 1:
+                self._replaced[oldest] = places - 1
             return
-        del self._decisions[request_id, attempt]
-        self.size_bytes -= oldest.kept_bytes
+        self.size_bytes -= self._decisions.pop(oldest).kept_bytes
+        request_id, attempt = oldest
         name = name_of(request_id)
         # What comes later of the same request is younger, and still there.
         if (
@@ -353,13 +357,7 @@ class DecisionLog:
 
     def newest(self, limit: int) -> list[Decision]:
         """Return the last decisions, newest first."""
-        newest: list[Decision] = []
-        for decision in reversed(self._by_age):
-            if len(newest) >= limit:
-                break
-            if self._kept(decision) is decision:
-                newest.append(decision)
-        return newest
+        return list(islice(reversed(self._decisions.values()), limit))
 
     def __len__(self) -> int:
         """Return how many decisions are kept."""
