@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test compiled wheels format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -13,18 +13,6 @@ types:
 
 test:
 	$(PYTHON) -m pytest -n 2 --dist loadfile
-
-compiled:  ## the program with its request path compiled, in build/compiled, and every test against that
-	rm -rf build/compiled
-	$(PYTHON) -m venv build/compiled
-	POOLGRID_COMPILE=1 build/compiled/bin/pip install -q '.[dev]'
-	build/compiled/bin/poolgrid --version | grep -F '(compiled)'
-	build/compiled/bin/python -m pytest -n 2 --dist loadfile
-
-PYTHONS ?= python3
-
-wheels:  ## compiled wheels in build/wheels, one for each of PYTHONS="python3.11 python3.13", each installed and asked something
-	$(PYTHON) -m tests.wheels $(PYTHONS)
 
 format:
 	$(PYTHON) -m ruff check --fix .

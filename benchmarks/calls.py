@@ -1,10 +1,10 @@
-"""How many calls a request takes in our router, as it is and compiled.
+"""Count the calls that a request takes in our router, of this version and of another one.
 
-    python -m benchmarks.calls [--tests short,turns] [--clients 16] [--seconds 4] [--most 20] [--compiled-python PYTHON]
+    python -m benchmarks.calls [--tests short,turns] [--clients 16] [--seconds 4] [--most 20] [--before-python PYTHON]
 
 The router's main thread counts each call of a function of Python's or C's while one of the loads of ``benchmarks.http``
-is on (``benchmarks/counting``). A compiled function calls others without the interpreter: such calls are not there to
-be counted. Nothing is timed, and counting makes the router some three times slower: a busy machine finds the same.
+is on (``benchmarks/counting``).
+Nothing is timed, and counting makes the router some three times slower: a busy machine finds the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.http import TESTS, Bench
 from benchmarks.http_model import ensure_model
-from benchmarks.peers import COMPILED, OURS, Peers
+from benchmarks.peers import BEFORE, OURS, Peers
 
 HOOK = Path(__file__).parent / "counting"
 KINDS = ("python", "c")
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=4.0, help="how long is counted")
     parser.add_argument("--most", type=int, default=0, help="list so many of what is called most")
-    parser.add_argument("--compiled-python", default="", help="Python where poolgrid is installed compiled")
+    parser.add_argument("--before-python", default="", help="Python that has another version of poolgrid")
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "poolgrid-bench-model")
     options = parser.parse_args()
     unknown = sorted(set(options.tests.split(",")) - set(TESTS))
@@ -70,7 +70,7 @@ def main() -> int:
         parser.error(f"--tests has {', '.join(unknown)}, allowed are {', '.join(TESTS)}")
     console = Console(width=140)
     model = ensure_model(options.model_dir)
-    peers = Peers(sys.executable, model, compiled_python=options.compiled_python)
+    peers = Peers(sys.executable, model, before_python=options.before_python)
     table = Table("test", "form", "Python's functions", "C's functions", "together", title="calls per request")
     with tempfile.TemporaryDirectory(prefix="poolgrid-calls-") as scratch:
         into = Path(scratch) / "calls.json"
@@ -79,10 +79,10 @@ def main() -> int:
         bench = Bench(peers, model, options.seconds, Path(scratch))
         for test in options.tests.split(","):
             shape = TESTS[test] | {"concurrency": options.clients, "long_isl": 0, "pause_s": 0.0, "warmup_s": 0.0}
-            for form in [OURS, *([COMPILED] if options.compiled_python else [])]:
+            for form in [OURS, *([BEFORE] if options.before_python else [])]:
                 absent_because = peers.absent_because(form)
                 if absent_because:
-                    parser.error(f"--compiled-python {options.compiled_python}: {absent_because}")
+                    parser.error(f"--before-python {options.before_python}: {absent_because}")
                 found = counted(bench, peers, form, shape, into)
                 sums = [found[kind].total() for kind in KINDS]
                 table.add_row(test, form, *(f"{each:.0f}" for each in [*sums, sum(sums)]))

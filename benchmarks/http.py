@@ -1,9 +1,9 @@
 """CPU of the HTTP surface: ours and its peers, each pinned to one core, in front of mock engines, in one run.
 
     python -m benchmarks.http --profile [--tests short,chunks,turns] [--seconds 10] [--peer-python PYTHON]
-    python -m benchmarks.http [--peers ours,ours-compiled,dynamo,dynamo-fast,smg,vllm-router]
+    python -m benchmarks.http [--peers ours,ours-before,dynamo,dynamo-fast,smg,vllm-router]
                               [--tests short,stream,turns] [--seconds 4] [--rounds 5]
-                              [--peer-python PYTHON] [--compiled-python PYTHON] [--json OUT]
+                              [--peer-python PYTHON] [--before-python PYTHON] [--json OUT]
 
 The process under test has one core to itself (the last); engines, consolidator and load generator share the first.
 Figures are CPU time from the scheduler's counts, so other load on the machine changes them little. Tests:
@@ -46,7 +46,7 @@ from benchmarks.cpu_profile import Recording, find_py_spy, profile_table
 from benchmarks.fleet import Fleet
 from benchmarks.http_load import LoadSpec, rss_mb
 from benchmarks.http_model import ensure_model
-from benchmarks.peers import COMPILED, MODEL, NAMES, OURS, Peers
+from benchmarks.peers import BEFORE, MODEL, NAMES, OURS, Peers
 from benchmarks.worker_load import WorkerLoadSpec
 
 UNLOADED_SECONDS_MAX = 2.0
@@ -88,7 +88,7 @@ class Bench:
             alone = self.load(fleet, {**shape, "long_isl": 0}, port, pid) if shape.get("long_isl") else None
             figures = self.load(fleet, shape, port, pid)
         apart = "turns" not in shape and "step_ms" not in shape
-        worker = self.straight_to_worker(peer, test) if peer in (OURS, COMPILED) and apart else None
+        worker = self.straight_to_worker(peer, test) if peer in (OURS, BEFORE) and apart else None
         return {**figures, "unloaded": unloaded, "alone": alone, "worker": worker, "fresh_rss_mb": fresh_mb}
 
     def straight(self, test: str) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def main() -> int:
         "--rounds", type=int, default=1, help="how often each test is run for each peer in turn; medians are printed"
     )
     parser.add_argument("--peer-python", default=sys.executable, help="Python that has the peers' wheels")
-    parser.add_argument("--compiled-python", default="", help="Python where poolgrid is installed compiled")
+    parser.add_argument("--before-python", default="", help="Python that has another version of poolgrid")
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "poolgrid-bench-model")
     parser.add_argument("--profile", action="store_true", help="print where the CPU of our router goes instead")
     parser.add_argument("--http-workers", type=int, default=1, help="processes of ours that share the port")
@@ -289,7 +289,7 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(width=200)
     model = ensure_model(options.model_dir)
-    peers = Peers(options.peer_python, model, options.http_workers, options.compiled_python)
+    peers = Peers(options.peer_python, model, options.http_workers, options.before_python)
     tests = (options.tests or ",".join(PROFILED if options.profile else TESTS)).split(",")
     with tempfile.TemporaryDirectory(prefix="poolgrid-http-") as scratch:
         logs = options.logs or Path(scratch)
@@ -306,7 +306,7 @@ def main() -> int:
         for peer in options.peers.split(","):
             absent_because = peers.absent_because(peer)
             if absent_because:
-                python = options.compiled_python if peer == COMPILED else options.peer_python
+                python = options.before_python if peer == BEFORE else options.peer_python
                 console.print(f"{peer}: skipped, {python or 'nothing'} cannot start it: {absent_because}")
             else:
                 present.append(peer)

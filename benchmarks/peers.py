@@ -1,6 +1,6 @@
 """The front ends that the HTTP benchmarks compare: how each is started before its mock engines.
 
-``ours``, ``ours-compiled`` (the same from a Python where it is installed compiled) and Dynamo (``dynamo`` with its
+``ours``, ``ours-before`` (another version, from a Python that has it) and Dynamo (``dynamo`` with its
 default tokenizer, ``dynamo-fast`` with ``fastokens``) tokenize, route by KV cache and detokenize, before mock workers
 on their own planes. ``smg`` and ``vllm-router`` pass text through to mock OpenAI servers. All but ours run from another
 Python, which has their wheels.
@@ -31,18 +31,18 @@ MODULE_OF = {
     "smg": "smg",
     "vllm-router": "vllm_router.launch_router",
 }
-OURS, COMPILED = "ours", "ours-compiled"
-NAMES = (OURS, COMPILED, *MODULE_OF)
+OURS, BEFORE = "ours", "ours-before"
+NAMES = (OURS, BEFORE, *MODULE_OF)
 
 
 class Peers:
     """Starts front ends in front of the same number of mock engines, with the same model."""
 
-    def __init__(self, peer_python: str, model: Path, http_workers: int = 1, compiled_python: str = "") -> None:
+    def __init__(self, peer_python: str, model: Path, http_workers: int = 1, before_python: str = "") -> None:
         """Use the peers' Python, the directory of the model, how many HTTP processes of ours share the port, and a
-        Python where ours is compiled."""
+        Python that has another version of ours."""
         self._peer_python = peer_python
-        self._compiled_python = compiled_python
+        self._before_python = before_python
         self._model = model
         self._http_workers = http_workers
 
@@ -50,8 +50,8 @@ class Peers:
         """Return why a peer cannot be started by its Python; empty when it can."""
         if peer == OURS:
             return ""
-        if peer == COMPILED:
-            return self._interpreted_because()
+        if peer == BEFORE:
+            return self._before_absent_because()
         # Imported, not only looked for: a wheel whose requirements are missing is found and does not start.
         probe = subprocess.run(
             [self._peer_python, "-c", f"import {MODULE_OF[peer]}"],
@@ -71,7 +71,7 @@ class Peers:
         """
         start: dict[str, Callable[[], tuple[int, int]]] = {
             OURS: lambda: self._start_ours(fleet, step_ms),
-            COMPILED: lambda: self._start_ours(fleet, step_ms, self._compiled_python),
+            BEFORE: lambda: self._start_ours(fleet, step_ms, self._before_python),
             "dynamo": lambda: self._start_dynamo(fleet, "hf", step_ms),
             "dynamo-fast": lambda: self._start_dynamo(fleet, "fastokens", step_ms),
             "smg": lambda: self._start_smg(fleet, step_ms),
@@ -91,29 +91,33 @@ class Peers:
 
     def start_worker(self, peer: str, fleet: Fleet) -> str:
         """Start one mock worker of a form of ours and its consolidator, and return the endpoint of its requests."""
-        python = self._compiled_python if peer == COMPILED else sys.executable
+        python = self._before_python if peer == BEFORE else sys.executable
         consolidator = fleet.start("consolidator", [python, "-m", "poolgrid", "consolidator", "--log-level", "warning"])
-        command = [python, "-m", "benchmarks.http_worker", fleet.ready_words(consolidator)["ingest"], "worker-0"]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.http_worker",
+            fleet.ready_words(consolidator)["ingest"],
+            "worker-0",
+        ]
         worker = fleet.start("worker0", [*command, str(BLOCK_SIZE)], says_ready=True)
         return fleet.ready_words(worker)["requests"]
 
     def _engines(self, fleet: Fleet, step_ms: float) -> list[str]:
         return [f"http://127.0.0.1:{self.start_engine(fleet, number, step_ms)[0]}" for number in range(ENGINES)]
 
-    def _interpreted_because(self) -> str:
-        """Return why ours cannot be started compiled; empty when it can."""
-        if not self._compiled_python:
-            return "no Python is named where poolgrid is installed compiled"
+    def _before_absent_because(self) -> str:
+        """Return why the other version of ours cannot be started; empty when it can."""
+        if not self._before_python:
+            return "no Python is named that has another version of poolgrid"
         asked = subprocess.run(
-            [self._compiled_python, "-m", "poolgrid", "--version"],
+            [self._before_python, "-m", "poolgrid", "--version"],
             capture_output=True,
             text=True,
             timeout=IMPORT_TIMEOUT_S,
             check=False,
         )
-        if asked.returncode:
-            return (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
-        return "" if "(compiled)" in asked.stdout else f"{asked.stdout.strip()} is what is installed there"
+        return (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1] if asked.returncode else ""
 
     def _start_ours(self, fleet: Fleet, step_ms: float, python: str = sys.executable) -> tuple[int, int]:
         ours = [python, "-m", "poolgrid"]
@@ -121,7 +125,7 @@ class Peers:
         consolidator = fleet.start("consolidator", [*ours, "consolidator", *level])
         words = fleet.ready_words(consolidator)
         for number in range(ENGINES):
-            command = [python, "-m", "benchmarks.http_worker", words["ingest"], f"worker-{number}"]
+            command = [sys.executable, "-m", "benchmarks.http_worker", words["ingest"], f"worker-{number}"]
             fleet.start(f"worker{number}", [*command, str(BLOCK_SIZE), str(step_ms)])
         planes = ["--feed-endpoint", words["feed"], "--query-endpoint", words["query"]]
         router = fleet.start(

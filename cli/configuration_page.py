@@ -37,7 +37,7 @@ from poolgrid.simulation.settings import EngineSettings, SimulationSettings, Tun
 from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
 from poolgrid.workers.settings import WorkerProcessSettings
 
-SOURCE_ROOT = Path(__file__).parents[1]
+SOURCE_ROOT = Path(__file__).resolve().parents[1]
 DOCS = SOURCE_ROOT / "docs"
 
 BOUNDS = (

@@ -13,7 +13,6 @@ from poolgrid.cli.completion import COMPLETE_VARIABLE, answer_shells
 from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.late_group import LateGroup
 from poolgrid.runtime import garbage
-from poolgrid.runtime.program_form import program_form
 
 
 class Commands(LateGroup):
@@ -57,7 +56,7 @@ PROGRAM = "poolgrid"
 
 def _tell_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"poolgrid {__version__} ({program_form()})")
+        typer.echo(f"poolgrid {__version__}")
         raise typer.Exit
 
 
@@ -65,9 +64,7 @@ def _tell_version(asked: bool) -> None:
 def poolgrid(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_tell_version, is_eager=True, help="Print the version and the form, and exit."
-        ),
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Hold the commands; what they share is said above."""

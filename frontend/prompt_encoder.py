@@ -343,10 +343,9 @@ def _wrapping(post_processor: Mapping[str, Any] | None) -> tuple[bytes, bytes] |
 def _choose(tokenizer_json: str, reference: BatchEncoder, texts: Sequence[str]) -> tuple[BatchEncoder, str]:
     """Return ``fastokens`` for this tokenizer, or the reference and why."""
     try:
-        # By its name: compiled code would take a module that is not there for one that is nothing.
         fastokens = import_module("fastokens")
     except ImportError:
-        return reference, "it is not installed (extra 'fast')"
+        return reference, "it is not installed, and has no wheel for every platform"
     try:
         candidate = _Fastokens(fastokens.Tokenizer.from_json_str(tokenizer_json))
         for add_special_tokens in (False, True):

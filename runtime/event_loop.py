@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from poolgrid import __version__
 from poolgrid.runtime.instruments import Gauge
-from poolgrid.runtime.program_form import program_form
 
 
 class LoopMetrics:
@@ -27,12 +26,12 @@ class LoopMetrics:
         )
         Gauge(
             "poolgrid_build_info",
-            "1, with the versions of poolgrid and of Python that the process runs, and the form: interpreted, or "
-            "compiled. Two versions at a time mean that an upgrade is under way, or was left half done.",
-            ["version", "python", "form"],
+            "1, with the versions of poolgrid and Python as labels. Two versions at a time mean an upgrade in "
+            "progress or one left half done.",
+            ["version", "python"],
             across="largest",
             registry=registry,
-        ).labels(__version__, platform.python_version(), program_form()).set(1)
+        ).labels(__version__, platform.python_version()).set(1)
         Gauge(
             "poolgrid_wall_clock_seconds",
             "Unix time by the clock of the process's host, at the scrape. Less the time of the scrape, as Prometheus "

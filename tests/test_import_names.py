@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAPPED: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-INSTALLED = {directory for name, directory in MAPPED.items() if name != "poolgrid"}
+INSTALLED = {path.name for path in (ROOT / "src" / "poolgrid").iterdir() if path.is_symlink()}
 SEARCHED = sorted({path.parent.name for path in ROOT.glob("*/__init__.py")})
 
 PROGRAM_LINE = re.compile(r"^\s*(?:from ([\w.]+) import .+|import ([\w.]+)(?: as \w+)?)$", re.MULTILINE)

@@ -17,8 +17,7 @@ import pytest
 import poolgrid
 
 ROOT = Path(__file__).parents[1]
-SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-DIRECTORIES: dict[str, str] = SETUP["package-dir"]
+PACKAGE = ROOT / "src" / "poolgrid"
 NOT_INSTALLED = ("tests", "benchmarks", "attacks", "website")
 
 
@@ -28,6 +27,16 @@ def run(*command: str | Path, cwd: Path) -> str:
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
+
+
+def files_below(directory: Path) -> set[Path]:
+    """Return the files below a directory, also behind links, without bytecode; relative to it."""
+    return {
+        Path(parent, name).relative_to(directory)
+        for parent, _, names in os.walk(directory, followlinks=True)
+        if not parent.endswith("__pycache__")
+        for name in names
+    }
 
 
 class Installation:
@@ -46,9 +55,8 @@ class Installation:
         (self.packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
         before = set(self.packages.iterdir())
         copy = directory / "copy"
-        for needed in DIRECTORIES.values():
-            shutil.copytree(ROOT / needed, copy / needed, ignore=shutil.ignore_patterns("__pycache__"))
-        for needed in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        for needed in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / needed, copy)
         # What pip does, in two steps: it would fetch an environment for the first one from the network.
         build = f"from setuptools import build_meta; build_meta.build_wheel({str(directory)!r})"
@@ -77,17 +85,8 @@ def test_the_license_is_installed_and_named(installation: Installation) -> None:
 
 
 def test_every_file_of_every_package_is_installed_and_no_other(installation: Installation) -> None:
-    wanted = {
-        Path(*name.split("."), path.relative_to(ROOT / directory))
-        for name, directory in DIRECTORIES.items()
-        for path in (ROOT / directory).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    found = {
-        path.relative_to(installation.packages)
-        for path in (installation.packages / "poolgrid").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    wanted = {Path("poolgrid", path) for path in files_below(PACKAGE)}
+    found = {Path("poolgrid", path) for path in files_below(installation.packages / "poolgrid")}
 
     assert found == wanted
 
@@ -98,7 +97,7 @@ def test_the_command_and_the_module_tell_the_version(installation: Installation,
 
     told = run(installation.bin / first, *rest, "--version", cwd=installation.elsewhere)
 
-    assert told == f"poolgrid {poolgrid.__version__} (interpreted)\n"
+    assert told == f"poolgrid {poolgrid.__version__}\n"
 
 
 def test_the_installed_one_is_used_even_in_the_repository(installation: Installation) -> None:
@@ -126,17 +125,9 @@ def test_the_version_is_written_once() -> None:
     assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]
 
 
-def test_every_directory_of_code_is_installed_or_said_not_to_be() -> None:
+def test_every_directory_of_code_is_installed_or_listed_as_not_installed() -> None:
     code = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    installed = {directory for name, directory in DIRECTORIES.items() if name != "poolgrid"}
+    linked = {path.name for path in PACKAGE.iterdir() if path.is_symlink()}
 
-    assert code == installed | set(NOT_INSTALLED)
-    assert all(name == f"poolgrid.{directory}" for name, directory in DIRECTORIES.items() if name != "poolgrid")
-
-
-def test_mypy_sees_every_directory_under_the_name_that_it_is_imported_by() -> None:
-    links = {path.name: path.resolve() for path in (ROOT / ".mypy" / "poolgrid").iterdir() if path.suffix != ".pyc"}
-    own = {path.name: path for path in (ROOT / DIRECTORIES["poolgrid"]).glob("*.py")}
-    parts = {directory: ROOT / directory for name, directory in DIRECTORIES.items() if name != "poolgrid"}
-
-    assert links == {name: path.resolve() for name, path in {**own, **parts}.items()}
+    assert code == linked | set(NOT_INSTALLED)
+    assert all((PACKAGE / name).resolve() == ROOT / name for name in linked)

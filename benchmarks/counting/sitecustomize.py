@@ -1,7 +1,7 @@
 """Counts the calls of a router's main thread: Python imports this by itself where ``PYTHONPATH`` has the directory.
 
 ``benchmarks.calls`` begins the count with SIGUSR1 and ends it with SIGUSR2, at which the file that ``COUNT_CALLS_INTO``
-names is written: calls by what was called, of Python's functions and of C's. What a compiled function calls is no call.
+names is written: calls by what was called, of Python's functions and of C's.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.pusher import Pusher, card, removed, stored
-from tests.forms import needs_patches
 
 View = dict[str, dict[Tier, set[int]]]
 
@@ -478,7 +477,6 @@ def test_what_nobody_subscribes_to_is_neither_published_nor_kept_and_who_comes_h
     run(scenario)
 
 
-@needs_patches
 def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts(tmp_path: Path) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         changes: dict[str, Any] = {"data_dir": tmp_path, "feed_keep_alive_ms": 20, "lease_ms": 60_000}

@@ -22,7 +22,6 @@ from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import FinishReason, RefusalKind, Sampling, TokenDelta
-from tests.forms import needs_frames
 
 MAX_TOKENS = 6
 PICTURE = MultimodalInput("", (MediaItem(MediaKind.IMAGE, b"pixels", "image/png", digest_media(b"pixels"), 2, 4),))
@@ -231,7 +230,6 @@ def test_every_standing_of_a_leg_has_a_row_for_whatever_a_worker_can_do() -> Non
     assert {step for steps in TABLE.values() for step in steps} == set(Do)
 
 
-@needs_frames
 def test_the_page_prints_this_table() -> None:
     printed = (Path(__file__).parents[2] / "docs" / "request_life.md").read_text()
 

@@ -14,7 +14,6 @@ from tests.fault_simulation.planted import PLANTED, planted
 from tests.fault_simulation.scenario import PROFILES, make_scenario
 from tests.fault_simulation.seeds import KeptSeed, kept_seeds
 from tests.fault_simulation.simulation import play
-from tests.forms import needs_patches
 
 SEEDS_PER_PROFILE = 16
 """``make soak`` plays thousands."""
@@ -37,7 +36,6 @@ def test_a_seed_that_failed_once_fails_no_more(kept: KeptSeed) -> None:
     assert play(kept.seed, kept.profile).failure is None, kept.reason
 
 
-@needs_patches
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(name: str) -> None:
     caught = first_catch(name, PLANTED_WITHIN_SEEDS)
@@ -77,7 +75,6 @@ def test_an_unknown_profile_is_an_error_that_names_the_allowed_ones() -> None:
         make_scenario(1, "stormy")
 
 
-@needs_patches
 def test_a_failure_prints_what_was_seen_the_last_events_and_how_to_see_it_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -14,7 +14,6 @@ from poolgrid.frontend.preparation import Job, Preparation
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.runtime.tenant_caches import EVERYBODY
-from tests.forms import needs_frames
 
 SANDBOX = "poolgrid.frontend.template_sandbox"
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
@@ -63,7 +62,6 @@ def calls_of_look_up(messages: list[dict[str, Any]], only: str = "") -> list[str
     return called
 
 
-@needs_frames
 def test_a_later_turn_takes_as_many_calls_however_many_messages_came_before() -> None:
     assert calls_of_look_up(conversation(12)) == calls_of_look_up(conversation(52))
 

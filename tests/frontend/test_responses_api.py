@@ -15,7 +15,6 @@ import pytest
 
 from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.prompt_encoder import PromptEncoder
-from tests.forms import needs_patches
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL
@@ -73,7 +72,6 @@ def test_the_client_gets_reasoning_text_and_calls_as_items(client: openai.OpenAI
     assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
 
 
-@needs_patches
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_tokens_of_long_reasoning_are_counted_in_a_thread(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     where: list[tuple[int, str]] = []

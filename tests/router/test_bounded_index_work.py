@@ -15,7 +15,6 @@ from poolgrid.router import sharded_map
 from poolgrid.router.core import age_list, block_map, block_places, lower_tiers, orphans, prefix_index, run_forest
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
-from tests.forms import needs_frames
 
 SLICE = 32
 SHARD_ENTRIES = 64
@@ -150,7 +149,6 @@ def test_what_python_does_by_itself_is_bounded_by_the_size_of_a_shard_and_of_a_r
         assert max(sizes) <= 2 * SHARD_ENTRIES, sizes
 
 
-@needs_frames
 def test_blocks_that_an_engine_evicts_from_the_end_take_no_call_each() -> None:
     worker = WorkerKey(WorkerId("w"), 0)
     index = PrefixIndex()

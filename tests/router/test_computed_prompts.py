@@ -25,7 +25,6 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import sequence_hashes
 from poolgrid.wire.identifiers import Role, StreamState, WorkerKey
-from tests.forms import needs_patches
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
 from tests.router.test_selector import PATH, request
 
@@ -93,9 +92,7 @@ def chosen(pool: Pool, selector: Selector, name: str, path: list[int]) -> Worker
     return decision.worker
 
 
-@pytest.mark.parametrize(
-    "few", [pytest.param(True, id="plain numbers"), pytest.param(False, id="arrays", marks=needs_patches)]
-)
+@pytest.mark.parametrize("few", [pytest.param(True, id="plain numbers"), pytest.param(False, id="arrays")])
 def test_who_asks_again_before_any_event_goes_where_the_prompt_was_computed(
     few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,6 @@ from poolgrid.router.core.run_forest import Run, RunForest
 from poolgrid.router.core.tier_overlap import TierOverlap
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
-from tests.forms import needs_patches
 from tests.router.index_structure import assert_sound
 from tests.router.naive_index import NaiveIndex
 
@@ -545,7 +544,6 @@ def test_the_garbage_collector_never_looks_at_what_an_index_holds() -> None:
     assert not any(map(gc.is_tracked, held))
 
 
-@needs_patches
 def test_an_index_that_nobody_names_any_more_is_freed_with_all_it_held(living_runs: Callable[[], int]) -> None:
     index = PrefixIndex()
     for number in range(100):
@@ -563,7 +561,6 @@ def test_an_index_that_nobody_names_any_more_is_freed_with_all_it_held(living_ru
     assert all(each.older is each.newer is each.left is each.right is None for each in orphans)
 
 
-@needs_patches
 def test_a_prefix_that_stays_keeps_nothing_alive_of_what_came_and_went_beside_it(
     living_runs: Callable[[], int],
 ) -> None:
@@ -663,7 +660,6 @@ def test_what_several_hold_goes_from_the_end_of_paths_backwards_for_each_of_them
                 assert index.overlap(each, holder).blocks == sum(model.overlap(each, holder))
 
 
-@needs_patches
 def test_what_a_worker_evicts_of_a_path_that_others_hold_costs_as_much_as_there_are_borders_between_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -783,7 +779,6 @@ def test_finding_looks_up_no_more_where_a_path_is_cut_into_ever_more_runs() -> N
     assert looked_up[2] - looked_up[1] <= 4 * NEAR
 
 
-@needs_patches
 def test_a_path_that_a_second_worker_stores_piece_by_piece_is_cut_by_moving_the_pieces_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

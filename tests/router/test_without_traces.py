@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.forms import needs_frames
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.router.test_admission import scene
@@ -46,7 +45,6 @@ def of_traces(seen: list[str]) -> set[str]:
     return {name for name in seen if name.startswith(OF_TRACES)}
 
 
-@needs_frames
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none(stream: bool) -> None:
     async def run() -> None:
@@ -63,7 +61,6 @@ def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none(strea
     asyncio.run(run())
 
 
-@needs_frames
 def test_the_router_calls_nothing_of_traces_for_a_request_that_has_none_nor_for_one_that_waits() -> None:
     async def run() -> None:
         async with scene() as pool:

@@ -19,7 +19,6 @@ from poolgrid.runtime.direct_cycle import CONNECTION, Connection, DirectCycle
 from poolgrid.runtime.http_connections import SAID_EVERY_S, InvalidRequests
 from poolgrid.runtime.http_protocol import HEADS_TRIED_MAX, DirectProtocol
 from poolgrid.runtime.http_server import HttpServer
-from tests.forms import needs_patches
 
 LIMIT = 1000
 
@@ -252,7 +251,6 @@ def test_a_stream_is_chunked_and_empty_parts_do_not_end_it() -> None:
     asyncio.run(go())
 
 
-@needs_patches
 def test_the_head_of_a_stream_leaves_with_its_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
 

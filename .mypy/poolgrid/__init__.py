@@ -1,1 +1,0 @@
-../../src/poolgrid/__init__.py

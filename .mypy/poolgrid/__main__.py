@@ -1,1 +1,0 @@
-../../src/poolgrid/__main__.py
