@@ -161,8 +161,7 @@ def entries_of(value: Any, look: Callable[[], None] = lambda: None) -> int:
                 count += inner.entries
             elif isinstance(inner, _CONTAINERS):
                 todo.append(inner)
-    if count > ENTRIES_MAX:
-        raise SecurityError(f"a value has more than {ENTRIES_MAX} entries, the limit")
+    _within_limit(count)
     return count
 
 
@@ -251,7 +250,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """
         if isinstance(function, Macro):  # whatever a macro does with a number is looked at itself
             if function.catch_varargs or function.catch_kwargs:  # it gets a tuple or an object of them
-                self._within_limit(sum(1 + entries_of(each, self._spent.look) for each in (*args, *kwargs.values())))
+                _within_limit(sum(1 + entries_of(each, self._spent.look) for each in (*args, *kwargs.values())))
         else:
             self._check_arguments(args, kwargs)
         self._spent.step()
@@ -306,7 +305,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 if isinstance(sequence, Sized) and isinstance(times, int):
                     spent.make(len(sequence) * max(times, 0))
                     entries = 0 if isinstance(sequence, str) else entries_of(sequence, spent.look) * max(times, 0)
-                    self._within_limit(entries)
+                    _within_limit(entries)
                     return self._enlarged(super().call_binop(context, operator, left, right), entries)
             if _bits(left) + _bits(right) > NUMBER_BITS_MAX:
                 raise SecurityError("* makes a number that is too large")
@@ -336,7 +335,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(result, str):
             self._spent.make(len(result))
         elif isinstance(result, _CONTAINERS):
-            self._within_limit(len(result))
+            _within_limit(len(result))
             self._spent.make(len(result) * ENTRY_CHARS)
         return result
 
@@ -351,18 +350,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         entries = 0
         for item in items:
             entries += 1 + entries_of(item, self._spent.look)
-            self._within_limit(entries)
+            _within_limit(entries)
             self._spent.step()
             yield item
 
-    @staticmethod
-    def _within_limit(entries: int) -> None:
-        if entries > ENTRIES_MAX:
-            raise SecurityError(f"a value has more than {ENTRIES_MAX} entries, the limit")
-
     def _enlarged(self, result: Any, entries: int) -> Any:
         """Return what ``+`` or ``*`` made of sequences, with its size when it is a list or a tuple."""
-        self._within_limit(entries)
+        _within_limit(entries)
         self._spent.make(entries * ENTRY_CHARS)
         return _with_size(result, entries)
 
@@ -439,6 +433,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for value in (*args, *kwargs.values()):
             if isinstance(value, int | float) and abs(value) > NUMBER_MAX:
                 raise SecurityError(f"a number is {value:.6g}, allowed are up to {NUMBER_MAX}")
+
+
+def _within_limit(entries: int) -> None:
+    if entries > ENTRIES_MAX:
+        raise SecurityError(f"a value has more than {ENTRIES_MAX} entries, the limit")
 
 
 def _separated(separator: str, items: Iterable[Any]) -> Iterator[Any]:

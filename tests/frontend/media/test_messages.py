@@ -15,10 +15,11 @@ from tokenizers.processors import TemplateProcessing
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.media.content_form import ContentForm, probe_content_form
+from poolgrid.frontend.media.content_form import ContentForm
 from poolgrid.frontend.media.conversation import with_media
 from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.frontend.ports import ServedModel
+from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.wire import limits
 from poolgrid.wire.card import MediaSpec, ResizedGrid
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
@@ -253,21 +254,21 @@ def test_a_placeholder_that_is_one_token_is_looked_for_among_the_tokens(text: st
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentForm(True, False)),
         ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", ContentForm(True, False)),
-        (LLAVA, ContentForm(False, True)),
+        (LLAVA, ContentForm(False, True, True)),
         (
             "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
             "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}",
-            ContentForm(True, True),
+            ContentForm(True, True, True),
         ),
         (
             "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
-            ContentForm(True, False),
+            ContentForm(False, True, False),
         ),
     ],
     ids=["prints lists", "fails on lists", "lists only", "either", "drops images"],
 )
 def test_what_a_template_takes_is_found_out_by_asking_it(source: str, form: ContentForm) -> None:
-    assert probe_content_form(ChatTemplate(source)) == form
+    assert capabilities_of(ChatTemplate(source)).user_form == form
 
 
 @pytest.mark.parametrize("role", ["user", "function_call_output"])

@@ -1,0 +1,339 @@
+"""Write the messages of a conversation as one chat template takes them.
+
+Rules
+    1. ``adapt`` is pure, and reads a message together with its neighbours only: a later turn begins with the same
+       messages, so its prompt begins with the same tokens.
+    2. What a template takes as it came stays as it came.
+    3. No text of a message is lost. Where a template has no place for a message, its text stands in a neighbour:
+
+       - ``developer`` becomes ``system``, ``function`` becomes ``tool``.
+       - Several system messages at the beginning become one. A late one becomes a user's, where it stands; so does
+         any, and joins the user's message behind it, where the template takes none.
+       - Messages of one role in a row become one where roles must alternate. A user's message behind a tool's result
+         joins the result where the template refuses it there.
+       - Calls and results that a template does not show become text, in the tags of ``call_text`` and ``result_text``.
+         Calls of one message are written one by one, each before its result, where the template takes only one.
+    4. Only reasoning can be left out, where the template shows none under any name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, Final
+
+import msgspec
+
+from poolgrid.frontend.call_ids import mistral_id
+from poolgrid.frontend.errors import invalid
+from poolgrid.frontend.media.conversation import shape_message
+from poolgrid.frontend.schema import ContentPart, Message, ToolCall
+from poolgrid.frontend.template_capabilities import (
+    Arguments,
+    EmptyContent,
+    ReasoningWithText,
+    TemplateCapabilities,
+    TextWithCalls,
+)
+
+SEPARATOR: Final = "\n\n"
+"""Stands between texts that are joined."""
+
+_SYSTEM: Final = ("system", "developer")
+
+# Nearly every message is its role and its words: one look instead of one for each, and no call.
+_further: Final = attrgetter("name", "reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id")
+_NOTHING_FURTHER: Final = (None,) * 6
+
+
+def adapt(messages: Sequence[Message], takes: TemplateCapabilities, placeholder: str = "") -> list[Mapping[str, Any]]:
+    """Return the messages for a template; raises ``RequestError`` for content that cannot be shown.
+
+    ``placeholder`` stands for a medium where the template takes none itself.
+    """
+    if not _is_regular(messages, takes):
+        for index, message in enumerate(messages):
+            if isinstance(message.content, list):  # refused by its place in the request
+                shape_message(message.content, index, takes.form(message.role), placeholder)
+        messages = _rearranged(messages, takes)
+    if not (takes.user_form.strings and takes.assistant_form.strings and takes.system_form.strings):
+        return [_adapted(message, index, takes, placeholder) for index, message in enumerate(messages)]
+    return [
+        {"role": message.role, "content": message.content}
+        if type(message.content) is str and _further(message) == _NOTHING_FURTHER
+        else _adapted(message, index, takes, placeholder)
+        for index, message in enumerate(messages)
+    ]
+
+
+def call_text(call: ToolCall) -> str:
+    """Return a call as text, as Hermes and Qwen write it, for templates without calls."""
+    arguments = _decoded(call.function.arguments)
+    written = json.dumps({"name": call.function.name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def result_text(content: str | list[ContentPart] | None) -> str | list[ContentPart]:
+    """Return a tool's result as text, as Hermes and Qwen write it, for templates without results."""
+    if isinstance(content, list):
+        return [ContentPart("text", "<tool_response>\n"), *content, ContentPart("text", "\n</tool_response>")]
+    return f"<tool_response>\n{content or ''}\n</tool_response>"
+
+
+def is_malformed(arguments: str | dict[str, Any]) -> bool:
+    """Return whether the arguments of a call are text that is not JSON."""
+    return isinstance(arguments, str) and _decoded(arguments) is arguments
+
+
+def _is_regular(messages: Sequence[Message], takes: TemplateCapabilities) -> bool:
+    """Return whether every message keeps its place and role."""
+    roles = [message.role for message in messages]
+    if not takes.developer and "developer" in roles:
+        return False
+    if not takes.function and "function" in roles:
+        return False
+    if not takes.system and ("system" in roles or "developer" in roles):
+        return False
+    if not (takes.several_system and takes.late_system and takes.lone_late_system):
+        others = roles[1:]
+        if "system" in others or "developer" in others:
+            return False
+    if "tool" in roles and not (takes.results and takes.results_without_name):
+        return False
+    if not (takes.consecutive_user and takes.consecutive_assistant and takes.user_after_tool):
+        for role, following in pairwise(roles):
+            if role == following != "tool" or (role == "tool" and following == "user"):
+                return False
+    if (
+        takes.calls
+        and takes.parallel_calls
+        and takes.text_with_calls in (TextWithCalls.CONTENT, TextWithCalls.TOOL_PLAN)
+    ):
+        return True
+    return not any(message.tool_calls for message in messages)
+
+
+def _rearranged(messages: Sequence[Message], takes: TemplateCapabilities) -> list[Message]:
+    """Return the messages with the roles and in the order that a template takes."""
+    turns = _with_known_roles(messages, takes)
+    if not takes.parallel_calls:
+        turns = _one_call_each(turns)
+    result: list[Message] = []
+    for turn in turns:
+        last = result[-1] if result else None
+        if last is None:
+            result.append(turn)
+        elif (
+            (last.role == turn.role == "user" and not takes.consecutive_user)
+            or (
+                last.role == turn.role == "assistant"
+                and not takes.consecutive_assistant
+                and not (last.tool_calls or turn.tool_calls)
+            )
+            or (last.role == "tool" and turn.role == "user" and not takes.user_after_tool)
+        ):
+            result[-1] = _joined(last, turn)
+        else:
+            result.append(turn)
+    return result
+
+
+def _with_known_roles(messages: Sequence[Message], takes: TemplateCapabilities) -> list[Message]:
+    turns: list[Message] = []
+    names: dict[str | None, str] = {}
+    leads, joins_user = True, False
+    alone = sum(message.role in _SYSTEM for message in messages) == 1
+    late = takes.lone_late_system if alone else takes.late_system
+    for message in messages:
+        role: str = message.role
+        if role == "function" and not takes.function:
+            role = "tool"
+        if role in _SYSTEM:
+            if leads and turns and not takes.several_system:
+                turns[-1] = _joined(turns[-1], message)
+                continue
+            if not takes.system or not (leads or late):
+                if joins_user:
+                    turns[-1] = _joined(turns[-1], message)
+                else:
+                    turns.append(Message("user", message.content))
+                joins_user = True
+                continue
+            if role == "developer" and not takes.developer:
+                role = "system"
+        else:
+            leads = False
+        if joins_user and role == "user":
+            turns[-1] = _joined(turns[-1], message)
+            joins_user = False
+            continue
+        joins_user = False
+        if role == "tool" and not takes.results:
+            turns.append(Message("user", result_text(message.content)))
+            continue
+        turn = message if role == message.role else msgspec.structs.replace(message, role=role)
+        if role == "tool" and message.name is None and not takes.results_without_name:
+            turn = msgspec.structs.replace(turn, name=names.get(message.tool_call_id))
+        if message.tool_calls:
+            names.update((call.id, call.function.name) for call in message.tool_calls)
+            turns += _with_known_calls(turn, takes)
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _with_known_calls(message: Message, takes: TemplateCapabilities) -> list[Message]:
+    """Return a message with calls as one message or two."""
+    calls = message.tool_calls or []
+    mode = takes.text_with_calls
+    if not takes.calls or (message.content and mode is TextWithCalls.CALLS_AS_TEXT):
+        text = "\n".join(map(call_text, calls))
+        content = _joined_content(message.content, text, "\n")
+        return [msgspec.structs.replace(message, content=content, tool_calls=None)]
+    if message.content and mode is TextWithCalls.OWN_MESSAGE:
+        said = msgspec.structs.replace(message, tool_calls=None)
+        return [said, Message("assistant", None, tool_calls=message.tool_calls)]
+    return [message]
+
+
+def _one_call_each(turns: Sequence[Message]) -> list[Message]:
+    """Return messages with one call each; each further call stands before its own result, or where results end."""
+    result: list[Message] = []
+    bearer: Message | None = None
+    waiting: list[ToolCall] = []
+
+    def write(call: ToolCall) -> None:
+        nonlocal bearer
+        first = Message("assistant") if bearer is None else bearer
+        result.append(msgspec.structs.replace(first, tool_calls=[call]))
+        waiting.remove(call)
+        bearer = None
+
+    for turn in turns:
+        if waiting and turn.role == "tool":
+            write(next((call for call in waiting if call.id == turn.tool_call_id), waiting[0]))
+            result.append(turn)
+            continue
+        while waiting:
+            write(waiting[0])
+        if turn.tool_calls and len(turn.tool_calls) > 1:
+            bearer, waiting = turn, list(turn.tool_calls)
+        else:
+            result.append(turn)
+    while waiting:
+        write(waiting[0])
+    return result
+
+
+def _joined(first: Message, then: Message) -> Message:
+    reasoning = [text for text in (_reasoning(first), _reasoning(then)) if text]
+    return Message(
+        first.role,
+        _joined_content(first.content, then.content, SEPARATOR),
+        name=first.name,
+        reasoning_content=SEPARATOR.join(reasoning) or None,
+        tool_call_id=first.tool_call_id,
+    )
+
+
+def _joined_content(
+    first: str | list[ContentPart] | None, then: str | list[ContentPart] | None, separator: str
+) -> str | list[ContentPart] | None:
+    if not first or not then:
+        return first or then
+    if isinstance(first, str) and isinstance(then, str):
+        return f"{first}{separator}{then}"
+    return [*_parts(first), ContentPart("text", separator), *_parts(then)]
+
+
+def _parts(content: str | list[ContentPart]) -> list[ContentPart]:
+    return [ContentPart("text", content)] if isinstance(content, str) else content
+
+
+def _reasoning(message: Message) -> str | None:
+    for text in (message.reasoning_content, message.reasoning, message.thinking):
+        if text is not None:
+            return text
+    return None
+
+
+def _adapted(message: Message, index: int, takes: TemplateCapabilities, placeholder: str) -> Mapping[str, Any]:
+    """Return one message in the form that a template takes."""
+    role, calls, written = message.role, message.tool_calls, message.content
+    form = takes.form(role)
+    reasoning = _reasoning(message)
+    if reasoning and calls and written and takes.reasoning:
+        if takes.reasoning_with_text is ReasoningWithText.JOINS_TEXT:
+            written, reasoning = _joined_content(reasoning, written, SEPARATOR), None
+        elif takes.reasoning_with_text is ReasoningWithText.TAKES_TEXT:
+            reasoning, written = f"{reasoning}{SEPARATOR}{_text(written)}", ""
+    content = shape_message(written, index, form, placeholder)
+    adapted: dict[str, Any] = {"role": role, "content": content}
+    if calls and not content:
+        if takes.empty_content is EmptyContent.ABSENT:
+            del adapted["content"]
+        elif takes.empty_content is not EmptyContent.AS_SENT:
+            adapted["content"] = None if takes.empty_content is EmptyContent.NULL else shape_message("", 0, form, "")
+    elif calls and takes.text_with_calls is TextWithCalls.TOOL_PLAN:
+        adapted["tool_plan"] = _text(written)
+    elif content is None:
+        if role not in ("assistant", "tool", "function"):
+            raise invalid(f"messages[{index}].content", f"messages[{index}].content is missing: allowed is a string")
+        if role != "assistant" or not takes.null_content:
+            adapted["content"] = shape_message("", 0, form, "")
+    if message.name is not None:
+        adapted["name"] = message.name
+    if reasoning is not None and takes.reasoning:
+        adapted[takes.reasoning] = reasoning
+    if message.tool_call_id is not None:
+        adapted["tool_call_id"] = _call_id(message.tool_call_id, takes)
+    if calls:
+        adapted["tool_calls"] = [
+            {
+                "id": _call_id(call.id, takes),
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, takes.arguments),
+                },
+            }
+            for call in calls
+        ]
+    return adapted
+
+
+def _text(content: str | list[ContentPart] | None) -> str:
+    """Return the text of content; an assistant's has no media."""
+    return "".join(part.text or "" for part in content) if isinstance(content, list) else content or ""
+
+
+def _call_id(call_id: str | None, takes: TemplateCapabilities) -> str | None:
+    return call_id if call_id is None or takes.long_call_ids else mistral_id(call_id)
+
+
+def _arguments(arguments: str | dict[str, Any], form: Arguments) -> Any:
+    """Return the arguments of an earlier call in the form that a template takes.
+
+    Models break off and clients send back what came, so text may be no JSON.
+    """
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False) if form is Arguments.TEXT else arguments
+    if form is Arguments.AS_SENT or form is Arguments.TEXT:
+        return arguments or "{}"
+    decoded = _decoded(arguments)
+    if form is Arguments.OBJECT_ONLY and not isinstance(decoded, dict):
+        return {"INVALID_JSON": arguments}
+    return decoded
+
+
+def _decoded(arguments: str | dict[str, Any]) -> Any:
+    """Return arguments as an object, or as they are if they are no JSON."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        # Models write what is no JSON now and then; refused here, a conversation with it could never go on.
+        return arguments

@@ -1,0 +1,110 @@
+"""What one chat template can show, and in which form it takes each part of a conversation.
+
+A value without behaviour. ``template_probes.py`` finds it out once for each template, and ``message_adaptation.py``
+writes the messages of every request accordingly. The defaults are the conventions of most published templates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from poolgrid.frontend.media.content_form import ContentForm
+
+
+class Arguments(Enum):
+    """The form in which a template takes the arguments of an earlier call."""
+
+    AS_SENT = auto()
+    """Text and objects give the same prompt."""
+    OBJECT = auto()
+    """Objects; text that is not JSON is printed in some way."""
+    OBJECT_ONLY = auto()
+    """Objects; the template fails on text."""
+    TEXT = auto()
+
+
+class EmptyContent(Enum):
+    """What stands for the missing content of a message with calls."""
+
+    AS_SENT = auto()
+    """``null`` and an empty string are both served."""
+    NULL = auto()
+    EMPTY = auto()
+    ABSENT = auto()
+    """The message has no key ``content``."""
+
+
+class TextWithCalls(Enum):
+    """Where the text of a message goes that also has calls."""
+
+    CONTENT = auto()
+    TOOL_PLAN = auto()
+    """In ``tool_plan``, as Cohere's templates name it."""
+    OWN_MESSAGE = auto()
+    """In a message before the calls."""
+    CALLS_AS_TEXT = auto()
+    """In the content, and the calls as text behind it."""
+
+
+class ReasoningWithText(Enum):
+    """Where the reasoning of a message goes that has text and calls as well."""
+
+    OWN_NAME = auto()
+    JOINS_TEXT = auto()
+    """The text begins with it."""
+    TAKES_TEXT = auto()
+    """The reasoning ends with the text, and there is no content."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCapabilities:
+    """What one template can show. Flags that are false name what ``adapt`` rewrites."""
+
+    user_form: ContentForm = ContentForm()
+    system_form: ContentForm = ContentForm()
+    """Also of developer messages."""
+    assistant_form: ContentForm = ContentForm()
+    tool_form: ContentForm = ContentForm()
+
+    system: bool = True
+    developer: bool = True
+    function: bool = True
+    """Messages of the role ``function``, which came before ``tool``."""
+    several_system: bool = True
+    """More than one system message at the beginning."""
+    late_system: bool = True
+    """A system message behind others, when the conversation begins with one."""
+    lone_late_system: bool = True
+    """The only system message of a conversation, behind others."""
+    consecutive_user: bool = True
+    consecutive_assistant: bool = True
+    user_after_tool: bool = True
+
+    null_tools: bool = True
+    """``tools`` may be null; false for an empty list."""
+    calls: bool = True
+    parallel_calls: bool = True
+    """More than one call in a message."""
+    results: bool = True
+    """Messages of the role ``tool``."""
+    results_without_name: bool = True
+    long_call_ids: bool = True
+    """Ids other than nine letters and digits."""
+    arguments: Arguments = Arguments.OBJECT
+    empty_content: EmptyContent = EmptyContent.AS_SENT
+    null_content: bool = True
+    """``null`` as the content of an assistant's message without calls."""
+    text_with_calls: TextWithCalls = TextWithCalls.CONTENT
+
+    reasoning: str = "reasoning_content"
+    """The name of an assistant's reasoning."""
+    reasoning_with_text: ReasoningWithText = ReasoningWithText.OWN_NAME
+
+    def form(self, role: str) -> ContentForm:
+        """Return the form of the content of a role."""
+        if role == "user":
+            return self.user_form
+        if role == "assistant":
+            return self.assistant_form
+        return self.tool_form if role in ("tool", "function") else self.system_form
