@@ -19,6 +19,7 @@ Rules
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -30,13 +31,7 @@ from poolgrid.frontend.call_ids import mistral_id
 from poolgrid.frontend.errors import invalid
 from poolgrid.frontend.media.conversation import shape_message
 from poolgrid.frontend.schema import ContentPart, Message, ToolCall
-from poolgrid.frontend.template_capabilities import (
-    Arguments,
-    EmptyContent,
-    ReasoningWithText,
-    TemplateCapabilities,
-    TextWithCalls,
-)
+from poolgrid.frontend.template_capabilities import Arguments, EmptyContent, TemplateCapabilities, TextWithCalls
 
 SEPARATOR: Final = "\n\n"
 """Stands between texts that are joined."""
@@ -94,9 +89,9 @@ def _is_regular(messages: Sequence[Message], takes: TemplateCapabilities) -> boo
         return False
     if not takes.function and "function" in roles:
         return False
-    if not takes.system and ("system" in roles or "developer" in roles):
+    if not (takes.system and takes.system_before_result) and ("system" in roles or "developer" in roles):
         return False
-    if not (takes.several_system and takes.late_system and takes.lone_late_system):
+    if not (takes.several_system and takes.late_system and takes.lone_late_system and takes.consecutive_user):
         others = roles[1:]
         if "system" in others or "developer" in others:
             return False
@@ -120,81 +115,117 @@ def _rearranged(messages: Sequence[Message], takes: TemplateCapabilities) -> lis
     turns = _with_known_roles(messages, takes)
     if not takes.parallel_calls:
         turns = _one_call_each(turns)
-    result: list[Message] = []
+    groups: list[list[Message]] = []
     for turn in turns:
-        last = result[-1] if result else None
-        if last is None:
-            result.append(turn)
-        elif (
-            (last.role == turn.role == "user" and not takes.consecutive_user)
-            or (
-                last.role == turn.role == "assistant"
-                and not takes.consecutive_assistant
-                and not (last.tool_calls or turn.tool_calls)
-            )
-            or (last.role == "tool" and turn.role == "user" and not takes.user_after_tool)
-        ):
-            result[-1] = _joined(last, turn)
+        last = groups[-1][0] if groups else None
+        if last is not None and _joins(last, turn, takes):
+            groups[-1].append(turn)
         else:
-            result.append(turn)
-    return result
+            groups.append([turn])
+    return list(map(_joined, groups))
+
+
+def _joins(last: Message, turn: Message, takes: TemplateCapabilities) -> bool:
+    """Return whether a message must be one with the message before it."""
+    if turn.role == "user":
+        return (last.role == "user" and not takes.consecutive_user) or (
+            last.role == "tool" and not takes.user_after_tool
+        )
+    return (
+        turn.role == last.role == "assistant"
+        and not takes.consecutive_assistant
+        and not (last.tool_calls or turn.tool_calls)
+    )
 
 
 def _with_known_roles(messages: Sequence[Message], takes: TemplateCapabilities) -> list[Message]:
-    turns: list[Message] = []
+    groups: list[list[Message]] = []
+    """Messages, each with those that join it."""
     names: dict[str | None, str] = {}
-    leads, joins_user = True, False
-    alone = sum(message.role in _SYSTEM for message in messages) == 1
-    late = takes.lone_late_system if alone else takes.late_system
-    for message in messages:
+    """The function of each call."""
+    as_text: set[str | None] = set()
+    """Calls whose results are text."""
+    leads = True
+    joins_user = False
+    system = takes.system and (takes.system_before_result or messages[-1].role == "user")
+    late = takes.lone_late_system if _systems(messages) == 1 else takes.late_system
+    out_of_turn = _between_equals(messages) if late and not takes.consecutive_user else frozenset()
+    answer = max((index for index, each in enumerate(messages) if _answers(each)), default=-1)
+    for index, message in enumerate(messages):
         role: str = message.role
         if role == "function" and not takes.function:
             role = "tool"
         if role in _SYSTEM:
-            if leads and turns and not takes.several_system:
-                turns[-1] = _joined(turns[-1], message)
-                continue
-            if not takes.system or not (leads or late):
+            if leads and groups and system and not takes.several_system:
+                groups[-1].append(message)
+            elif system and (leads or late) and index not in out_of_turn:
+                role = role if takes.developer else "system"
+                groups.append([message if role == message.role else msgspec.structs.replace(message, role=role)])
+            else:
+                instruction = Message("user", message.content)
                 if joins_user:
-                    turns[-1] = _joined(turns[-1], message)
+                    groups[-1].append(instruction)
                 else:
-                    turns.append(Message("user", message.content))
+                    groups.append([instruction])
                 joins_user = True
-                continue
-            if role == "developer" and not takes.developer:
-                role = "system"
-        else:
-            leads = False
+            continue
+        leads = False
         if joins_user and role == "user":
-            turns[-1] = _joined(turns[-1], message)
-            joins_user = False
-            continue
-        joins_user = False
-        if role == "tool" and not takes.results:
-            turns.append(Message("user", result_text(message.content)))
-            continue
-        turn = message if role == message.role else msgspec.structs.replace(message, role=role)
-        if role == "tool" and message.name is None and not takes.results_without_name:
-            turn = msgspec.structs.replace(turn, name=names.get(message.tool_call_id))
-        if message.tool_calls:
+            groups[-1].append(message)
+        elif role == "tool" and (not takes.results or message.tool_call_id in as_text):
+            groups.append([Message("user", result_text(message.content))])
+        elif message.tool_calls:
+            mode = takes.text_with_calls if message.content else TextWithCalls.CONTENT
+            if mode is TextWithCalls.CONTENT_OF_FIRST:
+                mode = TextWithCalls.OWN_MESSAGE if names else TextWithCalls.CONTENT
+            elif mode is TextWithCalls.CONTENT_UNTIL_ANSWER:
+                in_content = index > answer and not _reasoning(message)
+                mode = TextWithCalls.CONTENT if in_content else TextWithCalls.OWN_MESSAGE
+            elif mode is TextWithCalls.ROUND_AS_TEXT:
+                as_text.update(call.id for call in message.tool_calls)
             names.update((call.id, call.function.name) for call in message.tool_calls)
-            turns += _with_known_calls(turn, takes)
+            groups += [[each] for each in _with_known_calls(message, takes.calls, mode)]
         else:
-            turns.append(turn)
-    return turns
+            turn = message if role == message.role else msgspec.structs.replace(message, role=role)
+            if role == "tool" and message.name is None and not takes.results_without_name:
+                turn = msgspec.structs.replace(turn, name=names.get(message.tool_call_id))
+            groups.append([turn])
+        joins_user = False
+    return list(map(_joined, groups))
 
 
-def _with_known_calls(message: Message, takes: TemplateCapabilities) -> list[Message]:
+def _systems(messages: Sequence[Message]) -> int:
+    return sum(message.role in _SYSTEM for message in messages)
+
+
+def _answers(message: Message) -> bool:
+    return message.role == "assistant" and not message.tool_calls
+
+
+def _between_equals(messages: Sequence[Message]) -> frozenset[int]:
+    """Return which system messages stand between two of one role, which would not alternate without them."""
+    found: set[int] = set()
+    waiting: list[int] = []
+    before = ""
+    for index, message in enumerate(messages):
+        if message.role in _SYSTEM:
+            waiting.append(index)
+            continue
+        if message.role == before:
+            found.update(waiting)
+        waiting.clear()
+        before = message.role
+    return frozenset(found)
+
+
+def _with_known_calls(message: Message, takes_calls: bool, mode: TextWithCalls) -> list[Message]:
     """Return a message with calls as one message or two."""
-    calls = message.tool_calls or []
-    mode = takes.text_with_calls
-    if not takes.calls or (message.content and mode is TextWithCalls.CALLS_AS_TEXT):
-        text = "\n".join(map(call_text, calls))
-        content = _joined_content(message.content, text, "\n")
+    if not takes_calls or mode in (TextWithCalls.CALLS_AS_TEXT, TextWithCalls.ROUND_AS_TEXT):
+        text = "\n".join(map(call_text, message.tool_calls or ()))
+        content = _joined_content([message.content, text], "\n")
         return [msgspec.structs.replace(message, content=content, tool_calls=None)]
-    if message.content and mode is TextWithCalls.OWN_MESSAGE:
-        said = msgspec.structs.replace(message, tool_calls=None)
-        return [said, Message("assistant", None, tool_calls=message.tool_calls)]
+    if mode is TextWithCalls.OWN_MESSAGE:
+        return [Message("assistant", message.content), msgspec.structs.replace(message, content=None)]
     return [message]
 
 
@@ -202,54 +233,67 @@ def _one_call_each(turns: Sequence[Message]) -> list[Message]:
     """Return messages with one call each; each further call stands before its own result, or where results end."""
     result: list[Message] = []
     bearer: Message | None = None
-    waiting: list[ToolCall] = []
+    waiting: OrderedDict[int, ToolCall] = OrderedDict()
+    numbers: dict[str | None, list[int]] = {}
+    """The calls that wait, by their id."""
 
-    def write(call: ToolCall) -> None:
+    def write(number: int) -> None:
         nonlocal bearer
         first = Message("assistant") if bearer is None else bearer
-        result.append(msgspec.structs.replace(first, tool_calls=[call]))
-        waiting.remove(call)
         bearer = None
+        result.append(msgspec.structs.replace(first, tool_calls=[waiting.pop(number)]))
 
     for turn in turns:
         if waiting and turn.role == "tool":
-            write(next((call for call in waiting if call.id == turn.tool_call_id), waiting[0]))
+            same = numbers.get(turn.tool_call_id)
+            number = same.pop() if same else next(iter(waiting))
+            if number in waiting:
+                write(number)
             result.append(turn)
             continue
         while waiting:
-            write(waiting[0])
-        if turn.tool_calls and len(turn.tool_calls) > 1:
-            bearer, waiting = turn, list(turn.tool_calls)
+            write(next(iter(waiting)))
+        calls = turn.tool_calls or []
+        if len(calls) > 1:
+            bearer = turn
+            waiting.update(enumerate(calls))
+            numbers = {}
+            for number, call in reversed(list(enumerate(calls))):
+                numbers.setdefault(call.id, []).append(number)
         else:
             result.append(turn)
     while waiting:
-        write(waiting[0])
+        write(next(iter(waiting)))
     return result
 
 
-def _joined(first: Message, then: Message) -> Message:
-    reasoning = [text for text in (_reasoning(first), _reasoning(then)) if text]
+def _joined(group: Sequence[Message]) -> Message:
+    """Return messages as one, with the role of the first."""
+    first = group[0]
+    if len(group) == 1:
+        return first
     return Message(
         first.role,
-        _joined_content(first.content, then.content, SEPARATOR),
+        _joined_content([message.content for message in group], SEPARATOR),
         name=first.name,
-        reasoning_content=SEPARATOR.join(reasoning) or None,
+        reasoning_content=SEPARATOR.join(filter(None, map(_reasoning, group))) or None,
         tool_call_id=first.tool_call_id,
     )
 
 
 def _joined_content(
-    first: str | list[ContentPart] | None, then: str | list[ContentPart] | None, separator: str
+    contents: Sequence[str | list[ContentPart] | None], separator: str
 ) -> str | list[ContentPart] | None:
-    if not first or not then:
-        return first or then
-    if isinstance(first, str) and isinstance(then, str):
-        return f"{first}{separator}{then}"
-    return [*_parts(first), ContentPart("text", separator), *_parts(then)]
-
-
-def _parts(content: str | list[ContentPart]) -> list[ContentPart]:
-    return [ContentPart("text", content)] if isinstance(content, str) else content
+    texts = [content for content in contents if isinstance(content, str) and content]
+    if not any(isinstance(content, list) for content in contents):
+        return separator.join(texts)
+    parts: list[ContentPart] = []
+    for content in contents:
+        if content:
+            if parts:
+                parts.append(ContentPart("text", separator))
+            parts += [ContentPart("text", content)] if isinstance(content, str) else content
+    return parts
 
 
 def _reasoning(message: Message) -> str | None:
@@ -264,11 +308,6 @@ def _adapted(message: Message, index: int, takes: TemplateCapabilities, placehol
     role, calls, written = message.role, message.tool_calls, message.content
     form = takes.form(role)
     reasoning = _reasoning(message)
-    if reasoning and calls and written and takes.reasoning:
-        if takes.reasoning_with_text is ReasoningWithText.JOINS_TEXT:
-            written, reasoning = _joined_content(reasoning, written, SEPARATOR), None
-        elif takes.reasoning_with_text is ReasoningWithText.TAKES_TEXT:
-            reasoning, written = f"{reasoning}{SEPARATOR}{_text(written)}", ""
     content = shape_message(written, index, form, placeholder)
     adapted: dict[str, Any] = {"role": role, "content": content}
     if calls and not content:
@@ -285,7 +324,7 @@ def _adapted(message: Message, index: int, takes: TemplateCapabilities, placehol
             adapted["content"] = shape_message("", 0, form, "")
     if message.name is not None:
         adapted["name"] = message.name
-    if reasoning is not None and takes.reasoning:
+    if reasoning is not None:
         adapted[takes.reasoning] = reasoning
     if message.tool_call_id is not None:
         adapted["tool_call_id"] = _call_id(message.tool_call_id, takes)

@@ -356,7 +356,7 @@ class Job:
             raise invalid(
                 "model", f"{self.model.name} has no chat template: use /v1/completions", code="no_chat_template"
             )
-        takes = capabilities_of(template)
+        takes = capabilities_of(template, bool(tools))
         messages = adapt(body.messages, takes, self.served.media.placeholder)
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:

@@ -41,20 +41,16 @@ class TextWithCalls(Enum):
     CONTENT = auto()
     TOOL_PLAN = auto()
     """In ``tool_plan``, as Cohere's templates name it."""
+    CONTENT_OF_FIRST = auto()
+    """In the content of the first message with calls, and later as ``OWN_MESSAGE``."""
+    CONTENT_UNTIL_ANSWER = auto()
+    """In the content as long as no answer follows, where there is no reasoning; else as ``OWN_MESSAGE``."""
     OWN_MESSAGE = auto()
     """In a message before the calls."""
     CALLS_AS_TEXT = auto()
     """In the content, and the calls as text behind it."""
-
-
-class ReasoningWithText(Enum):
-    """Where the reasoning of a message goes that has text and calls as well."""
-
-    OWN_NAME = auto()
-    JOINS_TEXT = auto()
-    """The text begins with it."""
-    TAKES_TEXT = auto()
-    """The reasoning ends with the text, and there is no content."""
+    ROUND_AS_TEXT = auto()
+    """As before, and the results of these calls are text of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +64,8 @@ class TemplateCapabilities:
     tool_form: ContentForm = ContentForm()
 
     system: bool = True
+    system_before_result: bool = True
+    """A system message in a conversation that ends with a tool's result."""
     developer: bool = True
     function: bool = True
     """Messages of the role ``function``, which came before ``tool``."""
@@ -99,7 +97,6 @@ class TemplateCapabilities:
 
     reasoning: str = "reasoning_content"
     """The name of an assistant's reasoning."""
-    reasoning_with_text: ReasoningWithText = ReasoningWithText.OWN_NAME
 
     def form(self, role: str) -> ContentForm:
         """Return the form of the content of a role."""

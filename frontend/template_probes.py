@@ -4,8 +4,9 @@ A way counts as served when each word of the conversation is in the prompt, and 
 values is. Of several the first is taken, which is the one that changes least. Where none is served, the conventions of
 ``TemplateCapabilities`` stand, so that nothing is rewritten without effect.
 
-Probes run in the sandbox with its limits, and all of one template's take ``TIME_LIMIT_MS`` together at most. A template
-that is not done then keeps the conventions for the rest.
+Templates may write a conversation otherwise when the request has tools, so each is probed with tools and without.
+Probes run in the sandbox with its limits, and take ``TIME_LIMIT_MS`` together at most. A template that is not done then
+keeps the conventions for the rest.
 """
 
 from __future__ import annotations
@@ -27,22 +28,21 @@ from poolgrid.frontend.schema import Function, Message, ToolCall
 from poolgrid.frontend.template_capabilities import (
     Arguments,
     EmptyContent,
-    ReasoningWithText,
     TemplateCapabilities,
     TextWithCalls,
 )
 
 log: Final = logging.getLogger(__name__)
 
-TIME_LIMIT_MS: Final = 2000.0
-"""Longest time that one template's probes take together: fifty times what published templates take."""
+TIME_LIMIT_MS: Final = 1000.0
+"""Longest time that a template's probes with tools, or without, take together: published ones take up to 30 ms."""
 
 PROMPT_CHARS_MAX: Final = 1024 * 1024
 
 REASONING_NAMES: Final = ("reasoning_content", "reasoning", "thinking")
 
 # Words that no template contains.
-_USER, _ASKED = "q7userw", "q7askedw"
+_USER, _ASKED, _ADDED = "q7userw", "q7askedw", "q7addedw"
 _SYSTEM, _LATE = "q7systemw", "q7latew"
 _SAID, _ANSWERED = "q7saidw", "q7answeredw"
 _RESULT, _RESULT_2 = "q7resultw", "q7resultxw"
@@ -93,12 +93,12 @@ class _TimeOver(Exception):
 class _Probes:
     """The probes of one template; ``found`` is what they have found so far."""
 
-    def __init__(self, template: ChatTemplate, monotonic: Callable[[], float]) -> None:
+    def __init__(self, template: ChatTemplate, has_tools: bool, monotonic: Callable[[], float]) -> None:
         self.found = TemplateCapabilities()
         self._template = template
         self._monotonic = monotonic
         self._deadline_s = monotonic() + TIME_LIMIT_MS / 1000
-        self._tools: Sequence[Mapping[str, Any]] | None = None
+        self._tools: Sequence[Mapping[str, Any]] | None = _TOOLS if has_tools else None
         self._nones = 0
         self._signs: Sequence[str] = _REPRESENTED
 
@@ -107,8 +107,6 @@ class _Probes:
         self._find_user_form()
         self._find_roles()
         self._find_order()
-        self._tools = _TOOLS
-        self._note_own_words()
         self._find_calls()
         self._find_reasoning()
 
@@ -180,17 +178,12 @@ class _Probes:
         return text if self.found.user_form.strings else [text_part(text)]
 
     def _find_user_form(self) -> None:
-        user = {"role": "user"}
-        form = None
-        for tools in (None, [], _TOOLS):  # some templates render nothing without tools
-            self._tools = tools
-            form = self._form([], user)
-            if form is not None:
-                break
-        if form is None:
-            self._tools = None
-        else:
-            self.found = replace(self.found, null_tools=self._tools != [])
+        form = self._form([], {"role": "user"})
+        if form is None and self._tools is None:
+            self._tools = []
+            form = self._form([], {"role": "user"})
+            self.found = replace(self.found, null_tools=form is None)
+        if form is not None:
             self.found = replace(self.found, user_form=form)
         self._note_own_words()
 
@@ -211,7 +204,9 @@ class _Probes:
 
     def _find_order(self) -> None:
         system, late = Message("system", _SYSTEM), Message("system", _LATE)
-        self.flag("consecutive_user", [_ASKS, _SAYS, _ASKS_AGAIN, _ASKS_AGAIN], [_USER, _SAID, _ASKED])
+        self.flag(
+            "consecutive_user", [_ASKS, _SAYS, _ASKS_AGAIN, Message("user", _ADDED)], [_USER, _SAID, _ASKED, _ADDED]
+        )
         twice = [_ASKS, _SAYS, Message("assistant", _ANSWERED), _ASKS_AGAIN]
         self.flag("consecutive_assistant", twice, [_USER, _SAID, _ANSWERED, _ASKED])
         second = Message("developer" if self.found.developer else "system", _LATE)
@@ -233,6 +228,8 @@ class _Probes:
             self.choose(history, words, [{"calls": False, "results": results} for results in (True, False)])
         if self.found.results:
             self._find_results(history, words)
+        system = Message("system", _SYSTEM)
+        self.flag("system_before_result", [system, *history], [_SYSTEM, *words])
         self.flag("user_after_tool", [*history, _ASKS_AGAIN], [*words, _ASKED])
         self.flag("function", [*history[:-1], Message("function", _RESULT, name=_NAME)], words)
         self.flag("null_content", [_ASKS, Message("assistant"), _ASKS_AGAIN], [_USER, _ASKED])
@@ -249,8 +246,16 @@ class _Probes:
             history, words, empty_content=EmptyContent.NULL
         ):
             self.found = replace(self.found, empty_content=EmptyContent.AS_SENT)
-        said = [_ASKS, _SAYS_AND_CALLS, _result()]
-        self.choose(said, [*words, _SAID], [{"text_with_calls": way} for way in TextWithCalls])
+        # Some show the text of the first call only, or of none before an answer.
+        again = Message("assistant", _ADDED, tool_calls=[_call(_VALUE_2, _ID_2)])
+        rounds = [_ASKS, _SAYS_AND_CALLS, _result(), again, _result(_RESULT_2, _ID_2)]
+        answered = [*rounds, Message("assistant", _ANSWERED), _ASKS_AGAIN]
+        said = [*words, _SAID, _ADDED, _VALUE_2, _RESULT_2, _ANSWERED, _ASKED]
+        ways = list(TextWithCalls)
+        if not self.shows(rounds[:3], [*words, _SAID], text_with_calls=TextWithCalls.CONTENT):
+            ways.remove(TextWithCalls.CONTENT_OF_FIRST)
+            ways.remove(TextWithCalls.CONTENT_UNTIL_ANSWER)
+        self.choose(answered, said, [{"text_with_calls": way} for way in ways])
         calls = Message("assistant", tool_calls=[_call(), _call(_VALUE_2, _ID_2)])
         two = [_ASKS, calls, _result(), _result(_RESULT_2, _ID_2)]
         self.flag("parallel_calls", two, [*words, _VALUE_2, _RESULT_2])
@@ -271,17 +276,18 @@ class _Probes:
         ways = [{"reasoning": name} for name in REASONING_NAMES]
         if not (self.choose(calling, [_REASONING], ways) or self.choose(answering, [_REASONING], ways)):
             return
+        # Some take either reasoning or text beside calls.
         both = [_ASKS, msgspec.structs.replace(_SAYS_AND_CALLS, **thinks), _result()]
-        self.choose(
-            both,
-            [_USER, _SAID, _REASONING, _VALUE, _RESULT],
-            [{"reasoning_with_text": way} for way in ReasoningWithText],
-        )
+        ways_of_text = (self.found.text_with_calls, TextWithCalls.OWN_MESSAGE)
+        words = [_USER, _SAID, _REASONING, _VALUE, _RESULT]
+        self.choose(both, words, [{"text_with_calls": way} for way in ways_of_text])
 
 
-def probe(template: ChatTemplate, monotonic: Callable[[], float] = time.monotonic) -> TemplateCapabilities:
-    """Return what a template can show."""
-    probes = _Probes(template, monotonic)
+def probe(
+    template: ChatTemplate, has_tools: bool, monotonic: Callable[[], float] = time.monotonic
+) -> TemplateCapabilities:
+    """Return what a template can show in the prompts of requests with tools, or without."""
+    probes = _Probes(template, has_tools, monotonic)
     try:
         probes.run()
     except _TimeOver:
@@ -295,14 +301,15 @@ class _Known:
     """The capabilities of each template, found out when it is first asked for."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ChatTemplate, TemplateCapabilities]] = {}
+        self._known: dict[int, tuple[ChatTemplate, TemplateCapabilities, TemplateCapabilities]] = {}
 
-    def of(self, template: ChatTemplate) -> TemplateCapabilities:
+    def of(self, template: ChatTemplate, has_tools: bool) -> TemplateCapabilities:
+        """Return what a template can show in the prompts of requests with tools, or without."""
         known = self._known.get(id(template))
         if known is None or known[0] is not template:
             # The template is kept with its capabilities, so that its id stays its own.
-            known = self._known[id(template)] = (template, probe(template))
-        return known[1]
+            known = self._known[id(template)] = (template, probe(template, False), probe(template, True))
+        return known[2] if has_tools else known[1]
 
 
 capabilities_of: Final = _Known().of
