@@ -22,7 +22,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -38,9 +37,9 @@ SEPARATOR: Final = "\n\n"
 
 _SYSTEM: Final = ("system", "developer")
 
-# Nearly every message is its role and its words: one look instead of one for each, and no call.
-_further: Final = attrgetter("name", "reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id")
-_NOTHING_FURTHER: Final = (None,) * 6
+# Nearly every message is its role and its content: one look instead of one for each field.
+assert Message.__struct_fields__[:2] == ("role", "content")
+_NOTHING_FURTHER: Final = (None,) * (len(Message.__struct_fields__) - 2)
 
 
 def adapt(messages: Sequence[Message], takes: TemplateCapabilities, placeholder: str = "") -> list[Mapping[str, Any]]:
@@ -53,13 +52,13 @@ def adapt(messages: Sequence[Message], takes: TemplateCapabilities, placeholder:
             if isinstance(message.content, list):  # refused by its place in the request
                 shape_message(message.content, index, takes.form(message.role), placeholder)
         messages = _rearranged(messages, takes)
-    if not (takes.user_form.strings and takes.assistant_form.strings and takes.system_form.strings):
+    if not takes.strings:
         return [_adapted(message, index, takes, placeholder) for index, message in enumerate(messages)]
     return [
-        {"role": message.role, "content": message.content}
-        if type(message.content) is str and _further(message) == _NOTHING_FURTHER
-        else _adapted(message, index, takes, placeholder)
-        for index, message in enumerate(messages)
+        {"role": fields[0], "content": fields[1]}
+        if type(fields[1]) is str and fields[2:] == _NOTHING_FURTHER
+        else _adapted(messages[index], index, takes, placeholder)
+        for index, fields in enumerate(map(msgspec.structs.astuple, messages))
     ]
 
 
@@ -83,31 +82,19 @@ def is_malformed(arguments: str | dict[str, Any]) -> bool:
 
 
 def _is_regular(messages: Sequence[Message], takes: TemplateCapabilities) -> bool:
-    """Return whether every message keeps its place and role."""
-    roles = [message.role for message in messages]
-    if not takes.developer and "developer" in roles:
+    """Return whether every message keeps its place and role; in doubt it does not."""
+    if not takes.rewritten_roles.isdisjoint({message.role for message in messages}):
         return False
-    if not takes.function and "function" in roles:
-        return False
-    if not (takes.system and takes.system_before_result) and ("system" in roles or "developer" in roles):
-        return False
-    if not (takes.several_system and takes.late_system and takes.lone_late_system and takes.consecutive_user):
-        others = roles[1:]
-        if "system" in others or "developer" in others:
-            return False
-    if "tool" in roles and not (takes.results and takes.results_without_name):
-        return False
-    if not (takes.consecutive_user and takes.consecutive_assistant and takes.user_after_tool):
-        for role, following in pairwise(roles):
-            if role == following != "tool" or (role == "tool" and following == "user"):
-                return False
-    if (
-        takes.calls
-        and takes.parallel_calls
-        and takes.text_with_calls in (TextWithCalls.CONTENT, TextWithCalls.TOOL_PLAN)
-    ):
+    if takes.any_order:
         return True
-    return not any(message.tool_calls for message in messages)
+    roles = [message.role for message in messages]
+    others = roles[1:]
+    return not (
+        "system" in others
+        or "developer" in others
+        or any(role == then != "tool" or (role == "tool" and then == "user") for role, then in pairwise(roles))
+        or any(message.tool_calls for message in messages)
+    )
 
 
 def _rearranged(messages: Sequence[Message], takes: TemplateCapabilities) -> list[Message]:

@@ -1,12 +1,12 @@
 """What one chat template can show, and in which form it takes each part of a conversation.
 
-A value without behaviour. ``template_probes.py`` finds it out once for each template, and ``message_adaptation.py``
+A pure value. ``template_probes.py`` finds it out once for each template, and ``message_adaptation.py``
 writes the messages of every request accordingly. The defaults are the conventions of most published templates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from poolgrid.frontend.media.content_form import ContentForm
@@ -97,6 +97,37 @@ class TemplateCapabilities:
 
     reasoning: str = "reasoning_content"
     """The name of an assistant's reasoning."""
+
+    # What follows from the others, so that a request finds it with one look.
+    strings: bool = field(init=False)
+    """The content of all roles but a tool's may be a string."""
+    rewritten_roles: frozenset[str] = field(init=False)
+    """Roles whose messages are never taken as they are."""
+    any_order: bool = field(init=False)
+    """No message is rewritten for the messages around it, or for its calls."""
+
+    def __post_init__(self) -> None:
+        """Set what follows from the others."""
+        system = self.system and self.system_before_result
+        taken = {
+            "system": system,
+            "developer": system and self.developer,
+            "tool": self.results and self.results_without_name,
+            "function": self.function,
+        }
+        order = (
+            self.several_system
+            and self.late_system
+            and self.lone_late_system
+            and self.consecutive_user
+            and self.consecutive_assistant
+            and self.user_after_tool
+        )
+        in_place = self.text_with_calls in (TextWithCalls.CONTENT, TextWithCalls.TOOL_PLAN)
+        strings = self.user_form.strings and self.assistant_form.strings and self.system_form.strings
+        object.__setattr__(self, "strings", strings)
+        object.__setattr__(self, "rewritten_roles", frozenset(role for role, as_it_is in taken.items() if not as_it_is))
+        object.__setattr__(self, "any_order", order and self.calls and self.parallel_calls and in_place)
 
     def form(self, role: str) -> ContentForm:
         """Return the form of the content of a role."""

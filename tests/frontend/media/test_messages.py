@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from poolgrid.frontend.inference_request import InferenceRequest
 from poolgrid.frontend.media.content_form import ContentForm
 from poolgrid.frontend.media.conversation import with_media
 from poolgrid.frontend.media.placeholders import place_media
+from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.frontend.ports import ServedModel
 from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.wire import limits
@@ -219,6 +221,20 @@ def test_media_that_are_not_taken_are_refused_with_their_place(
     content: Any, media: MediaSpec, refusal: tuple[int, str, str]
 ) -> None:
     assert _refusal(content, media) == refusal
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("an <image> <image>", "has 2 placeholders for 1 media: text must not contain the placeholder '<image>'"),
+        ("<|image_pad|>", "has 0 placeholders for 1 media: the chat template does not write the placeholder '<image>'"),
+    ],
+)
+def test_too_many_and_too_few_placeholders_have_their_own_messages(text: str, why: str) -> None:
+    item = MediaItem(MediaKind.IMAGE, b"", "image/png", bytes(32))
+
+    with pytest.raises(MediaRefused, match=re.escape(why)):
+        place_media(text, [item], SPEC, TINY.encode)
 
 
 def test_media_that_do_not_fit_into_a_message_beside_their_prompt_are_refused() -> None:
