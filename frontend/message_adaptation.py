@@ -1,4 +1,4 @@
-"""Write the messages of a conversation as one chat template takes them.
+"""Write the messages and tools of a request as one chat template takes them.
 
 Rules
     1. ``adapt`` is pure, and reads a message together with its neighbours only: a later turn begins with the same
@@ -60,6 +60,24 @@ def adapt(messages: Sequence[Message], takes: TemplateCapabilities, placeholder:
         else _adapted(messages[index], index, takes, placeholder)
         for index, fields in enumerate(map(msgspec.structs.astuple, messages))
     ]
+
+
+def adapt_tools(
+    tools: Sequence[Mapping[str, Any]] | None, takes: TemplateCapabilities
+) -> Sequence[Mapping[str, Any]] | None:
+    """Return the tools of a request for a template, with a description and parameters where it needs them."""
+    if tools is None:
+        return None if takes.null_tools else []
+    return tools if takes.bare_tools else list(map(_whole_tool, tools))
+
+
+def _whole_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    missing: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    added = {name: value for name, value in missing.items() if function.get(name) is None}
+    return {**tool, "function": {**function, **added}} if added else tool
 
 
 def call_text(call: ToolCall) -> str:

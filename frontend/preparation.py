@@ -20,7 +20,7 @@ from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.inference_request import NO_HINTS, InferenceRequest
 from poolgrid.frontend.media.conversation import find_media, with_media
 from poolgrid.frontend.media.references import MediaReference
-from poolgrid.frontend.message_adaptation import adapt, is_malformed
+from poolgrid.frontend.message_adaptation import adapt, adapt_tools, is_malformed
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
 from poolgrid.frontend.messages_api.encoder import MessagesForm
 from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
@@ -365,7 +365,7 @@ class Job:
         try:
             text = template.render(
                 messages,
-                tools=[] if tools is None and not takes.null_tools else tools,
+                tools=adapt_tools(tools, takes),
                 documents=body.documents,
                 add_generation_prompt=body.add_generation_prompt is not False and final is None,
                 variables=variables,
@@ -745,7 +745,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> N
 def _final_words(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return what the assistant has said so far in the last message, which the answer is to go on with."""
     final = messages[-1]
-    content = final["content"]
+    content = final.get("content")
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
     if final["role"] != "assistant" or not content or not content.strip() or body.messages[-1].tool_calls:

@@ -81,6 +81,8 @@ class TemplateCapabilities:
 
     null_tools: bool = True
     """``tools`` may be null; false for an empty list."""
+    bare_tools: bool = True
+    """Tools may be without description and parameters."""
     calls: bool = True
     parallel_calls: bool = True
     """More than one call in a message."""

@@ -23,7 +23,7 @@ import msgspec
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.content_form import IMAGE_PART, ContentForm, text_part
-from poolgrid.frontend.message_adaptation import adapt
+from poolgrid.frontend.message_adaptation import adapt, adapt_tools
 from poolgrid.frontend.schema import Function, Message, ToolCall
 from poolgrid.frontend.template_capabilities import (
     Arguments,
@@ -109,6 +109,7 @@ class _Probes:
         self._find_order()
         self._find_calls()
         self._find_reasoning()
+        self._find_tools()
 
     def rendered(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the prompt of messages as they are, or ``None`` where the template fails."""
@@ -281,6 +282,16 @@ class _Probes:
         ways_of_text = (self.found.text_with_calls, TextWithCalls.OWN_MESSAGE)
         words = [_USER, _SAID, _REASONING, _VALUE, _RESULT]
         self.choose(both, words, [{"text_with_calls": way} for way in ways_of_text])
+
+    def _find_tools(self) -> None:
+        if self._tools is not _TOOLS:
+            return
+        bare: Sequence[Mapping[str, Any]] = [{"type": "function", "function": {"name": _NAME}}]
+        for takes in (self.found, replace(self.found, bare_tools=False)):
+            self._tools = adapt_tools(bare, takes)
+            if self._is_whole(self.prompt([_ASKS], takes), [_USER, _NAME]):
+                self.found = takes
+                break
 
 
 def probe(

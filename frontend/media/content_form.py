@@ -38,7 +38,7 @@ def shape_content(
 
     ``None`` is returned where the template cannot show a medium and ``placeholder`` is empty.
     """
-    if form.media or (form.parts and None not in pieces):
+    if pieces and (form.media or (form.parts and None not in pieces)):
         return [IMAGE_PART if piece is None else text_part(piece) for piece in pieces]
     if not placeholder and None in pieces:
         return None

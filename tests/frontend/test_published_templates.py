@@ -224,6 +224,18 @@ def dropped_by_design(file: Path, conversation: Conversation, plain: PlainTempla
 
 @needs_templates
 @templates
+def test_tools_without_description_and_parameters_are_served(file: Path) -> None:
+    bare = [{"type": "function", "function": {"name": "wfunction"}}]
+    plain = PlainTemplate(file.read_text())
+    reference = plain.render(CONVERSATIONS["plain"], bare)
+    if reference is not None and "wuser1" in reference:
+        assert render(file, CONVERSATIONS["plain"], bare) == reference
+    elif plain.render(CONVERSATIONS["plain"], TOOLS) is not None:
+        assert "wfunction" in render(file, CONVERSATIONS["plain"], bare)
+
+
+@needs_templates
+@templates
 def test_no_request_fails_and_no_text_is_lost(file: Path) -> None:
     plain = PlainTemplate(file.read_text())
     faults: list[str] = []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.media.content_form import ContentForm
-from poolgrid.frontend.message_adaptation import adapt
+from poolgrid.frontend.message_adaptation import adapt, adapt_tools
 from poolgrid.frontend.schema import Message
 from poolgrid.frontend.template_capabilities import Arguments, EmptyContent, TemplateCapabilities, TextWithCalls
 from poolgrid.frontend.template_probes import TIME_LIMIT_MS, capabilities_of, probe
@@ -133,6 +133,18 @@ def test_tools_are_an_empty_list_where_a_template_fails_on_null() -> None:
 
     assert not capabilities_of(template, False).null_tools
     assert capabilities_of(ChatTemplate(GENERIC), False).null_tools
+
+
+def test_tools_are_completed_where_a_template_fails_without_description_or_parameters() -> None:
+    source = (
+        "{% for t in tools %}{{ t.function.name + t.function.description }}"
+        "{% for p in t.function.parameters.properties %}{{ p }}{% endfor %}{% endfor %}" + GENERIC
+    )
+    bare = [{"type": "function", "function": {"name": "f", "parameters": None}}]
+    takes = capabilities_of(ChatTemplate(source), True)
+
+    assert ChatTemplate(source).render([], tools=adapt_tools(bare, takes)) == "f"
+    assert adapt_tools(bare, capabilities_of(ChatTemplate("{{ tools | tojson }}" + GENERIC), True)) is bare
 
 
 @pytest.mark.parametrize(
