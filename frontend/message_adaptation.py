@@ -152,7 +152,7 @@ def _with_known_roles(messages: Sequence[Message], takes: TemplateCapabilities) 
     """Calls whose results are text."""
     leads = True
     joins_user = False
-    system = takes.system and (takes.system_before_result or messages[-1].role == "user")
+    system = takes.system and (takes.system_before_result or _ends_with_user(messages, takes))
     late = takes.lone_late_system if _systems(messages) == 1 else takes.late_system
     out_of_turn = _between_equals(messages) if late and not takes.consecutive_user else frozenset()
     answer = max((index for index, each in enumerate(messages) if _answers(each)), default=-1)
@@ -180,16 +180,20 @@ def _with_known_roles(messages: Sequence[Message], takes: TemplateCapabilities) 
         elif role == "tool" and (not takes.results or message.tool_call_id in as_text):
             groups.append([Message("user", result_text(message.content))])
         elif message.tool_calls:
+            turn = message
             mode = takes.text_with_calls if message.content else TextWithCalls.CONTENT
             if mode is TextWithCalls.CONTENT_OF_FIRST:
                 mode = TextWithCalls.OWN_MESSAGE if names else TextWithCalls.CONTENT
             elif mode is TextWithCalls.CONTENT_UNTIL_ANSWER:
-                in_content = index > answer and not _reasoning(message)
-                mode = TextWithCalls.CONTENT if in_content else TextWithCalls.OWN_MESSAGE
+                mode = TextWithCalls.CONTENT if index > answer else TextWithCalls.OWN_MESSAGE
+                reasoning = _reasoning(message)
+                if reasoning and index > answer:
+                    text = f"{reasoning}{SEPARATOR}{_text(message.content)}"
+                    turn = msgspec.structs.replace(message, content=None, reasoning_content=text)
             elif mode is TextWithCalls.ROUND_AS_TEXT:
                 as_text.update(call.id for call in message.tool_calls)
             names.update((call.id, call.function.name) for call in message.tool_calls)
-            groups += [[each] for each in _with_known_calls(message, takes.calls, mode)]
+            groups += [[each] for each in _with_known_calls(turn, takes.calls, mode)]
         else:
             turn = message if role == message.role else msgspec.structs.replace(message, role=role)
             if role == "tool" and message.name is None and not takes.results_without_name:
@@ -197,6 +201,14 @@ def _with_known_roles(messages: Sequence[Message], takes: TemplateCapabilities) 
             groups.append([turn])
         joins_user = False
     return list(map(_joined, groups))
+
+
+def _ends_with_user(messages: Sequence[Message], takes: TemplateCapabilities) -> bool:
+    """Return whether a user's message will be the last."""
+    if messages[-1].role != "user" or takes.user_after_tool:
+        return messages[-1].role == "user"
+    others = (each.role for each in reversed(messages) if each.role != "user" and each.role not in _SYSTEM)
+    return next(others, "") not in ("tool", "function")
 
 
 def _systems(messages: Sequence[Message]) -> int:

@@ -44,7 +44,7 @@ class TextWithCalls(Enum):
     CONTENT_OF_FIRST = auto()
     """In the content of the first message with calls, and later as ``OWN_MESSAGE``."""
     CONTENT_UNTIL_ANSWER = auto()
-    """In the content as long as no answer follows, where there is no reasoning; else as ``OWN_MESSAGE``."""
+    """In the content, or behind the reasoning, as long as no answer follows; then as ``OWN_MESSAGE``."""
     OWN_MESSAGE = auto()
     """In a message before the calls."""
     CALLS_AS_TEXT = auto()

@@ -218,7 +218,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             result = function(*args, **kwargs)
             if slow and any(isinstance(other, _CONTAINERS) for other in (*args[first + 1 :], *kwargs.values())):
                 # ``batch``, ``slice`` and ``map`` put it into their result, perhaps once for each item.
-                return self._filled(result)
+                filled: T = self._filled(result)
+                return filled
             return self._made(result)
 
         return counted

@@ -228,8 +228,8 @@ def test_tools_without_description_and_parameters_are_served(file: Path) -> None
     bare = [{"type": "function", "function": {"name": "wfunction"}}]
     plain = PlainTemplate(file.read_text())
     reference = plain.render(CONVERSATIONS["plain"], bare)
-    if reference is not None and "wuser1" in reference:
-        assert render(file, CONVERSATIONS["plain"], bare) == reference
+    if reference is not None:
+        assert "wuser1" not in reference or render(file, CONVERSATIONS["plain"], bare) == reference
     elif plain.render(CONVERSATIONS["plain"], TOOLS) is not None:
         assert "wfunction" in render(file, CONVERSATIONS["plain"], bare)
 
