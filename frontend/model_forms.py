@@ -93,7 +93,8 @@ class ModelForms:
                 )
         for template in (model.template, model.tool_template):
             if template is not None:
-                capabilities_of(template, has_tools=False)  # found out now, so that no request waits for it
+                for has_tools in (False, True):
+                    capabilities_of(template, has_tools)  # found out now, so that no request waits for it
         own_reasoning, own_tools = settings.reasoning_parser, settings.tool_call_parser
         source, added = template_source(model), model.added_tokens()
         try:

@@ -308,19 +308,9 @@ def probe(
     return probes.found
 
 
-class _Known:
-    """The capabilities of each template, found out when it is first asked for."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[ChatTemplate, TemplateCapabilities, TemplateCapabilities]] = {}
-
-    def of(self, template: ChatTemplate, has_tools: bool) -> TemplateCapabilities:
-        """Return what a template can show in the prompts of requests with tools, or without."""
-        known = self._known.get(id(template))
-        if known is None or known[0] is not template:
-            # The template is kept with its capabilities, so that its id stays its own.
-            known = self._known[id(template)] = (template, probe(template, False), probe(template, True))
-        return known[2] if has_tools else known[1]
-
-
-capabilities_of: Final = _Known().of
+def capabilities_of(template: ChatTemplate, has_tools: bool) -> TemplateCapabilities:
+    """Return what a template can show in the prompts of requests with tools, or without; found out once."""
+    known = template.capabilities.get(has_tools)
+    if known is None:
+        known = template.capabilities[has_tools] = probe(template, has_tools)
+    return known

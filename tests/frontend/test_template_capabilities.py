@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import itertools
 import json
 import re
@@ -19,6 +21,8 @@ from poolgrid.frontend.message_adaptation import adapt, adapt_tools
 from poolgrid.frontend.schema import Message
 from poolgrid.frontend.template_capabilities import Arguments, EmptyContent, TemplateCapabilities, TextWithCalls
 from poolgrid.frontend.template_probes import TIME_LIMIT_MS, capabilities_of, probe
+from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.server import application, in_process
 
 EACH = "{% for m in messages %}"
 END = "{% endfor %}"
@@ -172,6 +176,40 @@ def test_probes_end_at_their_time_limit_and_keep_what_they_found(caplog: pytest.
 
     assert found == TemplateCapabilities(user_form=ContentForm(strings=False))
     assert "took more than" in caplog.text
+
+
+ONE_SYSTEM = (
+    EACH + "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}" + TURN + END
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        (
+            "chat/completions",
+            {"messages": [said("system", "s"), said("developer", "d"), said("user", "u"), said("developer", "l")]},
+            "<system>s\n\nd<user>u<user>l",
+        ),
+        (
+            "responses",
+            {"instructions": "s", "input": [said("developer", "d"), said("user", "u"), said("system", "l")]},
+            "<system>s\n\nd<user>u<user>l",
+        ),
+        ("messages", {"system": "s", "messages": [said("user", "u")], "max_tokens": 4}, "<system>s<user>u"),
+    ],
+)
+def test_the_messages_of_every_api_are_adapted(path: str, body: dict[str, Any], text: str) -> None:
+    backend = FakeBackend()
+    model = dataclasses.replace(TINY, template=ChatTemplate(ONE_SYSTEM), encoder=None)
+
+    async def run() -> None:
+        async with in_process(application(backend, models={"tiny": model})) as client:
+            response = await client.post(f"/v1/{path}", json={"model": "tiny", **body})
+            assert response.status_code == 200, response.text
+
+    asyncio.run(run())
+    assert TINY.decode(backend.requests[0].token_ids) == text
 
 
 NUMBERS = itertools.count()
