@@ -1,19 +1,19 @@
 """Write the messages and tools of a request as one chat template takes them.
 
 Rules
-    1. ``adapt`` is pure, and reads a message together with its neighbours only: a later turn begins with the same
-       messages, so its prompt begins with the same tokens.
-    2. What a template takes as it came stays as it came.
-    3. No text of a message is lost. Where a template has no place for a message, its text stands in a neighbour:
+    1. ``adapt`` is pure. The messages of a later turn begin with those of the turn before, so its prompt begins with
+       the same tokens. Only where a template itself shows a message in some turns and not in others, they may differ.
+    2. What a template takes as it came is not changed.
+    3. No text of a message is lost. Where a template has no place for a message, its text moves to a neighbour:
 
-       - ``developer`` becomes ``system``, ``function`` becomes ``tool``.
-       - Several system messages at the beginning become one. A late one becomes a user's, where it stands; so does
-         any, and joins the user's message behind it, where the template takes none.
-       - Messages of one role in a row become one where roles must alternate. A user's message behind a tool's result
+       - ``developer`` becomes ``system``, and ``function`` becomes ``tool``.
+       - Several system messages at the beginning become one. A later system message becomes a user message in its
+         place. A template without system messages gets them as the beginning of the next user message.
+       - Messages of one role in a row become one where roles must alternate. A user message after a tool's result
          joins the result where the template refuses it there.
        - Calls and results that a template does not show become text, in the tags of ``call_text`` and ``result_text``.
-         Calls of one message are written one by one, each before its result, where the template takes only one.
-    4. Only reasoning can be left out, where the template shows none under any name.
+         Where a template takes one call in a message, each call has a message of its own, before its result.
+    4. Only reasoning can be left out, where the template shows it under no name.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def adapt(messages: Sequence[Message], takes: TemplateCapabilities, placeholder:
     ``placeholder`` stands for a medium where the template takes none itself.
     """
     if not _is_regular(messages, takes):
-        for index, message in enumerate(messages):
-            if isinstance(message.content, list):  # refused by its place in the request
+        for index, message in enumerate(messages):  # errors name the place in the request
+            if message.content is None:
+                _check_missing(message, index)
+            elif not isinstance(message.content, str):
                 shape_message(message.content, index, takes.form(message.role), placeholder)
         messages = _rearranged(messages, takes)
     if not takes.strings:
@@ -335,8 +337,7 @@ def _adapted(message: Message, index: int, takes: TemplateCapabilities, placehol
     elif calls and takes.text_with_calls is TextWithCalls.TOOL_PLAN:
         adapted["tool_plan"] = _text(written)
     elif content is None:
-        if role not in ("assistant", "tool", "function"):
-            raise invalid(f"messages[{index}].content", f"messages[{index}].content is missing: allowed is a string")
+        _check_missing(message, index)
         if role != "assistant" or not takes.null_content:
             adapted["content"] = shape_message("", 0, form, "")
     if message.name is not None:
@@ -358,6 +359,12 @@ def _adapted(message: Message, index: int, takes: TemplateCapabilities, placehol
             for call in calls
         ]
     return adapted
+
+
+def _check_missing(message: Message, index: int) -> None:
+    """Refuse a message without content; an assistant's may have none, and a tool may return nothing."""
+    if message.role not in ("assistant", "tool", "function") and not message.tool_calls:
+        raise invalid(f"messages[{index}].content", f"messages[{index}].content is missing: allowed is a string")
 
 
 def _text(content: str | list[ContentPart] | None) -> str:

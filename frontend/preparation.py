@@ -357,7 +357,10 @@ class Job:
                 "model", f"{self.model.name} has no chat template: use /v1/completions", code="no_chat_template"
             )
         takes = capabilities_of(template, bool(tools))
-        messages = adapt(body.messages, takes, self.served.media.placeholder)
+        try:
+            messages = adapt(body.messages, takes, self.served.media.placeholder)
+        except RecursionError:
+            raise invalid("messages", "messages has arguments that are nested too deeply") from None
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)

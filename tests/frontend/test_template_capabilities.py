@@ -16,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.frontend.chat_template import ChatTemplate
+from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.content_form import ContentForm
 from poolgrid.frontend.message_adaptation import adapt, adapt_tools
-from poolgrid.frontend.schema import Message
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.schema import ChatBody, Function, Message, ToolCall
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.template_capabilities import Arguments, EmptyContent, TemplateCapabilities, TextWithCalls
 from poolgrid.frontend.template_probes import TIME_LIMIT_MS, capabilities_of, probe
 from tests.frontend.fake_backend import TINY, FakeBackend
@@ -210,6 +213,34 @@ def test_the_messages_of_every_api_are_adapted(path: str, body: dict[str, Any], 
 
     asyncio.run(run())
     assert TINY.decode(backend.requests[0].token_ids) == text
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([said("system", "s"), said("developer", "d"), said("user")], "messages[2].content"),
+        ([said("system", "s"), said("system"), said("user", "u")], "messages[1].content"),
+        ([said("system", "s"), said("system", "t"), said("user", [{"type": "audio"}])], "messages[2].content[0].type"),
+    ],
+)
+def test_errors_name_the_place_in_the_request_where_messages_are_joined(messages: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        prompt(ONE_SYSTEM, *messages)
+    assert caught.value.param == param
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
+    depth = 100_000
+    arguments: Any = {}
+    for _ in range(depth):
+        arguments = {"a": arguments}
+    message = Message("assistant", tool_calls=[ToolCall(Function("f", arguments))])
+    model = dataclasses.replace(TINY, template=ChatTemplate(JOINED), encoder=None)
+    preparation = Preparation(FakeBackend(), {"tiny": model}, FrontendSettings())
+    job = preparation.chat_job(ChatBody(model="tiny", messages=[message]))
+
+    with pytest.raises(RequestError, match="nested too deeply"):
+        job.look_up(60_000)
 
 
 NUMBERS = itertools.count()
