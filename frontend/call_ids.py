@@ -30,11 +30,20 @@ class CallIds:
         """Return the id of the call of a function, by its number in a choice."""
         if self.format == "kimi_k2":
             return f"functions.{name}:{self.earlier_calls + call}"
-        number = stable_u64(f"{self.request_id}/{choice}/{call}")
-        if self.format != "mistral":
-            return f"call_{number:016x}"
-        characters = []
-        for _ in range(MISTRAL_ID_CHARS):
-            number, digit = divmod(number, len(_DIGITS))
-            characters.append(_DIGITS[digit])
-        return "".join(characters)
+        seed = f"{self.request_id}/{choice}/{call}"
+        return _short(seed) if self.format == "mistral" else f"call_{stable_u64(seed):016x}"
+
+
+def mistral_id(call_id: str) -> str:
+    """Return a call's id as Mistral's templates accept it: as it is, or another one that is always the same."""
+    fits = len(call_id) == MISTRAL_ID_CHARS and call_id.isascii() and call_id.isalnum()
+    return call_id if fits else _short(call_id)
+
+
+def _short(seed: str) -> str:
+    number = stable_u64(seed)
+    characters = []
+    for _ in range(MISTRAL_ID_CHARS):
+        number, digit = divmod(number, len(_DIGITS))
+        characters.append(_DIGITS[digit])
+    return "".join(characters)

@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 
 from poolgrid.frontend.template_additions import GenerationTag, raise_exception, to_json
+from poolgrid.frontend.template_capabilities import TemplateCapabilities
 from poolgrid.frontend.template_sandbox import TemplateSandbox, TimeOver
 
 OUTPUT_CHARS_MAX: Final = 32 * 1024 * 1024
@@ -58,6 +59,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = strftime_now
         self.source = source
         """The template as it came, which shows the special tokens that prompts will have."""
+        self.capabilities: dict[bool, TemplateCapabilities] = {}
+        """What it can show without and with tools; ``template_probes.capabilities_of`` keeps it here."""
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:

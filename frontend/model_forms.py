@@ -22,6 +22,7 @@ from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
 from poolgrid.frontend.ports import ServedModel
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.wire.card import ChatSpec, shown_value
 
 log: Final = logging.getLogger(__name__)
@@ -90,6 +91,10 @@ class ModelForms:
                     base.name,
                     failure,
                 )
+        for template in (model.template, model.tool_template):
+            if template is not None:
+                for has_tools in (False, True):
+                    capabilities_of(template, has_tools)  # found out now, so that no request waits for it
         own_reasoning, own_tools = settings.reasoning_parser, settings.tool_call_parser
         source, added = template_source(model), model.added_tokens()
         try:

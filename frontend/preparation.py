@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any, Final, final
 
 import msgspec
 
 from poolgrid.frontend.answer_form import AnswerForm
 from poolgrid.frontend.call_ids import CallIds
-from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
+from poolgrid.frontend.chat_template import TemplateFailure, TemplateTooSlow
 from poolgrid.frontend.errors import ContextOverflow, RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.inference_request import NO_HINTS, InferenceRequest
-from poolgrid.frontend.media.conversation import find_media, forms, shape_message, with_media
+from poolgrid.frontend.media.conversation import find_media, with_media
 from poolgrid.frontend.media.references import MediaReference
+from poolgrid.frontend.message_adaptation import adapt, adapt_tools, is_malformed
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
 from poolgrid.frontend.messages_api.encoder import MessagesForm
 from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
@@ -51,9 +51,9 @@ from poolgrid.frontend.schema import (
     refuse,
 )
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.frontend.tools import beside_calls, tool_use
 from poolgrid.runtime.tenant_caches import CacheDomain
-from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.multimodal import MediaItem
@@ -356,13 +356,11 @@ class Job:
             raise invalid(
                 "model", f"{self.model.name} has no chat template: use /v1/completions", code="no_chat_template"
             )
-        takes_strings = forms.of(template).takes_strings
-        messages = [
-            {"role": message.role, "content": message.content}
-            if takes_strings and type(message.content) is str and _further(message) == _NOTHING_FURTHER
-            else _message(message, index, template, self.served.media)
-            for index, message in enumerate(body.messages)
-        ]
+        takes = capabilities_of(template, bool(tools))
+        try:
+            messages = adapt(body.messages, takes, self.served.media.placeholder)
+        except RecursionError:
+            raise invalid("messages", "messages has arguments that are nested too deeply") from None
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -370,7 +368,7 @@ class Job:
         try:
             text = template.render(
                 messages,
-                tools=tools,
+                tools=adapt_tools(tools, takes),
                 documents=body.documents,
                 add_generation_prompt=body.add_generation_prompt is not False and final is None,
                 variables=variables,
@@ -750,7 +748,7 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> N
 def _final_words(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return what the assistant has said so far in the last message, which the answer is to go on with."""
     final = messages[-1]
-    content = final["content"]
+    content = final.get("content")
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
     if final["role"] != "assistant" or not content or not content.strip() or body.messages[-1].tool_calls:
@@ -775,58 +773,12 @@ def _up_to(text: str, final: str) -> str:
     return text[: at + len(kept)] if text.startswith(kept, at) else text[: at + len(stripped)]
 
 
-# Nearly every message is its role and its words: one look instead of one for each, and no call.
-_further: Final = attrgetter("name", "reasoning_content", "tool_calls", "tool_call_id")
-_NOTHING_FURTHER: Final = (None,) * 4
-
-
-def _message(message: Message, index: int, template: ChatTemplate, media: MediaSpec) -> Mapping[str, Any]:
-    """Return a message as its template expects it: content in its form, call arguments as objects."""
-    content = message.content
-    rendered: dict[str, Any] = {"role": message.role, "content": shape_message(content, index, template, media)}
-    if message.name is not None:
-        rendered["name"] = message.name
-    if message.reasoning_content is not None:
-        rendered["reasoning_content"] = message.reasoning_content
-    if message.tool_call_id is not None:
-        rendered["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        rendered["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": call.type,
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    elif content is None and message.role != "assistant":
-        raise invalid(f"messages[{index}].content", f"messages[{index}].content is missing: allowed is a string")
-    return rendered
-
-
-def _arguments(arguments: str | dict[str, Any]) -> Any:
-    """Return the arguments of an earlier call as templates expect them: as an object, or as they are if they are none.
-
-    Models break off and clients send back what came; some templates print any text, others fail on it.
-    """
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        # Models write what is no JSON now and then; refused here, a conversation with it could never go on.
-        return arguments
-
-
 def _malformed_arguments(messages: Sequence[Message]) -> RequestError | None:
     """Return what is wrong with the first call whose arguments are not JSON."""
     for index, message in enumerate(messages):
         for number, call in enumerate(message.tool_calls or ()):
             arguments = call.function.arguments
-            if isinstance(arguments, str) and _arguments(arguments) is arguments:
+            if is_malformed(arguments):
                 param = f"messages[{index}].tool_calls[{number}].function.arguments"
                 return invalid(
                     param,

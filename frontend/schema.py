@@ -233,6 +233,9 @@ class Message(Struct):
     )
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of ``reasoning_content``, as ``thinking`` is."""
+    thinking: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 

@@ -26,9 +26,10 @@ from typing import Any, NoReturn, TypeVar
 
 from jinja2 import Environment, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.filters import make_attrgetter
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, pass_context
 
 STEPS_MAX = 2_000_000
 """Turns of loops and calls of one rendering: a conversation of 10,000 messages takes some 100,000."""
@@ -61,7 +62,7 @@ _SLOW = frozenset(
     (
         "batch", "capitalize", "dictsort", "filesizeformat", "forceescape", "groupby", "list", "map", "max", "min",
         "pprint", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort", "striptags",
-        "sum", "title", "truncate", "unique", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr",
+        "title", "truncate", "unique", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr",
     )
 )  # fmt: skip
 """Filters that no template needs for whole conversations as one text, or that make a list of a text's characters."""
@@ -160,8 +161,7 @@ def entries_of(value: Any, look: Callable[[], None] = lambda: None) -> int:
                 count += inner.entries
             elif isinstance(inner, _CONTAINERS):
                 todo.append(inner)
-    if count > ENTRIES_MAX:
-        raise SecurityError(f"a value has more than {ENTRIES_MAX} entries, the limit")
+    _within_limit(count)
     return count
 
 
@@ -179,6 +179,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Namespace
         for name, function in list(self.filters.items()):
             self.filters[name] = self.bounded(function, slow=name in _SLOW)
+        self.filters["sum"] = self._sum
         self.filters["join"] = self._join
         self.filters["replace"] = self.bounded(self._replace)
         self.filters["format"] = self._format
@@ -214,20 +215,43 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 spent.look()
                 if slow and len(value) > SLOW_CHARS_MAX:
                     raise SecurityError(f"a filter is given {len(value)} characters, allowed are {SLOW_CHARS_MAX}")
+            result = function(*args, **kwargs)
             if slow and any(isinstance(other, _CONTAINERS) for other in (*args[first + 1 :], *kwargs.values())):
-                # ``batch`` and ``slice`` fill with it, ``sum`` begins with it: lists in lists, made uncounted.
-                raise SecurityError("a filter is given a list, where allowed is a text or a number")
-            return self._made(function(*args, **kwargs))
+                # ``batch``, ``slice`` and ``map`` put it into their result, perhaps once for each item.
+                filled: T = self._filled(result)
+                return filled
+            return self._made(result)
 
         return counted
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, macro or method from a template."""
+    def call_test(self, name: str, value: Any, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        """Apply a test for a filter such as ``select``, which does so for each of its items."""
+        spent = self._spent
+        spent.step()
+        for compared in (value, *(args or ())):
+            if isinstance(compared, _CONTAINERS):
+                spent.make(1 + entries_of(compared, spent.look))
+            elif isinstance(compared, str) and len(compared) > LARGE:
+                spent.look()
+        return super().call_test(name, value, args, *rest, **kwargs)
+
+    def call(
+        self,
+        context: Context,
+        function: Any,
+        *args: Any,
+        _loop_vars: Mapping[str, Any] | None = None,
+        _block_vars: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a function, macro or method from a template.
+
+        Jinja adds the variables of a loop or block to each call inside it, for functions that take the context. No
+        template has one of these.
+        """
         if isinstance(function, Macro):  # whatever a macro does with a number is looked at itself
-            if (function.catch_varargs or function.catch_kwargs) and any(
-                entries_of(each, self._spent.look) for each in (*args, *kwargs.values())
-            ):
-                raise SecurityError("a macro with varargs or kwargs is given a list or an object")
+            if function.catch_varargs or function.catch_kwargs:  # it gets a tuple or an object of them
+                _within_limit(sum(1 + entries_of(each, self._spent.look) for each in (*args, *kwargs.values())))
         else:
             self._check_arguments(args, kwargs)
         self._spent.step()
@@ -282,8 +306,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 if isinstance(sequence, Sized) and isinstance(times, int):
                     spent.make(len(sequence) * max(times, 0))
                     entries = 0 if isinstance(sequence, str) else entries_of(sequence, spent.look) * max(times, 0)
-                    if entries > ENTRIES_MAX:
-                        raise SecurityError(f"a value has more than {ENTRIES_MAX} entries, the limit")
+                    _within_limit(entries)
                     return self._enlarged(super().call_binop(context, operator, left, right), entries)
             if _bits(left) + _bits(right) > NUMBER_BITS_MAX:
                 raise SecurityError("* makes a number that is too large")
@@ -313,15 +336,28 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(result, str):
             self._spent.make(len(result))
         elif isinstance(result, _CONTAINERS):
-            if len(result) > ENTRIES_MAX:
-                raise SecurityError(f"a value has more than {ENTRIES_MAX} entries, the limit")
+            _within_limit(len(result))
             self._spent.make(len(result) * ENTRY_CHARS)
         return result
 
+    def _filled(self, result: Any) -> Any:
+        """Return the result of a filter that was given a list, with the entries of its items counted."""
+        if isinstance(result, Iterator):
+            return self._counted_items(result)
+        entries_of(result, self._spent.look)
+        return self._made(result)
+
+    def _counted_items(self, items: Iterator[Any]) -> Iterator[Any]:
+        entries = 0
+        for item in items:
+            entries += 1 + entries_of(item, self._spent.look)
+            _within_limit(entries)
+            self._spent.step()
+            yield item
+
     def _enlarged(self, result: Any, entries: int) -> Any:
         """Return what ``+`` or ``*`` made of sequences, with its size when it is a list or a tuple."""
-        if entries > ENTRIES_MAX:
-            raise SecurityError(f"a value has more than {ENTRIES_MAX} entries, the limit")
+        _within_limit(entries)
         self._spent.make(entries * ENTRY_CHARS)
         return _with_size(result, entries)
 
@@ -363,6 +399,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             items = (self.getitem(item, attribute) for item in value)
         return self._joined(_separated(str(d), items))
 
+    @pass_context
+    def _sum(self, context: Context, value: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+        """Add as Jinja's filter does, each time as ``+`` in a template: lists grow with each addition."""
+        if isinstance(start, str):
+            raise TypeError("sum() can't sum strings")
+        total = start
+        items = value if attribute is None else map(make_attrgetter(self, attribute), value)
+        for item in items:
+            total = self.call_binop(context, "+", total, item)
+        return total
+
     def _replace(self, value: Any, old: str, new: str, count: int | None = None) -> str:
         text = str(value)
         self._check_replacement(text, str(old), str(new))
@@ -387,6 +434,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for value in (*args, *kwargs.values()):
             if isinstance(value, int | float) and abs(value) > NUMBER_MAX:
                 raise SecurityError(f"a number is {value:.6g}, allowed are up to {NUMBER_MAX}")
+
+
+def _within_limit(entries: int) -> None:
+    if entries > ENTRIES_MAX:
+        raise SecurityError(f"a value has more than {ENTRIES_MAX} entries, the limit")
 
 
 def _separated(separator: str, items: Iterable[Any]) -> Iterator[Any]:

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.media.content_form import ContentForm, ContentForms, shape_content
+from poolgrid.frontend.media.content_form import ContentForm, shape_content, text_part
 from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.frontend.media.references import IMAGE_PARTS, MediaReference, read_reference
 from poolgrid.frontend.media.refusals import MediaRefused
@@ -32,9 +31,6 @@ ITEM_BYTES_MAX: Final = 512
 REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
 """What the rest of a request may take beside prompt and media: sampling, a JSON schema, output that moves along."""
 
-forms: Final = ContentForms()
-"""How each template takes content; the same for every request."""
-
 
 def find_media(messages: Sequence[Message], spec: MediaSpec, model: str) -> tuple[MediaReference, ...]:
     """Return what the messages name, in order; raises ``RequestError`` for what the model does not take."""
@@ -49,12 +45,11 @@ def find_media(messages: Sequence[Message], spec: MediaSpec, model: str) -> tupl
 
 
 def shape_message(
-    content: str | list[ContentPart] | None, index: int, template: ChatTemplate, spec: MediaSpec
+    content: str | list[ContentPart] | None, index: int, form: ContentForm, placeholder: str
 ) -> str | list[Mapping[str, str]] | None:
     """Return a message's content as its template takes it; raises ``RequestError``."""
-    form: ContentForm = forms.of(template)
     if not isinstance(content, list):
-        return content if content is None or form.takes_strings else shape_content([content], form, "")
+        return content if content is None or form.strings else [text_part(content)]
     pieces: list[str | None] = []
     for number, part in enumerate(content):
         where = _place(part, index, number)
@@ -66,7 +61,7 @@ def shape_message(
             raise invalid(f"{where}.text", f"{where}.text is missing: allowed is a string")
         else:
             pieces.append(part.text)
-    shaped = shape_content(pieces, form, spec.placeholder)
+    shaped = shape_content(pieces, form, placeholder)
     if shaped is None:
         raise RequestError(
             400,

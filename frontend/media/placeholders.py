@@ -41,11 +41,16 @@ def place_media(
     else:
         # Nothing is known: the engine finds the places by itself, and no token before its work is sure.
         return encode(text), tuple(items)
-    if len(pieces) != len(items) + 1:
+    found = len(pieces) - 1
+    if found != len(items):
+        shown = f" {spec.placeholder!r}" if spec.placeholder else ""
+        why = (
+            f"text must not contain the placeholder{shown}"
+            if found > len(items)
+            else f"the chat template does not write the placeholder{shown} that the model's workers name"
+        )
         raise MediaRefused(
-            "media_placeholder_mismatch",
-            f"the prompt has {len(pieces) - 1} placeholders of media for {len(items)} media: text must not contain "
-            f"the placeholder{f' {spec.placeholder!r}' if spec.placeholder else ''}",
+            "media_placeholder_mismatch", f"the prompt has {found} placeholders for {len(items)} media: {why}"
         )
     filler = spec.filler_token_id if spec.filler_token_id is not None else spec.placeholder_token_id
     tokens = bytearray(pieces[0])

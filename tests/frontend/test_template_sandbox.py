@@ -101,7 +101,17 @@ def test_a_value_that_is_small_in_memory_and_endless_to_print_is_never_made(nest
         "{{ f(60, 1) }}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1, a=kwargs, b=kwargs) }}{% else %}{{ kwargs }}{% endif %}{% endmacro %}"
         "{{ f(60, a=1) }}",
-        "{% set l = [1] * 900 %}{{ [l, l, l]|sum(start=[]) }}",
+        "{% set l = [1] * 900 %}{{ ([l] * 900)|sum(start=[]) }}",
+        "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l]|sum(start=[]) %}{% endfor %}",
+        "{% set n = namespace(l=[1]) %}{% for i in range(9) %}"
+        "{% set n.l = range(999)|map(attribute='none', default=n.l)|list %}{% endfor %}{{ n.l }}",
+        "{% set n = namespace(l=[1]) %}{% for i in range(9) %}{% set n.l = [1]|slice(999, n.l)|list %}{% endfor %}"
+        "{{ n.l }}",
+        "{% set n = namespace(l=[{'a': 1}]) %}{% for i in range(9) %}"
+        "{% set n.l = (n.l * 99)|groupby('b', default=n.l) %}{% endfor %}{{ n.l }}",
+        "{% set l = range(99999)|list %}{{ l|reject('in', l)|list }}",
+        "{% set l = range(99999)|list %}{{ l|map(attribute='real')|selectattr('real', 'in', l)|list }}",
+        "{% set l = [[1] * 9999] * 99 %}{{ (l * 999)|select('equalto', l[0])|list|length }}",
         "{{ ('a ' * 9000000).split() }}",
         "{{ ('a ' * 9000000).rsplit(' ') }}",
         "{{ ('a\n' * 9000000).splitlines() }}",
@@ -110,8 +120,17 @@ def test_a_value_that_is_small_in_memory_and_endless_to_print_is_never_made(nest
     ],
 )
 def test_other_ways_to_make_much_of_little_end_too(source: str) -> None:
-    with pytest.raises(TemplateFailure, match=r"the limit|allowed|is given a list"):
-        ChatTemplate(source).render(HI)
+    with pytest.raises(TemplateFailure, match=r"limit|allowed"):
+        ChatTemplate(source).render(HI, limit_ms=500)
+
+
+def test_a_text_that_is_searched_for_each_item_of_a_list_meets_the_clock() -> None:
+    now = itertools.count()
+    environment = TemplateSandbox(monotonic=lambda: float(next(now)))
+    template = environment.from_string("{{ ['b', 'c', 'd', 'e', 'f']|select('in', text)|list }}")
+    environment.begin(100_000, 3)
+    with pytest.raises(Exception, match="takes too long"):
+        template.render(text="a" * 5000)
 
 
 def test_namespaces_in_each_other_are_not_printed() -> None:
@@ -194,6 +213,26 @@ def test_time_is_limited() -> None:
         ("{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(1) ~ f('b') }}", "[1][b]"),
         ("{% for a in [[1, [2]], [3]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}", "123"),
         ("{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "3"),
+        (
+            "{% for m in messages %}{% set said = m.content.split('i') %}{{ said }}{{ 'a b'.rsplit(' ', 1)[-1] }}"
+            "{% endfor %}",
+            "['h', '']b",
+        ),
+        (
+            "{% block b %}{% set s = 1 %}{{ 'a b'.split()[0] }}{{ 'a-b'.split(sep='-', maxsplit=1) }}{% endblock %}",
+            "a['a', 'b']",
+        ),
+        (
+            "{% macro f() %}{{ varargs }}{{ kwargs }}{% endmacro %}"
+            "{% for m in messages %}{% set x = [1] %}{{ f(x, a={'b': x}) }}{% endfor %}",
+            "([1],){'a': {'b': [1]}}",
+        ),
+        ("{% for m in messages %}{% set x = 1 %}{{ dict(a=x) }}{% endfor %}", "{'a': 1}"),
+        ("{{ {'type': 1, 'enum': 2, 'title': 3}|reject('in', ['type', 'title'])|list }}", "['enum']"),
+        ("{{ messages|selectattr('role', 'in', ['user', 'tool'])|map(attribute='content')|list }}", "['hi']"),
+        ("{{ messages|rejectattr('role', 'in', ['user'])|list }}", "[]"),
+        ("{{ [[1], [2, 3]]|sum(start=[]) }}{{ [{'a': [1]}]|sum('a', []) }}{{ [1, 2.5]|sum }}", "[1, 2, 3][1]3.5"),
+        ("{{ messages|map(attribute='tool_calls', default=[])|list }}{{ [1]|batch(2, [])|list }}", "[[]][[1, []]]"),
         ("{{ 1700000000 if true }}{{ ['b', 'a']|sort|first }}{% filter upper %}x{% endfilter %}", "1700000000aX"),
     ],
 )

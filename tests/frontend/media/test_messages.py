@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from typing import Any
 
 import httpx
@@ -15,10 +16,12 @@ from tokenizers.processors import TemplateProcessing
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.media.content_form import ContentForm, probe_content_form
+from poolgrid.frontend.media.content_form import ContentForm
 from poolgrid.frontend.media.conversation import with_media
 from poolgrid.frontend.media.placeholders import place_media
+from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.frontend.ports import ServedModel
+from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.wire import limits
 from poolgrid.wire.card import MediaSpec, ResizedGrid
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
@@ -220,6 +223,20 @@ def test_media_that_are_not_taken_are_refused_with_their_place(
     assert _refusal(content, media) == refusal
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("an <image> <image>", "has 2 placeholders for 1 media: text must not contain the placeholder '<image>'"),
+        ("<|image_pad|>", "has 0 placeholders for 1 media: the chat template does not write the placeholder '<image>'"),
+    ],
+)
+def test_too_many_and_too_few_placeholders_have_their_own_messages(text: str, why: str) -> None:
+    item = MediaItem(MediaKind.IMAGE, b"", "image/png", bytes(32))
+
+    with pytest.raises(MediaRefused, match=re.escape(why)):
+        place_media(text, [item], SPEC, TINY.encode)
+
+
 def test_media_that_do_not_fit_into_a_message_beside_their_prompt_are_refused() -> None:
     item = MediaItem(
         MediaKind.EMBEDDINGS, bytes(limits.MULTIMODAL_BYTES_MAX - 1024), "application/x-pytorch", bytes(32)
@@ -253,21 +270,21 @@ def test_a_placeholder_that_is_one_token_is_looked_for_among_the_tokens(text: st
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentForm(True, False)),
         ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", ContentForm(True, False)),
-        (LLAVA, ContentForm(False, True)),
+        (LLAVA, ContentForm(False, True, True)),
         (
             "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
             "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}",
-            ContentForm(True, True),
+            ContentForm(True, True, True),
         ),
         (
             "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
-            ContentForm(True, False),
+            ContentForm(False, True, False),
         ),
     ],
     ids=["prints lists", "fails on lists", "lists only", "either", "drops images"],
 )
 def test_what_a_template_takes_is_found_out_by_asking_it(source: str, form: ContentForm) -> None:
-    assert probe_content_form(ChatTemplate(source)) == form
+    assert capabilities_of(ChatTemplate(source), has_tools=False).user_form == form
 
 
 @pytest.mark.parametrize("role", ["user", "function_call_output"])
