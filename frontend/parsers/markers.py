@@ -17,6 +17,28 @@ def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
     return None if best is None else (best[0], found)
 
 
+QUOTES = ("`", "'", '"')
+
+
+def known_until(text: str, markers: Sequence[str], before: str = "") -> tuple[int, str]:
+    """Return how much of ``text`` certainly stands before a marker, and the marker that begins there, if it is known.
+
+    A marker between two equal quotes is talked about and does not count. ``before`` is the character before ``text``.
+    """
+    at = 0
+    while found := first_marker(text[at:], markers):
+        where, marker = at + found[0], found[1]
+        quote = text[where - 1] if where else before
+        at = where + len(marker)
+        if quote not in QUOTES:
+            return where, marker
+        if at == len(text):
+            return where, ""
+        if text[at] != quote:
+            return where, marker
+    return len(text) - held_length(text, markers), ""
+
+
 def held_length(text: str, markers: Sequence[str]) -> int:
     """Return the length of the longest end of ``text`` that may still become one of ``markers``."""
     longest = 0

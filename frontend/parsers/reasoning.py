@@ -1,4 +1,4 @@
-"""Reasoning in the text of an answer: a stretch between two markers at its beginning; the rest is content.
+"""Reasoning in the text of an answer: a stretch between two markers at its beginning, and maybe others further on.
 
 White space at the borders of the two is dropped. Whether the answer begins inside the reasoning depends on the prompt:
 templates of some models open it themselves, or close it to have none.
@@ -6,10 +6,11 @@ templates of some models open it themselves, or close it to have none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length, may_begin
+from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length, known_until, may_begin
 from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
 
 
@@ -44,6 +45,8 @@ class MarkedReasoning:
         self._begins = begins
         self._guided = tuple(guided)
         self._buffer = ""
+        self._before = ""
+        """The last character of the reasoning."""
         self._out: list[Piece] = []
         self._space = Trimmer()
         self._state: Callable[[MarkedReasoning], bool] = (
@@ -94,13 +97,13 @@ class MarkedReasoning:
         return True
 
     def _reasoning(self) -> bool:
-        found = first_marker(self._buffer, self._closers)
-        end = len(self._buffer) - held_length(self._buffer, self._closers) if found is None else found[0]
+        end, closer = known_until(self._buffer, self._closers, self._before)
         self._out.append(Piece(Kind.REASONING, self._space.feed(self._buffer[:end])))
-        if found is None:
-            self._buffer = self._buffer[end:]
+        if end:
+            self._before = self._buffer[end - 1]
+        self._buffer = self._buffer[end + len(closer) :]
+        if not closer:
             return False
-        self._buffer = self._buffer[end + len(found[1]) :]
         self._state = MarkedReasoning._gap
         return True
 
@@ -125,6 +128,133 @@ class MarkedReasoning:
             return False
         self._buffer = self._buffer[end + len(found[1]) :]
         return True
+
+
+class FurtherReasoning:
+    """Stretches of reasoning in content, after the first stretch, which ``MarkedReasoning`` reads.
+
+    A stretch that begins after text must also end: text about the marker is content. Markers in quotes or in a block of
+    code are text.
+    """
+
+    def __init__(self, opener: str, closer: str) -> None:
+        self._closer = (closer,)
+        self._markers = (opener, _FENCE)
+        self._opener = opener
+        self._begun = re.compile(f"[{re.escape(opener[0] + _FENCE[0])}]")
+        self._buffer = ""
+        self._before = ""
+        self._out: list[Piece] = []
+        self._space = Trimmer()
+        self._in_code = False
+        self._fresh = True
+        """Whether only white space was content since the last stretch of reasoning or the last call."""
+        self._state: Callable[[FurtherReasoning], bool] = FurtherReasoning._content
+        self._held: list[str] = []
+        self._held_chars = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take new content and return what is certain now."""
+        if not self._buffer and self._state == FurtherReasoning._content and not self._begun.search(text):
+            if not text:
+                return []
+            self._before = text[-1]
+            self._fresh = self._fresh and text.isspace()
+            return [Piece(Kind.CONTENT, text)]
+        self._buffer += text
+        while self._buffer and self._state(self):
+            pass
+        return self._taken()
+
+    def call(self) -> None:
+        """Report that a call stands here in the content."""
+        self._fresh = True
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back."""
+        if self._state == FurtherReasoning._inside:
+            self._out.append(Piece(Kind.REASONING, self._space.feed(self._buffer)))
+        else:
+            held = "".join(self._held)
+            self._out.append(Piece(Kind.CONTENT, (self._opener + held if held else "") + self._buffer))
+        self._buffer = ""
+        return self._taken()
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return joined_pieces(out)
+
+    def _content(self) -> bool:
+        end, marker = known_until(self._buffer, self._markers, self._before)
+        if marker == _FENCE or (marker and self._in_code):
+            self._in_code ^= marker == _FENCE
+            end, marker = end + len(marker), ""
+            more = True
+        else:
+            more = bool(marker)
+        text = self._buffer[:end]
+        self._buffer = self._buffer[end + len(marker) :]
+        if text:
+            self._out.append(Piece(Kind.CONTENT, text))
+            self._before = text[-1]
+            self._fresh = self._fresh and text.isspace()
+        if marker:
+            self._space.restart()
+            self._before = ""
+            self._state = FurtherReasoning._inside if self._fresh else FurtherReasoning._maybe_inside
+        return more
+
+    def _inside(self) -> bool:
+        end, closer = known_until(self._buffer, self._closer, self._before)
+        self._out.append(Piece(Kind.REASONING, self._space.feed(self._buffer[:end])))
+        if end:
+            self._before = self._buffer[end - 1]
+        self._buffer = self._buffer[end + len(closer) :]
+        if closer:
+            self._end()
+        return bool(closer)
+
+    def _maybe_inside(self) -> bool:
+        end, closer = known_until(self._buffer, self._closer, self._before)
+        end = min(end, HELD_CHARS_MAX - self._held_chars)
+        text = self._buffer[:end]
+        self._held.append(text)
+        self._held_chars += len(text)
+        if text:
+            self._before = text[-1]
+        full = self._held_chars == HELD_CHARS_MAX
+        if not closer and not full:
+            self._buffer = self._buffer[end:]
+            return False
+        self._out.append(Piece(Kind.REASONING, self._space.feed("".join(self._held))))
+        self._held.clear()
+        self._held_chars = 0
+        if full:
+            self._buffer = self._buffer[end:]
+            self._state = FurtherReasoning._inside
+        else:
+            self._buffer = self._buffer[end + len(closer) :]
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        self._space.restart()
+        self._before = ""
+        self._fresh = True
+        self._state = FurtherReasoning._gap
+
+    def _gap(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
+            return False
+        self._state = FurtherReasoning._content
+        return True
+
+
+_FENCE = "```"
+
+HELD_CHARS_MAX = 256 * 1024
+"""Longest text that is held back to see whether a stretch of reasoning ends; longer text is reasoning."""
 
 
 def think_tags(begins: Begins, guided: Sequence[str] = ()) -> MarkedReasoning:
