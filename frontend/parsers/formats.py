@@ -40,7 +40,7 @@ class _Reasoning:
     opener: str
     closer: str
     begins: Begins
-    """How an answer begins when the prompt does not say."""
+    """How an answer begins at a turn's beginning that has neither marker."""
     markers: tuple[str, ...] = ()
     """Markers that may be special tokens of the vocabulary, which the text does not show otherwise."""
 
@@ -142,6 +142,8 @@ class OutputFormat:
 
     reasoning: str = ""
     tools: str = ""
+    turn_beginnings: tuple[str, ...] = ()
+    """How prompts end that leave the answer to a user's message to the model; empty = not known."""
 
     @classmethod
     def choose(cls, reasoning: str, tools: str, template: str, vocabulary: Collection[str] = ()) -> OutputFormat:
@@ -205,7 +207,9 @@ class OutputFormat:
             return calls
         known = _REASONING[self.reasoning]
         if continued is None:
-            begins = begins_after(prompt_end, known.opener, known.closer) or known.begins
+            new_turn = not self.turn_beginnings or prompt_end.rstrip().endswith(self.turn_beginnings)
+            # Else the prompt goes on with a turn, after a tool's result perhaps, in which the reasoning came before.
+            begins = begins_after(prompt_end, known.opener, known.closer) or (known.begins if new_turn else Begins.OPEN)
         else:
             inside = continued.rfind(known.opener) > continued.rfind(known.closer)
             begins = Begins.REASONING if inside else Begins.CONTENT
@@ -219,6 +223,18 @@ class OutputFormat:
         """Return calls as a part of a structural tag; ``None`` where they are JSON without a marker, or not read."""
         make = call_guides.harmony if self.tools == HARMONY else _TOOLS[self.tools].guide if self.tools else None
         return None if make is None else make(tools.allowed, tools.parallel, template)
+
+
+TURN_BEGINNING_CHARS = 32
+"""Longest end of a prompt that is compared: the marks of a role, and of reasoning."""
+
+_PROBE = "probe"
+
+
+def turn_beginning(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+    """Return what a template writes between a user's message and the answer; empty where it does not render one."""
+    after = render([{"role": "user", "content": _PROBE}]).rpartition(_PROBE)[2]
+    return after.rstrip()[-TURN_BEGINNING_CHARS:]
 
 
 _JSON = ("{", "[", '"')
