@@ -20,7 +20,7 @@ class Begins(Enum):
     REASONING = "reasoning"
     CONTENT = "content"
     OPEN = "open"
-    """Reasoning, if the text begins with an opening marker, else content."""
+    """Reasoning, if the text begins with an opening marker, else content; a closing marker there ends nothing."""
 
 
 class MarkedReasoning:
@@ -86,7 +86,12 @@ class MarkedReasoning:
                 self._buffer = stripped[len(opener) :]
                 self._state = MarkedReasoning._reasoning
                 return True
-        if may_begin(stripped, self._openers):
+        for closer in self._closers:
+            if stripped.startswith(closer):
+                self._buffer = stripped[len(closer) :]
+                self._state = MarkedReasoning._gap
+                return True
+        if may_begin(stripped, (*self._openers, *self._closers)):
             return False
         if self._begins is Begins.REASONING and not stripped.startswith(self._guided):
             if may_begin(stripped, self._guided):
@@ -279,10 +284,10 @@ def granite(begins: Begins, guided: Sequence[str] = ()) -> MarkedReasoning:
 
 
 def begins_after(prompt_end: str, opener: str, closer: str) -> Begins | None:
-    """Return what follows a prompt that ends with an open or a closed stretch of reasoning; ``None`` = neither."""
+    """Return how an answer begins after an open or a closed stretch of reasoning in the prompt; ``None`` = neither."""
     end = prompt_end.rstrip()
     if end.endswith(opener):
         return Begins.REASONING
     if end.endswith(closer):
-        return Begins.CONTENT
+        return Begins.OPEN  # a model may reason although it was told not to
     return None

@@ -158,6 +158,19 @@ CALLS = {
 """Two calls, or one, as each format has them; ``WORD`` is an argument."""
 
 
+BEGINNINGS = (
+    "",
+    "WORD\n",
+    "<think>WORD</think>WORD\n",
+    "<think>WORD\n",
+    "WORD</think>\n\n",
+    "<think>WORD</think>WORD<think>WORD</think>",
+    "<think>WORD `</think>` WORD</think>WORD\n```\n<think>WORD</think>\n```\n",
+    "[THINK]WORD[/THINK]WORD",
+    "Here is my thought process: WORD Here is my response: WORD",
+)
+
+
 def damaged(text: str, data: st.DataObject) -> str:
     """Cut, remove, repeat or exchange parts of a text, or put markers into it."""
     for _ in range(data.draw(st.integers(0, 3))):
@@ -176,16 +189,17 @@ def damaged(text: str, data: st.DataObject) -> str:
     return text
 
 
-@given(st.sampled_from(sorted(CALLS)), st.sampled_from(("", "qwen3", "deepseek_r1")), st.booleans(), st.data())
+@given(st.sampled_from(sorted(CALLS)), st.sampled_from(("", "qwen3", "deepseek_r1", "mistral", "granite")), st.data())
 @settings(max_examples=600, deadline=None)
 def test_damaged_output_loses_no_text_and_gives_no_broken_arguments(
-    tools: str, reasoning: str, thinks: bool, data: st.DataObject
+    tools: str, reasoning: str, data: st.DataObject
 ) -> None:
     output = OutputFormat("harmony" if tools == "harmony" else reasoning, tools)
-    text = damaged(("<think>WORD</think>WORD\n" if thinks else "") + CALLS[tools], data)
+    prompt_end = data.draw(st.sampled_from(("", "<think>\n", "<think>\n\n</think>\n\n")))
+    text = damaged(data.draw(st.sampled_from(BEGINNINGS)) + CALLS[tools], data)
 
     def fresh() -> OutputParser:
-        parser = output.parser(TOOLS)
+        parser = output.parser(TOOLS, prompt_end)
         assert parser is not None
         return parser
 

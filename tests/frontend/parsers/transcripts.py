@@ -710,4 +710,15 @@ TRANSCRIPTS: list[Transcript] = [
         "<think>a</think>" + _hermes("f", '{"a": "<think>b</think>"}'),
         Answer("", "a", (("f", '{"a": "<think>b</think>"}'),)),
     ),
+    Transcript(
+        "reasoning: although the prompt has closed it",
+        QWEN3,
+        "<think>Hm</think>Yes",
+        Answer("Yes", "Hm"),
+        TOOLS,
+        "<think>\n\n</think>\n\n",
+    ),
+    Transcript("reasoning: closed at once", QWEN3, "</think>\n\nYes </think>", Answer("Yes </think>")),
+    Transcript("reasoning: closed at once in R1", R1, "\n</think>\n\nYes", Answer("Yes"), None),
+    Transcript("reasoning: half a closing tag", QWEN3, "</thi", Answer("</thi")),
 ]
