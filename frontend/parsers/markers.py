@@ -64,7 +64,7 @@ class Trimmer:
         self._leading = leading
         """Whether white space at the beginning is dropped."""
         self._begun = False
-        self._held = ""
+        self._held: list[str] = []
 
     def feed(self, text: str) -> str:
         """Take new text and return what is certain to be inside."""
@@ -72,20 +72,24 @@ class Trimmer:
             text = text.lstrip()
         if not text:
             return ""
-        text = self._held + text
         inside = text.rstrip()
-        self._held = text[len(inside) :]
-        if inside:
-            self._begun = True
-        return inside
+        if not inside:
+            self._held.append(text)
+            return ""
+        self._begun = True
+        found = self.release() + inside
+        if len(inside) < len(text):
+            self._held.append(text[len(inside) :])
+        return found
 
     def release(self) -> str:
         """Return the white space that was held back: the stretch turned out not to end here."""
-        held, self._held = self._held, ""
+        held = "".join(self._held)
+        self._held.clear()
         return held
 
     def restart(self, leading: bool = True) -> None:
         """Drop what is held back and begin a new stretch."""
-        self._held = ""
+        self._held.clear()
         self._begun = False
         self._leading = leading

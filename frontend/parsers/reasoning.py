@@ -45,6 +45,8 @@ class MarkedReasoning:
         self._begins = begins
         self._guided = tuple(guided)
         self._buffer = ""
+        self._lead: list[str] = []
+        """White space before the first text."""
         self._before = ""
         """The last character of the reasoning."""
         self._out: list[Piece] = []
@@ -66,7 +68,7 @@ class MarkedReasoning:
     def finish(self) -> list[Piece]:
         """Return what was held back."""
         kind = Kind.REASONING if self._state == MarkedReasoning._reasoning else Kind.CONTENT
-        rest = self._buffer
+        rest = "".join(self._lead) + self._buffer
         if kind is Kind.REASONING:
             rest = self._space.feed(rest) + self._space.release()
         self._buffer = ""
@@ -79,15 +81,19 @@ class MarkedReasoning:
 
     def _start(self) -> bool:
         stripped = self._buffer.lstrip()
+        self._lead.append(self._buffer[: len(self._buffer) - len(stripped)])
+        self._buffer = stripped
         if not stripped:
             return False
         for opener in self._openers:
             if stripped.startswith(opener):
+                self._lead.clear()
                 self._buffer = stripped[len(opener) :]
                 self._state = MarkedReasoning._reasoning
                 return True
         for closer in self._closers:
             if stripped.startswith(closer):
+                self._lead.clear()
                 self._buffer = stripped[len(closer) :]
                 self._state = MarkedReasoning._gap
                 return True
@@ -96,8 +102,11 @@ class MarkedReasoning:
         if self._begins is Begins.REASONING and not stripped.startswith(self._guided):
             if may_begin(stripped, self._guided):
                 return False
+            self._lead.clear()
             self._state = MarkedReasoning._reasoning
         else:
+            self._buffer = "".join(self._lead) + self._buffer
+            self._lead.clear()
             self._state = MarkedReasoning._content
         return True
 

@@ -117,14 +117,13 @@ class ToolCalls:
 
     def _begin(self) -> bool:
         """At the beginning of an answer whose calls have no opener."""
-        stripped = self._buffer.lstrip(_SPACE)
-        if not stripped:
+        if not self._skip_space():
             return False
-        if stripped[0] in "[{":
+        if self._buffer[0] in "[{":
             self._state = ToolCalls._open
             self._announced = False
         else:
-            self._state = ToolCalls._text
+            self._give_back()
         return True
 
     def _text(self) -> bool:
