@@ -130,6 +130,8 @@ def _read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any
         fault = f"cannot be read: {error.strerror or error}"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         fault = f"is not TOML: {error}"
+    except RecursionError:
+        fault = "is not TOML that can be read: it is nested too deeply"
     else:
         unknown = sorted(set(found) - set(fields))
         if not unknown:

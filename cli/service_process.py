@@ -1,7 +1,8 @@
 """What every long-running command shares: logs, the ready line, errors at the start, the exit status.
 
 A process prints one line ``ready ...`` on standard output when it answers, and tells systemd so where it runs under it.
-It ends with status 0 after SIGINT or SIGTERM, and with status 1 and one line on standard error when it could not start.
+It ends with status 0 after SIGINT or SIGTERM, and with one line on standard error when it could not start: with status
+2 for an option's value, else with status 1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from prometheus_client import disable_created_metrics
 from poolgrid.cli.log_options import LogChoice
 from poolgrid.runtime import allocation, garbage, lifecycle
 from poolgrid.runtime.log_lines import Field
+from poolgrid.runtime.option_error import OptionError
 from poolgrid.runtime.service_manager import ServiceManager, service_manager
 from poolgrid.runtime.tasks import detached
 
@@ -77,7 +79,7 @@ def run_service(
         for line in str(error).splitlines() or [type(error).__name__]:
             log.error("%s", line)
         log.debug("where it happened", exc_info=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, OptionError) else 1) from None
 
 
 async def _managed(

@@ -19,7 +19,7 @@ from poolgrid.cli.launch_plan import show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, planned_parts
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import say_ready
-from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.runtime import lifecycle
 from poolgrid.runtime.tasks import unless
 
@@ -40,7 +40,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         if settings.pools is not None and model is not None:
             return run_fleet(settings, settings.pools, model)
         workers = plan(settings, model, usable_on_this_machine)
-    except (ValueError, ModelDirectoryError) as error:
+    except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if settings.dry_run or model is None:

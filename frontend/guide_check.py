@@ -233,7 +233,7 @@ class GuideCheck:
         else:
             found = await self._tried(key, packed, tenant, verdicts)
         if found:
-            raise invalid(param, f"{param} is too much: {found}. The request was not run.", "guide_too_complex")
+            raise invalid(param, f"{param} cannot be kept to: {found}. The request was not run.", "guide_too_complex")
 
     def close(self) -> None:
         """End the process; guides that wait are not tried."""

@@ -11,8 +11,8 @@ beyond the bounds ends this process, and whoever asked sees of which signal:
   it between two steps of everybody's answers;
 - memory beyond ``MEMORY_BYTES_MAX`` is not given.
 
-Only what is too much is refused here. A guide that ``llguidance`` does not take may be one that a worker's engine
-takes; so that is the worker's to say.
+Only what is too much is refused here, and what no text keeps to. Another guide that ``llguidance`` does not take may be
+one that a worker's engine takes; so that is the worker's to say.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import msgspec
 
-from poolgrid.runtime.guide_grammar import matcher
+from poolgrid.runtime.guide_grammar import NOTHING_KEEPS_TO_IT, error_of, matcher
 from poolgrid.wire.guide_limits import objection
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.requests import Sampling
@@ -96,7 +96,9 @@ def verdict(tokenizer: Any, guide: dict[str, Any], step_limit_ms: float) -> str:
                 f"{step_limit_ms:g} (guide_step_limit_ms)"
             )
         if made.is_error():
-            break
+            # Engines have other limits than this trial, but where nothing may be the first token, none has one.
+            nothing = step == 0 and error_of(made) == NOTHING_KEEPS_TO_IT
+            return NOTHING_KEEPS_TO_IT if nothing else ""
         allowed = [token for token in range(_END) if mask[token >> 3] >> (token & 7) & 1]
         if not allowed or not made.consume_token(allowed[(7 * step) % len(allowed)]):
             break

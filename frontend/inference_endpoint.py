@@ -427,7 +427,7 @@ class _Exchange:
                         output.started = True
                         parts.append(encoder.role(output.index))
                     parts.append(encoder.chunk(output.index, output.take_text(), output.take_logprobs(), finish_reason))
-            if parts and (unfinished or failed is not None):
+            if any(parts) and (unfinished or failed is not None):
                 await self._write(await head.before(b"".join(parts)))
                 if keep_alive is not None:
                     keep_alive.wrote = True

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from poolgrid.frontend.chat_template import TemplateFailure
-from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
+from poolgrid.frontend.parsers.formats import AUTO, OutputFormat, turn_beginning
 from poolgrid.frontend.ports import ServedModel
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.settings import FrontendSettings
@@ -107,12 +108,22 @@ class ModelForms:
         except ValueError as error:
             log.error("the parsers of model %r that its workers were given are not used: %s", base.name, error)
             found = OutputFormat.choose(own_reasoning, own_tools, source, added)
-        return ModelForm(base, chat, model, found)
+        return ModelForm(base, chat, model, replace(found, turn_beginnings=_turn_beginnings(model)))
 
 
 def template_source(model: PromptModel) -> str:
     """Return the source of a model's chat templates."""
     return "\n".join(template.source for template in (model.template, model.tool_template) if template is not None)
+
+
+def _turn_beginnings(model: PromptModel) -> tuple[str, ...]:
+    """Return how a model's prompts end where a turn of the assistant begins, as far as its templates show that."""
+    found: set[str] = set()
+    for template in (model.template, model.tool_template):
+        if template is not None:
+            with suppress(TemplateFailure):
+                found.add(turn_beginning(template.render))
+    return tuple(sorted(found - {""}))
 
 
 def _chosen(option: str, own: str, of_workers: str, model: str) -> str:

@@ -27,6 +27,7 @@ from poolgrid.frontend.detokenization import (
     byte_level_alphabet,
 )
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
+from poolgrid.runtime.option_error import OptionError
 from poolgrid.runtime.tenant_caches import CacheDomain
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 
@@ -36,7 +37,7 @@ DEFAULT_MAX_POSITION_EMBEDDINGS: Final = 131_072
 """Used when a configuration names no limit: the longest context most open models are served with."""
 
 
-class ModelDirectoryError(Exception):
+class ModelDirectoryError(OptionError):
     """A model directory cannot be used; the message names the file and what is wrong in it."""
 
 
@@ -79,12 +80,28 @@ class PromptModel:
         ``fastokens`` package where it is installed and agrees with ``tokenizers``. Without ``word_cache`` the time that
         a text takes does not depend on the words of others.
         """
-        directory = Path(path)
+        try:
+            return cls._read(Path(path), name, chat_template, tokenization_cache_bytes, fast_tokenizer, word_cache)
+        except ModelDirectoryError as error:
+            if str(error).startswith("--"):
+                raise
+            raise ModelDirectoryError(f"--model-path {path}: {error}") from error
+
+    @classmethod
+    def _read(
+        cls,
+        directory: Path,
+        name: str,
+        chat_template: Path | None,
+        tokenization_cache_bytes: int,
+        fast_tokenizer: bool,
+        word_cache: bool,
+    ) -> PromptModel:
         if not directory.is_dir():
-            raise ModelDirectoryError(f"loading model directory {directory}: it is not a directory")
+            raise ModelDirectoryError("not a directory")
         tokenizer_file = directory / "tokenizer.json"
         if not tokenizer_file.is_file():
-            raise ModelDirectoryError(f"loading model directory {directory}: it has no tokenizer.json")
+            raise ModelDirectoryError("has no tokenizer.json")
         try:
             tokenizer = Tokenizer.from_file(str(tokenizer_file))
         except Exception as error:  # the library raises bare Exception
@@ -197,7 +214,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise ModelDirectoryError(f"loading {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise ModelDirectoryError(f"loading {path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelDirectoryError(f"loading {path}: expected a JSON object, found {type(value).__name__}")
@@ -256,10 +275,15 @@ def _templates(
 ) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """Return the model's chat template and, when it has several by name, the one for tools."""
     file = directory / "chat_template.jinja" if override is None else override
+    what = f"loading {file}" if override is None else f"--chat-template {file}"
     if override is not None and not file.is_file():
-        raise ModelDirectoryError(f"loading chat template {file}: it is not a file")
-    source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
-    where = file if file.is_file() else directory / "tokenizer_config.json"
+        raise ModelDirectoryError(f"{what}: not a file")
+    try:
+        source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelDirectoryError(f"{what}: {error}") from error
+    if not file.is_file():
+        what = f"loading {directory / 'tokenizer_config.json'}"
     if source is None:
         return None, None
     try:
@@ -267,10 +291,10 @@ def _templates(
             return ChatTemplate(source, special_tokens), None
         named = {entry["name"]: ChatTemplate(entry["template"], special_tokens) for entry in source}
     except TemplateFailure as failure:
-        raise ModelDirectoryError(f"loading {where}: {failure}") from failure
+        raise ModelDirectoryError(f"{what}: {failure}") from failure
     except (TypeError, KeyError) as error:
         raise ModelDirectoryError(
-            f"loading {where}: chat_template is neither a string nor a list of objects with name and template"
+            f"{what}: chat_template is neither a string nor a list of objects with name and template"
         ) from error
     return named.get("default"), named.get("tool_use")
 

@@ -5,7 +5,7 @@ A chat is tokenized exactly as ``/v1/chat/completions`` would: the token ids are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from poolgrid.frontend.preparation import Job, Preparation, check_vocabulary
 from poolgrid.frontend.request_body import BodyReader
 from poolgrid.frontend.schema import ChatBody, Message, TokenId, parse
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 
 TOKENIZE_PATH = "/tokenize"
 DETOKENIZE_PATH = "/detokenize"
@@ -53,7 +53,7 @@ class DetokenizeBody(Struct, kw_only=True):
 
 
 class Tokenized(Struct):
-    """Answer of ``/tokenize``."""
+    """Answer of ``/tokenize``, as documented: ``_tokenized`` writes it piece by piece."""
 
     count: int
     max_model_len: int
@@ -87,7 +87,7 @@ def add_tokenizer_endpoints(
         body = parse(_tokenize_decoder, raw)
         model = _model(request, body.model, preparation)
         claim = partial(domains.claim, caller=caller_of(request.scope), headers=request.headers.raw)
-        return _json(await tokenization.run(len(raw), partial(_tokenized, preparation, body, model, claim)))
+        return _answer(await tokenization.run(len(raw), partial(_tokenized, preparation, body, model, claim)))
 
     @app.post(DETOKENIZE_PATH, tags=["tokenizer"])
     async def detokenize(request: Request) -> Response:
@@ -95,10 +95,15 @@ def add_tokenizer_endpoints(
         raw = await bodies.read(request)
         body = parse(_detokenize_decoder, raw)
         model = _model(request, body.model, preparation)
-        return _json(await tokenization.run(len(raw), partial(_detokenized, preparation, body, model)))
+        return _answer(await tokenization.run(len(raw), partial(_detokenized, preparation, body, model)))
 
 
-def _tokenized(preparation: Preparation, body: TokenizeBody, name: str, claim: Callable[[Job], None]) -> Tokenized:
+TOKENS_PER_STEP = 16_384
+"""Tokens that are encoded as JSON at a time: the encoder keeps the interpreter's lock, and others wait for it."""
+
+
+def _tokenized(preparation: Preparation, body: TokenizeBody, name: str, claim: Callable[[Job], None]) -> bytes:
+    """Return the answer as JSON: of a long prompt it takes longer than the event loop may stand still."""
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt and messages: allowed is one of them", "missing_required_parameter")
     served, model = preparation.found(name)
@@ -122,18 +127,29 @@ def _tokenized(preparation: Preparation, body: TokenizeBody, name: str, claim: C
         claim(job)
         (prompt,) = job.tokenize()
         packed = prompt.token_ids
-    tokens = list(unpack_tokens(packed))
-    texts = (
-        [model.token_bytes(token).decode("utf-8", "replace") for token in tokens] if body.return_token_strs else None
-    )
     limit = min(served.max_sequence_length, model.max_position_embeddings)
-    return Tokenized(len(tokens), limit, tokens, texts)
+    ids: list[bytes] = []
+    texts: list[bytes] = []
+    view = memoryview(packed)
+    for at in range(0, len(view), TOKENS_PER_STEP * TOKEN_BYTES):
+        tokens = unpack_tokens(view[at : at + TOKENS_PER_STEP * TOKEN_BYTES])
+        ids.append(_inside(tokens))
+        if body.return_token_strs:
+            texts.append(_inside([model.token_bytes(token).decode("utf-8", "replace") for token in tokens]))
+    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(packed) // TOKEN_BYTES, limit)
+    strings = b"[" + b",".join(texts) + b"]" if body.return_token_strs else b"null"
+    return b"".join((head, b",".join(ids), b'],"token_strs":', strings, b"}"))
 
 
-def _detokenized(preparation: Preparation, body: DetokenizeBody, name: str) -> Detokenized:
+def _inside(values: Sequence[int | str]) -> bytes:
+    """Return the JSON of a list without its brackets."""
+    return msgspec.json.encode(values)[1:-1]
+
+
+def _detokenized(preparation: Preparation, body: DetokenizeBody, name: str) -> bytes:
     _, model = preparation.found(name)
     check_vocabulary(body.tokens, model.vocab_size, "tokens")
-    return Detokenized(model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return msgspec.json.encode(Detokenized(model.tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
 
 def _model(request: Request, named: str | None, preparation: Preparation) -> str:
@@ -145,5 +161,5 @@ def _model(request: Request, named: str | None, preparation: Preparation) -> str
     return model
 
 
-def _json(answer: Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+def _answer(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

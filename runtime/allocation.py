@@ -29,6 +29,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,13 +165,21 @@ def keep_heap_trimmed() -> bool:
 
     trimmer = HeapTrimmer(_resident_bytes, ask, lambda: malloc_trim(0), time.monotonic())
 
-    def look_again_and_again() -> None:
-        stopped = threading.Event()  # nobody sets it: the thread ends with its process
-        while not stopped.wait(LOOK_INTERVAL_S):
-            trimmer.look(time.monotonic())
-
-    threading.Thread(target=look_again_and_again, name="heap trimmer", daemon=True).start()
+    stopped = threading.Event()  # never set: the thread ends with its process
+    threading.Thread(
+        target=look_repeatedly,
+        args=(lambda: trimmer.look(time.monotonic()), lambda: stopped.wait(LOOK_INTERVAL_S)),
+        name="heap trimmer",
+        daemon=True,
+    ).start()
     return True
+
+
+def look_repeatedly(look: Callable[[], object], stopped: Callable[[], bool]) -> None:
+    """Look until ``stopped``, which waits; a look that finds no file descriptor free is made again later."""
+    while not stopped():
+        with suppress(OSError):
+            look()
 
 
 _STATM = Path("/proc/self/statm")

@@ -22,8 +22,18 @@ def matcher(tokenizer: Any, sampling: Sampling) -> Any:
     except RecursionError as error:
         raise ValueError(str(error)) from None
     if made.is_error():
-        raise ValueError(made.get_error())
+        raise ValueError(error_of(made))
     return made
+
+
+def error_of(matcher: Any) -> str:
+    """Return what a matcher in error reports, without the library's state, which says nothing to a client."""
+    text: str = matcher.get_error()
+    said = " ".join(text.partition("<state>")[0].split())
+    return NOTHING_KEEPS_TO_IT if said in ("", "NoExtensionBias") else said
+
+
+NOTHING_KEEPS_TO_IT = "no text keeps to it"
 
 
 def _grammar(sampling: Sampling) -> str:

@@ -2,14 +2,14 @@
 
 ``JsonCall``    ``{"name": "f", "arguments": {…}}``, keys in any order (hermes, llama3, granite, mistral)
 ``GivenCall``   the arguments alone (guided decoding towards one function)
-``HeadedCall``  a head that names the function, then the arguments as a JSON object (mistral, deepseek v3)
+``HeadedCall``  a head that names the function, then the arguments as a JSON object (mistral, deepseek v3, kimi)
 ``PythonCall``  ``f(x=1, y="a")`` (pythonic)
 
 Rules
-- A call is announced (``Kind.CALL``) once its name is known and its arguments have begun as a JSON object; from then on
-  the arguments are passed on as they come.
-- ``failed`` means that the text is no such call, or no longer. ``raw`` then returns what was taken and is in no piece.
-- The verdict falls at the same character however the text was cut.
+- A call is complete (``done``) or no call (``failed``) at the same character however the text was cut. ``left`` is then
+  the text that belongs to it no more. All text before is the caller's to keep: it is content if the call failed.
+- ``end`` reports that no text follows. A call whose arguments are complete needs none of its closing marks.
+- Objects may be written as Python prints them (``json_value``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import re
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from poolgrid.frontend.parsers.json_value import JsonValue
-from poolgrid.frontend.parsers.pieces import Kind, Piece
+from poolgrid.frontend.parsers.json_value import JsonValue, json_of, strict_json
 
 NAME_CHARS_MAX = 256
 """Longest name of a function; OpenAI allows 64."""
@@ -29,85 +28,106 @@ NAME_CHARS_MAX = 256
 HEAD_CHARS_MAX = 2 * NAME_CHARS_MAX
 """Most text before the arguments of a ``HeadedCall``: a name and the markers around it."""
 
+CALL_CHARS_MAX = 1024 * 1024
+"""Longest call: it is held back until it is complete. A longer one is content."""
+
 PYTHON_CALL_CHARS_MAX = 256 * 1024
-"""Longest ``PythonCall``: it is held back whole, for its arguments are rewritten as JSON."""
+"""Longest ``PythonCall``: its syntax tree takes about a hundred times as much memory."""
 
 
 class CallForm(Protocol):
-    """One call that is being read."""
+    """One call that is being read. ``name``, as the model wrote it, and ``arguments``, JSON, hold when ``done``."""
 
-    pieces: list[Piece]
-    """New pieces, a call before its arguments; who reads them clears the list."""
+    name: str
+    arguments: str
+    left: str
+    """When ``done`` or ``failed``: the text after the call, or from where it is none."""
     done: bool
     failed: bool
 
-    def feed(self, text: str, at: int) -> int:
-        """Take ``text`` from ``at`` on and return where the call ended or failed, or the end of ``text``."""
+    def feed(self, text: str) -> None:
+        """Take new text; not after ``done`` or ``failed``."""
         ...
 
-    def raw(self) -> str:
-        """Return the text that was taken and is in no piece."""
+    def end(self) -> None:
+        """Become ``done`` or ``failed``: no text follows."""
         ...
+
+
+def declared_name(written: str, declared: Collection[str]) -> str | None:
+    """Return which declared function a model means, or ``None``.
+
+    Ids of Kimi's calls are ``functions.NAME:N``. Clients clean them to letters, digits, ``_`` and ``-``, and the model
+    repeats what it sees in its history.
+    """
+    bare = _PREFIX.sub("", written, count=1)
+    for name in (written, bare, _NUMBER.sub("", written), _NUMBER.sub("", bare)):
+        if name in declared:
+            return name
+    return None
+
+
+_PREFIX = re.compile(r"^functions?[._:-]")
+_NUMBER = re.compile(r"[._:-][0-9]+$")
+
+
+_IGNORED_KEYS = frozenset(("id", "type", "index", "call_id", "tool_call_id"))
 
 
 class JsonCall:
-    """``{"name": …, "arguments": {…}}``. ``known``: the only names there are; ``None`` = any name.
+    """``{"name": …, "arguments": {…}}``.
 
     ``parameters`` is taken for ``arguments``; arguments may also be an object inside a string, ``null`` or absent
-    (then ``{}``). Other keys (``id``, ``type``) say nothing that is passed on.
+    (then ``{}``). Ids and types are ignored; an object with any other key is no call, for its arguments may be there.
+    The last brace may be missing before a marker or the end.
     """
 
     __slots__ = (
-        "_announced", "_arguments", "_buffer", "_expect", "_key", "_known", "_name", "_raw", "_value",
-        "done", "failed", "pieces",
+        "_expect", "_given", "_key", "_named", "_parts", "_value", "arguments", "done", "failed", "left", "name",
     )  # fmt: skip
 
-    def __init__(self, known: Collection[str] | None = None) -> None:
-        self._known = known
+    def __init__(self) -> None:
         self._expect = "open"
-        """A place between values (``open``, ``key``, ``key or end``, ``colon``, ``value``, ``comma``), or which value
-        is being read: ``a key``, ``the name``, ``arguments`` (passed on), ``whole arguments`` (kept), ``another``."""
+        """A place between values (``open``, ``key or end``, ``colon``, ``value``, ``comma``), or which value is being
+        read: ``a key``, ``the name``, ``the arguments``, ``another``."""
         self._key = ""
-        self._name: str | None = None
-        self._arguments: str | None = None
-        """Arguments that were complete before the name was known."""
-        self._announced = False
+        self._named = False
+        self._given = False
         self._value: JsonValue | None = None
-        self._buffer: list[str] = []
-        """The text of a value that must be complete to be understood."""
-        self._raw: list[str] = []
-        self.pieces: list[Piece] = []
+        self._parts: list[str] = []
+        """The text of the value that is being read."""
+        self.name = ""
+        self.arguments = "{}"
+        self.left = ""
         self.done = False
         self.failed = False
 
-    def feed(self, text: str, at: int) -> int:
-        """Take ``text`` from ``at`` on and return where the call ended or failed, or the end of ``text``."""
+    def feed(self, text: str) -> None:
+        """Take new text; not after ``done`` or ``failed``."""
+        at = 0
         while at < len(text) and not self.done and not self.failed:
             value = self._value
             if value is None:
                 at = self._structure(text[at], at)
                 continue
             end = value.feed(text, at)
-            self._take(text[at:end])
+            if self._expect != "another":
+                self._parts.append(text[at:end])
             at = end
             if value.failed:
                 self.failed = True
             elif value.done:
                 self._value = None
                 self._value_ended()
-        return at
+        self.left = text[at:]
 
-    def raw(self) -> str:
-        """Return the text that was taken and is in no piece."""
-        return "".join(self._raw)
+    def end(self) -> None:
+        """Become ``done`` or ``failed``: no text follows."""
+        self.done = self._lacks_only_its_end()
+        self.failed = not self.done
 
-    def _take(self, part: str) -> None:
-        if self._expect == "arguments":
-            self.pieces.append(Piece(Kind.ARGUMENTS, part))
-            return
-        self._raw.append(part)
-        if self._expect != "another":
-            self._buffer.append(part)
+    def _lacks_only_its_end(self) -> bool:
+        return self._expect == "comma" and self._named and self._given
 
     def _structure(self, character: str, at: int) -> int:
         expect = self._expect
@@ -115,7 +135,7 @@ class JsonCall:
             pass
         elif expect == "open" and character == "{":
             self._expect = "key or end"
-        elif expect in ("key", "key or end") and character == '"':
+        elif expect == "key or end" and character in "\"'":
             self._begin("a key")
             return at
         elif expect == "colon" and character == ":":
@@ -124,164 +144,146 @@ class JsonCall:
             self._begin_value(character)
             return at
         elif expect == "comma" and character == ",":
-            self._expect = "key"
+            self._expect = "key or end"
         elif expect in ("comma", "key or end") and character == "}":
-            self._close()
+            self.done = self._named
+            self.failed = not self._named
+        elif character == "<" and self._lacks_only_its_end():
+            self.done = True
+            return at
         else:
             self.failed = True
             return at
-        if not self.done:
-            self._raw.append(character)
         return at + 1
 
     def _begin(self, expect: str) -> None:
-        self._value = JsonValue()
+        self._value = JsonValue(python=True)
         self._expect = expect
-        self._buffer = []
+        self._parts = []
 
     def _begin_value(self, character: str) -> None:
         if self._key == "name":
-            if self._name is not None or character != '"':
-                self.failed = True
-            else:
-                self._begin("the name")
+            self.failed = self._named or character not in "\"'"
+            self._begin("the name")
         elif self._key in ("arguments", "parameters"):
-            if self._announced or self._arguments is not None or character not in '{"n':
-                self.failed = True
-            elif character == "{" and self._name is not None:
-                self._announce()
-                self._begin("arguments")
-            else:
-                self._begin("whole arguments")
+            self.failed = self._given or character not in "{\"'nN"
+            self._begin("the arguments")
         else:
+            self.failed = self._key not in _IGNORED_KEYS
             self._begin("another")
 
     def _value_ended(self) -> None:
-        expect, text = self._expect, "".join(self._buffer)
+        expect = self._expect
         self._expect = "comma"
+        if expect == "another":
+            return
+        text = strict_json("".join(self._parts))
         if expect == "a key":
             self._key = json.loads(text)
             self._expect = "colon"
         elif expect == "the name":
-            name = json.loads(text)
-            if not 1 <= len(name) <= NAME_CHARS_MAX or (self._known is not None and name not in self._known):
-                self.failed = True
-                return
-            self._name = name
-        elif expect == "whole arguments":
-            self._arguments = _object(text)
-            if self._arguments is None:
-                self.failed = True
-                return
+            self.name = json.loads(text)
+            self._named = True
+            self.failed = not 1 <= len(self.name) <= NAME_CHARS_MAX
         else:
-            return
-        if self._name is not None and self._arguments is not None:
-            self._announce()
-            self.pieces.append(Piece(Kind.ARGUMENTS, self._arguments))
-
-    def _announce(self) -> None:
-        assert self._name is not None, "only announced by name"
-        self._announced = True
-        self._raw.clear()
-        self.pieces.append(Piece(Kind.CALL, self._name))
-
-    def _close(self) -> None:
-        if self._name is None:
-            self.failed = True
-            return
-        if not self._announced:
-            self._announce()
-            self.pieces.append(Piece(Kind.ARGUMENTS, "{}"))
-        self._raw.clear()
-        self.done = True
+            found = _object(text)
+            self.arguments = found or ""
+            self._given = True
+            self.failed = found is None
 
 
 def _object(text: str) -> str | None:
     """Return the JSON text of the object that ``text`` (JSON) is, or holds in a string; ``null`` is an empty one."""
+    if text.startswith("{"):
+        return text
     value = json.loads(text)
     if value is None:
         return "{}"
-    if isinstance(value, dict):
-        return text
-    inner = JsonValue()
-    stripped = value.strip()
+    inner = JsonValue(python=True)
+    stripped = value.strip() if isinstance(value, str) else ""
     if not stripped.startswith("{") or inner.feed(stripped) != len(stripped) or not inner.done:
         return None
-    return str(stripped)
+    return strict_json(stripped)
 
 
-class HeadedCall:
-    """A head that ``pattern`` (with a group ``name``) matches whole, then the arguments as a JSON object."""
+class _ArgumentsLast:
+    """A call whose arguments are an object at its end."""
 
-    __slots__ = ("_head", "_pattern", "_raw", "_value", "done", "failed", "pieces")
+    __slots__ = ("_parts", "_value", "arguments", "done", "failed", "left", "name")
 
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        self._pattern = pattern
-        self._head = ""
+    def __init__(self, name: str = "") -> None:
         self._value: JsonValue | None = None
-        self.pieces: list[Piece] = []
+        self._parts: list[str] = []
+        self.name = name
+        self.arguments = ""
+        self.left = ""
         self.done = False
         self.failed = False
 
-    def feed(self, text: str, at: int) -> int:
-        """Take ``text`` from ``at`` on and return where the call ended or failed, or the end of ``text``."""
+    def end(self) -> None:
+        """Become ``failed``: no text follows, and the arguments were not complete."""
+        self.failed = True
+
+    def _arguments(self, text: str) -> None:
         if self._value is None:
-            brace = text.find("{", at)
-            end = len(text) if brace < 0 else brace
-            room = HEAD_CHARS_MAX - len(self._head)
-            if end - at > room:
-                self._head += text[at : at + room]
-                self.failed = True
-                return at + room
-            self._head += text[at:end]
-            at = end
-            if brace < 0:
-                return at
-            match = self._pattern.fullmatch(self._head)
+            self._value = JsonValue(python=True)
+        end = self._value.feed(text)
+        self._parts.append(text[:end])
+        self.left = text[end:]
+        self.done, self.failed = self._value.done, self._value.failed
+        if self.done:
+            self.arguments = strict_json("".join(self._parts))
+
+
+class HeadedCall(_ArgumentsLast):
+    """A head that ``pattern`` (with a group ``name``) matches whole, then the arguments as a JSON object.
+
+    ``opener`` begins another call: a head that contains it is none.
+    """
+
+    __slots__ = ("_head", "_opener", "_pattern")
+
+    def __init__(self, pattern: re.Pattern[str], opener: str) -> None:
+        super().__init__()
+        self._pattern = pattern
+        self._opener = opener
+        self._head = ""
+
+    def feed(self, text: str) -> None:
+        """Take new text; not after ``done`` or ``failed``."""
+        if self._value is not None:
+            self._arguments(text)
+            return
+        text = self._head + text
+        head = text[: HEAD_CHARS_MAX + 1].partition("{")[0]
+        another = head.find(self._opener)
+        if another >= 0 or len(head) > HEAD_CHARS_MAX:
+            self.failed = True
+            self.left = text[another if another >= 0 else HEAD_CHARS_MAX :]
+        elif len(head) == len(text):
+            self._head = head
+        else:
+            match = self._pattern.fullmatch(head)
             if match is None:
                 self.failed = True
-                return at
-            self.pieces.append(Piece(Kind.CALL, match["name"]))
-            self._head = ""
-            self._value = JsonValue()
-        end = self._value.feed(text, at)
-        self.pieces.append(Piece(Kind.ARGUMENTS, text[at:end]))
-        self.done, self.failed = self._value.done, self._value.failed
-        return end
-
-    def raw(self) -> str:
-        """Return the text that was taken and is in no piece."""
-        return self._head
+                self.left = text[len(head) :]
+            else:
+                self.name = match["name"]
+                self._arguments(text[len(head) :])
 
 
-class GivenCall:
+class GivenCall(_ArgumentsLast):
     """The arguments of a call whose function is known beforehand."""
 
-    __slots__ = ("_name", "_value", "done", "failed", "pieces")
+    __slots__ = ()
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._value: JsonValue | None = None
-        self.pieces: list[Piece] = []
-        self.done = False
-        self.failed = False
-
-    def feed(self, text: str, at: int) -> int:
-        """Take ``text`` from ``at`` on and return where the call ended or failed, or the end of ``text``."""
-        if self._value is None:
-            if text[at] != "{":
-                self.failed = True
-                return at
-            self._value = JsonValue()
-            self.pieces.append(Piece(Kind.CALL, self._name))
-        end = self._value.feed(text, at)
-        self.pieces.append(Piece(Kind.ARGUMENTS, text[at:end]))
-        self.done, self.failed = self._value.done, self._value.failed
-        return end
-
-    def raw(self) -> str:
-        """Return nothing: all that is taken is in a piece."""
-        return ""
+    def feed(self, text: str) -> None:
+        """Take new text; not after ``done`` or ``failed``."""
+        if self._value is None and text[0] != "{":
+            self.failed = True
+            self.left = text
+        else:
+            self._arguments(text)
 
 
 _PYTHON_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][A-Za-z0-9_.]*)\s*\(")
@@ -294,35 +296,39 @@ _JSON_NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}
 class PythonCall:
     """``f(x=1, y="a")`` with literal arguments, given by name. ``known`` are the only names there are."""
 
-    __slots__ = ("_depth", "_escaped", "_known", "_length", "_name", "_parts", "_quote", "done", "failed", "pieces")
+    __slots__ = (
+        "_depth", "_escaped", "_known", "_length", "_parts", "_quote", "arguments", "done", "failed", "left", "name",
+    )  # fmt: skip
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
         self._parts: list[str] = []
         self._length = 0
-        self._name: str | None = None
         self._depth = 0
         self._quote = ""
         self._escaped = False
-        self.pieces: list[Piece] = []
+        self.name = ""
+        self.arguments = ""
+        self.left = ""
         self.done = False
         self.failed = False
 
-    def feed(self, text: str, at: int) -> int:
-        """Take ``text`` from ``at`` on and return where the call ended or failed, or the end of ``text``."""
+    def feed(self, text: str) -> None:
+        """Take new text; not after ``done`` or ``failed``."""
+        at = 0
         while at < len(text) and not self.done and not self.failed:
-            at = self._head(text[at], at) if self._name is None else self._body(text, at)
-        return at
+            at = self._body(text, at) if self._depth else self._head(text[at], at)
+        self.left = text[at:]
 
-    def raw(self) -> str:
-        """Return the text that was taken and is in no piece."""
-        return "".join(self._parts)
+    def end(self) -> None:
+        """Become ``failed``: no text follows, and the call was not complete."""
+        self.failed = True
 
     def _head(self, character: str, at: int) -> int:
-        text = self.raw() + character
+        text = "".join(self._parts) + character
         match = _PYTHON_HEAD.fullmatch(text)
-        if match is not None and match["name"] in self._known:
-            self._name = match["name"]
+        if match is not None and declared_name(match["name"], self._known) is not None:
+            self.name = match["name"]
             self._depth = 1
         elif match is not None or len(text) > NAME_CHARS_MAX or not _PYTHON_HEAD_BEGUN.fullmatch(text):
             self.failed = True
@@ -366,14 +372,10 @@ class PythonCall:
         return at
 
     def _complete(self) -> None:
-        arguments = _python_arguments(self.raw().strip())
-        if arguments is None:
-            self.failed = True
-            return
-        assert self._name is not None, "the head was read"
-        self.pieces += [Piece(Kind.CALL, self._name), Piece(Kind.ARGUMENTS, arguments)]
-        self._parts.clear()
-        self.done = True
+        arguments = _python_arguments("".join(self._parts).strip())
+        self.arguments = arguments or ""
+        self.done = arguments is not None
+        self.failed = not self.done
 
 
 def _python_arguments(call: str) -> str | None:
@@ -387,7 +389,7 @@ def _python_arguments(call: str) -> str | None:
             if keyword.arg is None:
                 return None
             values[keyword.arg] = _literal(keyword.value)
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return json_of(values)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 

@@ -166,7 +166,7 @@ def _tagged(schemas: Schemas, several: bool, *, call: tuple[str, str], value: tu
 
 def _bare_value(schema: Mapping[str, Any], key: str, inner: Any) -> Part:
     """Return the part of a value without quotes: text as it is, everything else as JSON."""
-    if types_of(schema, key) != frozenset({"string"}):
+    if types_of(schema, key) not in (frozenset({"string"}), frozenset({"string", "null"})):
         return schema_part(_with_definitions(schema, inner))
     choices = inner.get("enum") if isinstance(inner, Mapping) else None
     if choices and all(choices):

@@ -13,8 +13,17 @@ from poolgrid.frontend.parsers import call_guides, tool_calls
 from poolgrid.frontend.parsers.call_guides import CallsGuide, Part
 from poolgrid.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
 from poolgrid.frontend.parsers.harmony import Harmony
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, joined_pieces
-from poolgrid.frontend.parsers.reasoning import Begins, MarkedReasoning, begins_after, granite, magistral, think_tags
+from poolgrid.frontend.parsers.pieces import OutputParser
+from poolgrid.frontend.parsers.reasoning import (
+    Begins,
+    FurtherReasoning,
+    MarkedReasoning,
+    begins_after,
+    granite,
+    magistral,
+    think_tags,
+)
+from poolgrid.frontend.parsers.reasoning_and_calls import ReasoningAndCalls
 from poolgrid.frontend.parsers.tool_calls import ToolCalls, calls_of, first_call
 
 AUTO = "auto"
@@ -31,7 +40,7 @@ class _Reasoning:
     opener: str
     closer: str
     begins: Begins
-    """How an answer begins when the prompt does not say."""
+    """How an answer begins at a turn's beginning that has neither marker."""
     markers: tuple[str, ...] = ()
     """Markers that may be special tokens of the vocabulary, which the text does not show otherwise."""
 
@@ -54,41 +63,47 @@ _REASONING: Mapping[str, _Reasoning] = {
 }
 
 _TOOLS: Mapping[str, _Tools] = {
-    "hermes": _Tools(lambda use: tool_calls.hermes(use.names), call_guides.hermes, ("<tool_call>", "</tool_call>")),
-    "llama3_json": _Tools(lambda use: tool_calls.llama3_json(use.names), None, ("<|python_tag|>",)),
+    "hermes": _Tools(lambda use: tool_calls.hermes(use.declared), call_guides.hermes, ("<tool_call>", "</tool_call>")),
+    "llama3_json": _Tools(lambda use: tool_calls.llama3_json(use.allowed), None, ("<|python_tag|>",)),
     "mistral": _Tools(
-        lambda use: tool_calls.mistral(use.names), call_guides.mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+        lambda use: tool_calls.mistral(use.declared), call_guides.mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     ),
     "pythonic": _Tools(
-        lambda use: tool_calls.pythonic(use.names), call_guides.pythonic, ("<|python_start|>", "<|python_end|>")
+        lambda use: tool_calls.pythonic(use.allowed), call_guides.pythonic, ("<|python_start|>", "<|python_end|>")
     ),
     "deepseek_v3": _Tools(
-        lambda use: tool_calls.deepseek_v3(use.names),
+        lambda use: tool_calls.deepseek_v3(use.declared),
         call_guides.deepseek_v3,
         tuple(f"<｜tool▁{what}｜>" for what in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     ),
     "kimi_k2": _Tools(
-        lambda use: tool_calls.kimi_k2(use.names),
+        lambda use: tool_calls.kimi_k2(use.declared),
         call_guides.kimi_k2,
         tuple(
             f"<|tool_call{what}|>" for what in ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
         ),
     ),
     "qwen3_coder": _Tools(
-        lambda use: tool_calls.qwen3_coder(use.schemas), call_guides.qwen3_coder, ("<tool_call>", "</tool_call>")
+        lambda use: tool_calls.qwen3_coder(use.declared), call_guides.qwen3_coder, ("<tool_call>", "</tool_call>")
     ),
     "glm45": _Tools(
-        lambda use: tool_calls.glm45(use.schemas),
+        lambda use: tool_calls.glm45(use.declared),
         call_guides.glm45,
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "granite": _Tools(
-        lambda use: tool_calls.granite(use.names), call_guides.granite, ("<|tool_call|>", "<tool_call>", "</tool_call>")
+        lambda use: tool_calls.granite(use.declared),
+        call_guides.granite,
+        ("<|tool_call|>", "<tool_call>", "</tool_call>"),
     ),
 }
 
 REASONING_NAMES = (*_REASONING, HARMONY)
 TOOL_NAMES = (*_TOOLS, HARMONY)
+
+
+_ANY: Mapping[str, Any] = {}
+"""The schema of a function without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +121,14 @@ class ToolUse:
     @property
     def allowed(self) -> dict[str, Mapping[str, Any]]:
         """Return the schemas of the functions that may be called, in the order of the request."""
-        return {name: schema for name, schema in self.schemas.items() if name in self.names}
+        return {name: schema for name, schema in self.declared.items() if name in self.names}
+
+    @property
+    def declared(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the schemas of all functions of the request, empty for one without."""
+        if self.names <= self.schemas.keys():
+            return self.schemas
+        return {**self.schemas, **{name: _ANY for name in self.names if name not in self.schemas}}
 
     @property
     def guided(self) -> bool:
@@ -120,6 +142,8 @@ class OutputFormat:
 
     reasoning: str = ""
     tools: str = ""
+    turn_beginnings: tuple[str, ...] = ()
+    """How prompts end that leave the answer to a user's message to the model; empty = not known."""
 
     @classmethod
     def choose(cls, reasoning: str, tools: str, template: str, vocabulary: Collection[str] = ()) -> OutputFormat:
@@ -165,35 +189,52 @@ class OutputFormat:
             return None
         guided_calls = tools is not None and tools.guided
         if HARMONY in (self.reasoning, self.tools) and not guided_calls:
-            read = Harmony(reasoning=self.reasoning == HARMONY, calls=tools is not None and self.tools == HARMONY)
+            declared = tools.declared if tools is not None and self.tools == HARMONY else None
+            read = Harmony(reasoning=self.reasoning == HARMONY, declared=declared)
             return read if tools is None else _let_through(read, tools)
         calls: OutputParser | None = None
+        beginnings: tuple[str, ...] = ()
         if tools is not None and (self.tools or guided_calls):
             if tools.named:
-                found = tool_calls.named(tools.named)
+                found = tool_calls.named(tools.named, tools.declared)
             elif tools.required:
-                found = tool_calls.required(tools.names)
+                found = tool_calls.required(tools.allowed)
             else:
                 found = _TOOLS[self.tools].make(tools)
+            beginnings = found.beginnings
             calls = _let_through(found, tools)
         if not self.reasoning or self.reasoning == HARMONY:
             return calls
         known = _REASONING[self.reasoning]
         if continued is None:
-            begins = begins_after(prompt_end, known.opener, known.closer) or known.begins
+            new_turn = not self.turn_beginnings or prompt_end.rstrip().endswith(self.turn_beginnings)
+            # Else the prompt goes on with a turn, after a tool's result perhaps, in which the reasoning came before.
+            begins = begins_after(prompt_end, known.opener, known.closer) or (known.begins if new_turn else Begins.OPEN)
         else:
             inside = continued.rfind(known.opener) > continued.rfind(known.closer)
             begins = Begins.REASONING if inside else Begins.CONTENT
         told: tuple[str, ...] = ()
         if guided or guided_calls:
             told = (*_JSON, *_TOOLS[self.tools].markers) if tools is not None and self.tools in _TOOLS else _JSON
-        reasoning = known.make(begins, told)
-        return reasoning if calls is None else ReasoningThenCalls(reasoning, calls)
+        further = FurtherReasoning(known.opener, known.closer)
+        return ReasoningAndCalls(known.make(begins, told), further, calls, beginnings)
 
     def calls_guide(self, tools: ToolUse, template: str) -> Part | None:
         """Return calls as a part of a structural tag; ``None`` where they are JSON without a marker, or not read."""
         make = call_guides.harmony if self.tools == HARMONY else _TOOLS[self.tools].guide if self.tools else None
         return None if make is None else make(tools.allowed, tools.parallel, template)
+
+
+TURN_BEGINNING_CHARS = 32
+"""Longest end of a prompt that is compared: the marks of a role, and of reasoning."""
+
+_PROBE = "probe"
+
+
+def turn_beginning(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+    """Return what a template writes between a user's message and the answer; empty where it does not render one."""
+    after = render([{"role": "user", "content": _PROBE}]).rpartition(_PROBE)[2]
+    return after.rstrip()[-TURN_BEGINNING_CHARS:]
 
 
 _JSON = ("{", "[", '"')
@@ -205,31 +246,6 @@ def _let_through(calls: OutputParser, tools: ToolUse) -> OutputParser:
     if len(tools.names) < len(tools.schemas):
         calls = calls_of(tools.names, calls)
     return calls if tools.parallel else first_call(calls)
-
-
-class ReasoningThenCalls:
-    """Reads tool calls in what the reasoning parser lets through as content."""
-
-    def __init__(self, reasoning: OutputParser, calls: OutputParser) -> None:
-        self._reasoning = reasoning
-        self._calls = calls
-
-    def feed(self, text: str) -> list[Piece]:
-        """Take new text and return what is certain now."""
-        return self._through(self._reasoning.feed(text))
-
-    def finish(self) -> list[Piece]:
-        """Return what was held back."""
-        return joined_pieces([*self._through(self._reasoning.finish()), *self._calls.finish()])
-
-    def _through(self, pieces: list[Piece]) -> list[Piece]:
-        result: list[Piece] = []
-        for piece in pieces:
-            if piece.kind is Kind.CONTENT:
-                result += self._calls.feed(piece.text)
-            else:
-                result.append(piece)
-        return joined_pieces(result)
 
 
 def _reasoning_of(template: str, vocabulary: Collection[str]) -> str:

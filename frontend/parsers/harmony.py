@@ -6,6 +6,8 @@
 Rules
 - ``analysis`` is reasoning; ``final`` and ``commentary`` without a recipient are content; a message to ``functions.f``
   is a call of ``f`` whose body is its arguments. A message to anything else is shown as its channel says.
+- A call is passed on when it is complete. Where the request declares no such function, or the body is no JSON object,
+  the message is content, with its header.
 - Messages of one kind are joined by a line break.
 - Without the markers the text is content; so is a header that no message follows.
 
@@ -16,10 +18,14 @@ vocabulary, fetches that from the network, and raises on output that breaks the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX, declared_name
+from poolgrid.frontend.parsers.json_value import JsonValue, strict_json
 from poolgrid.frontend.parsers.markers import first_marker, held_length
 from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
+from poolgrid.frontend.parsers.tagged_call import fitted
 
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 
@@ -37,11 +43,20 @@ _FUNCTIONS = "functions."
 
 
 class Harmony:
-    """One answer. Without ``reasoning`` its analysis is content; without ``calls`` so are messages to functions."""
+    """One answer. Without ``reasoning`` its analysis is content.
 
-    def __init__(self, *, reasoning: bool = True, calls: bool = True) -> None:
+    ``declared``: the functions that calls may be of, with the schemas of their parameters; ``None`` = a message to a
+    function is shown as its channel says.
+    """
+
+    def __init__(self, *, reasoning: bool = True, declared: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._show_reasoning = reasoning
-        self._show_calls = calls
+        self._declared = declared
+        self._call = ""
+        """The function that the message calls; empty = it is no call."""
+        self._call_header = ""
+        self._call_text: list[str] = []
+        self._call_chars = 0
         self._state: Callable[[Harmony], bool] = Harmony._start
         """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
@@ -102,8 +117,16 @@ class Harmony:
         self._buffer = self._buffer[len(header) + len(marker) :]
         channel = _CHANNEL.search(header)
         recipient = _RECIPIENT.search(header)
-        if recipient is not None and recipient[1].startswith(_FUNCTIONS) and self._show_calls:
-            self._out.append(Piece(Kind.CALL, recipient[1].removeprefix(_FUNCTIONS)))
+        name = None
+        if recipient is not None and self._declared is not None:
+            name = declared_name(recipient[1], self._declared)
+            if name is None and recipient[1].startswith(_FUNCTIONS):
+                self._begin_message(Kind.CONTENT)
+                self._show(header + marker)
+                return True
+        if name is not None:
+            self._call, self._call_header = name, header + marker
+            self._call_chars = 0
             self._begin_message(Kind.ARGUMENTS)
         elif channel is not None and channel[1] == "analysis" and self._show_reasoning:
             self._begin_message(Kind.REASONING)
@@ -149,12 +172,37 @@ class Harmony:
     def _show(self, text: str) -> None:
         if not text:
             return
-        if self._empty and self._kind in self._seen and self._kind is not Kind.ARGUMENTS:
+        if self._kind is Kind.ARGUMENTS:
+            room = CALL_CHARS_MAX - self._call_chars
+            self._call_text.append(text[:room])
+            self._call_chars += len(text)
+            if len(text) > room:
+                self._no_call()
+                self._show(text[room:])
+            return
+        if self._empty and self._kind in self._seen:
             text = "\n" + text
         self._empty = False
         self._seen.add(self._kind)
         self._out.append(Piece(self._kind, text))
 
     def _end_message(self) -> None:
-        if self._kind is Kind.ARGUMENTS and self._empty:
-            self._show("{}")
+        if self._kind is not Kind.ARGUMENTS:
+            return
+        text = "".join(self._call_text).strip() or "{}"
+        value = JsonValue(python=True)
+        if text.startswith("{") and value.feed(text) == len(text) and value.done:
+            assert self._declared is not None, "there is a call"
+            arguments = fitted(strict_json(text), self._declared[self._call])
+            self._out += [Piece(Kind.CALL, self._call), Piece(Kind.ARGUMENTS, arguments)]
+            self._call_text.clear()
+            self._kind = Kind.CONTENT
+        else:
+            self._no_call()
+
+    def _no_call(self) -> None:
+        """The message that was taken for a call is content."""
+        text = self._call_header + "".join(self._call_text)
+        self._call_text.clear()
+        self._kind = Kind.CONTENT
+        self._show(text)

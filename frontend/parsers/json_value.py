@@ -1,11 +1,13 @@
 """Recognise one JSON value in text that arrives in pieces: where it ends, or where it stops being JSON (RFC 8259).
 
-The check is strict and by character, so the verdict does not depend on how the text was cut. Nesting is bounded:
-deeper than ``DEPTH_MAX`` no client's own decoder is sure to follow.
+The check is by character, so the verdict does not depend on how the text was cut. Nesting is bounded: deeper than
+``DEPTH_MAX`` no client's own decoder is sure to follow. Models also write values as Python prints them; ``strict_json``
+turns such a value into JSON.
 """
 
 from __future__ import annotations
 
+import json
 import re
 
 DEPTH_MAX = 200
@@ -15,7 +17,10 @@ NUMBER_CHARS_MAX = 512
 
 _SPACE = " \t\n\r"
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
+_PYTHON_RUNS = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _LITERALS = ("true", "false", "null")
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_LITERALS = (*_LITERALS, *_PYTHON_NAMES)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE](?:[+-]?[0-9]*)?)?)?|[eE](?:[+-]?[0-9]*)?)?)?")
 _SCALAR = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-.")
@@ -24,11 +29,17 @@ _ESCAPES = frozenset('"\\/bfnrt')
 
 
 class JsonValue:
-    """One value. After ``done`` or ``failed`` nothing more is fed."""
+    """One value. After ``done`` or ``failed`` nothing more is fed.
 
-    __slots__ = ("_escape", "_expect", "_in_string", "_key", "_scalar", "_stack", "done", "failed")
+    ``python`` also accepts single quotes, ``True``, ``False``, ``None``, a comma before a closing bracket, and line
+    breaks and unknown escapes in strings.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_escape", "_expect", "_in_string", "_key", "_python", "_quote", "_scalar", "_stack", "done", "failed")
+
+    def __init__(self, python: bool = False) -> None:
+        self._python = python
+        self._quote = '"'
         self._stack: list[str] = []
         self._expect = "value"
         """``value``, ``value or end``, ``key``, ``key or end``, ``colon``, ``comma``."""
@@ -57,7 +68,7 @@ class JsonValue:
     def end(self) -> None:
         """Say that no text follows: a number at the top may be complete."""
         if not self.done and not self.failed:
-            if self._scalar and not self._stack and _complete(self._scalar):
+            if self._scalar and not self._stack and self._complete(self._scalar):
                 self.done = True
             else:
                 self.failed = True
@@ -65,7 +76,9 @@ class JsonValue:
     def _string(self, text: str, at: int) -> int:
         if self._escape:
             character = text[at]
-            if self._escape == -1:
+            if self._python:
+                self._escape = 0
+            elif self._escape == -1:
                 if character == "u":
                     self._escape = 4
                 elif character in _ESCAPES:
@@ -79,13 +92,13 @@ class JsonValue:
                 self.failed = True
                 return at
             return at + 1
-        run = _STRING_RUN.match(text, at)
+        run = (_PYTHON_RUNS[self._quote] if self._python else _STRING_RUN).match(text, at)
         assert run is not None, "the pattern matches nothing, too"
         at = run.end()
         if at == len(text):
             return at
         character = text[at]
-        if character == '"':
+        if character == self._quote:
             self._in_string = False
             if self._key:
                 self._expect = "colon"
@@ -101,12 +114,12 @@ class JsonValue:
     def _more_scalar(self, text: str, at: int) -> int:
         character = text[at]
         if character in _SCALAR:
-            if len(self._scalar) < NUMBER_CHARS_MAX and _begun(self._scalar + character):
+            if len(self._scalar) < NUMBER_CHARS_MAX and self._may_be(self._scalar + character):
                 self._scalar += character
                 return at + 1
             self.failed = True
             return at
-        if _complete(self._scalar):
+        if self._complete(self._scalar):
             self._scalar = ""
             self._ended()
         else:
@@ -121,6 +134,8 @@ class JsonValue:
         if expect == "comma":
             if character == ",":
                 self._expect = "key" if self._stack[-1] == "{" else "value"
+                if self._python:
+                    self._expect += " or end"
                 return at + 1
             if character == ("}" if self._stack[-1] == "{" else "]"):
                 return self._close(at)
@@ -129,23 +144,25 @@ class JsonValue:
                 self._expect = "value"
                 return at + 1
         elif expect in ("key", "key or end"):
-            if character == '"':
+            if self._is_quote(character):
                 self._in_string = self._key = True
+                self._quote = character
                 return at + 1
             if character == "}" and expect == "key or end":
                 return self._close(at)
         elif character == "]" and expect == "value or end":
             return self._close(at)
-        elif character == '"':
+        elif self._is_quote(character):
             self._in_string = True
             self._key = False
+            self._quote = character
             return at + 1
         elif character in "{[":
             if len(self._stack) < DEPTH_MAX:
                 self._stack.append(character)
                 self._expect = "key or end" if character == "{" else "value or end"
                 return at + 1
-        elif character in _SCALAR and _begun(character):
+        elif character in _SCALAR and self._may_be(character):
             self._scalar = character
             return at + 1
         self.failed = True
@@ -162,10 +179,60 @@ class JsonValue:
         else:
             self.done = True
 
+    def _is_quote(self, character: str) -> bool:
+        return character == '"' or (self._python and character == "'")
 
-def _begun(scalar: str) -> bool:
-    return any(literal.startswith(scalar) for literal in _LITERALS) or _NUMBER_BEGUN.fullmatch(scalar) is not None
+    def _may_be(self, scalar: str) -> bool:
+        literals = _PYTHON_LITERALS if self._python else _LITERALS
+        return any(each.startswith(scalar) for each in literals) or _NUMBER_BEGUN.fullmatch(scalar) is not None
+
+    def _complete(self, scalar: str) -> bool:
+        return scalar in (_PYTHON_LITERALS if self._python else _LITERALS) or _NUMBER.fullmatch(scalar) is not None
 
 
-def _complete(scalar: str) -> bool:
-    return scalar in _LITERALS or _NUMBER.fullmatch(scalar) is not None
+_PYTHON_TOKENS = re.compile(
+    r"""
+    "[^"\\]*(?:\\.[^"\\]*)*" | '[^'\\]*(?:\\.[^'\\]*)*'
+    | \b(?:True|False|None)\b
+    | ,(?=\s*[}\]])
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_UNUSUAL = re.compile(r"\\u[0-9a-fA-F]{4}|\\x([0-9a-fA-F]{2})|\\(.)|[\"\x00-\x1f]", re.DOTALL)
+"""What the inside of a string has that JSON may write otherwise: escapes, double quotes, control characters."""
+
+
+def strict_json(text: str) -> str:
+    """Return the JSON of a value that ``JsonValue(python=True)`` accepted; unchanged where it is JSON already."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return _PYTHON_TOKENS.sub(_strict_token, text)
+    return text
+
+
+def _strict_token(match: re.Match[str]) -> str:
+    token = match[0]
+    if token == ",":
+        return ""
+    return _PYTHON_NAMES.get(token) or f'"{_UNUSUAL.sub(_strict_character, token[1:-1])}"'
+
+
+def _strict_character(match: re.Match[str]) -> str:
+    code, escaped = match[1], match[2]
+    if code is not None:
+        return f"\\u00{code}"
+    if escaped is None:
+        return match[0] if len(match[0]) > 1 else json.dumps(match[0])[1:-1]
+    if escaped in _ESCAPES:
+        return match[0]
+    return escaped if escaped == "'" else json.dumps(f"\\{escaped}", ensure_ascii=False)[1:-1]
+
+
+def json_of(value: object) -> str:
+    """Return a decoded value as JSON that can be encoded as UTF-8: half a surrogate pair stays an escape."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(value, allow_nan=False)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")

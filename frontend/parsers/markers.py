@@ -17,6 +17,28 @@ def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
     return None if best is None else (best[0], found)
 
 
+QUOTES = ("`", "'", '"')
+
+
+def known_until(text: str, markers: Sequence[str], before: str = "") -> tuple[int, str]:
+    """Return how much of ``text`` certainly stands before a marker, and the marker that begins there, if it is known.
+
+    A marker between two equal quotes is talked about and does not count. ``before`` is the character before ``text``.
+    """
+    at = 0
+    while found := first_marker(text[at:], markers):
+        where, marker = at + found[0], found[1]
+        quote = text[where - 1] if where else before
+        at = where + len(marker)
+        if quote not in QUOTES:
+            return where, marker
+        if at == len(text):
+            return where, ""
+        if text[at] != quote:
+            return where, marker
+    return len(text) - held_length(text, markers), ""
+
+
 def held_length(text: str, markers: Sequence[str]) -> int:
     """Return the length of the longest end of ``text`` that may still become one of ``markers``."""
     longest = 0
@@ -42,7 +64,7 @@ class Trimmer:
         self._leading = leading
         """Whether white space at the beginning is dropped."""
         self._begun = False
-        self._held = ""
+        self._held: list[str] = []
 
     def feed(self, text: str) -> str:
         """Take new text and return what is certain to be inside."""
@@ -50,20 +72,24 @@ class Trimmer:
             text = text.lstrip()
         if not text:
             return ""
-        text = self._held + text
         inside = text.rstrip()
-        self._held = text[len(inside) :]
-        if inside:
-            self._begun = True
-        return inside
+        if not inside:
+            self._held.append(text)
+            return ""
+        self._begun = True
+        found = self.release() + inside
+        if len(inside) < len(text):
+            self._held.append(text[len(inside) :])
+        return found
 
     def release(self) -> str:
         """Return the white space that was held back: the stretch turned out not to end here."""
-        held, self._held = self._held, ""
+        held = "".join(self._held)
+        self._held.clear()
         return held
 
     def restart(self, leading: bool = True) -> None:
         """Drop what is held back and begin a new stretch."""
-        self._held = ""
+        self._held.clear()
         self._begun = False
         self._leading = leading

@@ -37,6 +37,10 @@ class OutputParser(Protocol):
         ...
 
 
+FEED_CHARS_MAX = 8192
+"""Most text that a parser gets at a time: at each marker it copies what is left of it."""
+
+
 def taken_apart(parser: OutputParser | None, text: str, ended: bool) -> list[Piece]:
     """Return the pieces that new text makes certain, all that is left with them once it has ``ended``.
 
@@ -44,7 +48,11 @@ def taken_apart(parser: OutputParser | None, text: str, ended: bool) -> list[Pie
     """
     if parser is None:
         return [Piece(Kind.CONTENT, text)] if text else []
-    pieces = parser.feed(text) if text else []
+    if len(text) <= FEED_CHARS_MAX:
+        pieces = parser.feed(text) if text else []
+    else:
+        parts = (text[at : at + FEED_CHARS_MAX] for at in range(0, len(text), FEED_CHARS_MAX))
+        pieces = joined_pieces(piece for part in parts for piece in parser.feed(part))
     return [*pieces, *parser.finish()] if ended else pieces
 
 

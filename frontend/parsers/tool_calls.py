@@ -4,8 +4,9 @@ Rules
 - Calls begin at an *opener* (``<tool_call>``), or, for formats without one, at the beginning of the text (``bare``).
   After it stands one call, or a list of them in brackets.
 - White space between content and calls, and between calls, belongs to neither and is dropped.
-- What turns out to be no call is content, with its opener and the white space. A call that was announced and breaks off
-  keeps the arguments that were passed on; what follows is content.
+- A call is passed on when it is complete, is of a function that the request declares, and its arguments are a JSON
+  object: ``Kind.CALL`` with ``Kind.ARGUMENTS`` right after it. All else is content, with its opener and white space.
+- Other markers end a list of calls as well as its bracket.
 - Markers of which nothing depends (``drops``) are left out wherever they stand.
 """
 
@@ -16,47 +17,74 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from poolgrid.frontend.parsers.call_forms import CallForm, GivenCall, HeadedCall, JsonCall, PythonCall
+from poolgrid.frontend.parsers.call_forms import (
+    CALL_CHARS_MAX,
+    CallForm,
+    GivenCall,
+    HeadedCall,
+    JsonCall,
+    PythonCall,
+    declared_name,
+)
 from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length
 from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, joined_pieces
-from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags
+from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags, fitted
+
+Declared = Mapping[str, Mapping[str, Any]]
+"""The functions that calls may be of, each with the JSON schema of its parameters."""
 
 _SPACE = " \t\n\r"
 
 
 class ToolCalls:
-    """The calls of one answer. ``form`` begins a call, given the character it begins with."""
+    """The calls of one answer. ``form`` begins a call, given the character it begins with.
+
+    ``declared``: the functions that may be meant, each with the JSON schema of its parameters.
+    """
 
     def __init__(
         self,
         form: Callable[[str], CallForm],
+        declared: Declared,
         *,
         openers: Sequence[str] = (),
         closers: Sequence[str] = (),
         drops: Sequence[str] = (),
         separators: str = "",
+        objects: bool = False,
         bare: bool = False,
     ) -> None:
         self._form = form
+        self._declared = declared
         self._openers = tuple(openers)
         self._closers = tuple(closers)
         """Markers that may follow a call (outside a list), each once, in this order."""
         self._drops = tuple(drops)
         self._markers = self._openers + self._drops
+        self._ends = self._markers + self._closers
         self._separators = separators
         """Characters that may stand between calls outside a list."""
+        self._objects = objects
+        """Whether calls are objects that may follow one another without anything between."""
         self._state: Callable[[ToolCalls], bool] = ToolCalls._begin if bare else ToolCalls._text
         """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
         self._out: list[Piece] = []
         self._space = Trimmer(leading=False)
         self._call: CallForm | None = None
+        self._call_text: list[str] = []
+        self._call_chars = 0
         self._in_list = False
         self._announced = False
-        """Whether a call was announced since the opener."""
+        """Whether there was a call since the opener."""
         self._aside: list[str] = []
         """Text since the opener, or the last call, that is in no piece: content, should no call follow."""
         self._closers_left: tuple[str, ...] = ()
+
+    @property
+    def beginnings(self) -> tuple[str, ...]:
+        """Return the markers with which calls begin."""
+        return self._markers
 
     def feed(self, text: str) -> list[Piece]:
         """Take new text and return what is certain now."""
@@ -68,8 +96,8 @@ class ToolCalls:
     def finish(self) -> list[Piece]:
         """Return what was held back."""
         if self._call is not None:
-            self._aside.append(self._call.raw())
-            self._call = None
+            self._call.end()
+            self._call_ended(self._call)
         aside = "".join(self._aside)
         if self._announced and not aside.strip(_SPACE + self._separators + ",]"):
             aside = ""
@@ -89,14 +117,13 @@ class ToolCalls:
 
     def _begin(self) -> bool:
         """At the beginning of an answer whose calls have no opener."""
-        stripped = self._buffer.lstrip(_SPACE)
-        if not stripped:
+        if not self._skip_space():
             return False
-        if stripped[0] in "[{":
+        if self._buffer[0] in "[{":
             self._state = ToolCalls._open
             self._announced = False
         else:
-            self._state = ToolCalls._text
+            self._give_back()
         return True
 
     def _text(self) -> bool:
@@ -126,41 +153,62 @@ class ToolCalls:
             self._aside.append(character)
             self._buffer = self._buffer[1:]
             return True
-        self._call = self._form(character)
-        self._state = ToolCalls._read
+        self._begin_call(character)
         return True
+
+    def _begin_call(self, character: str) -> None:
+        self._call = self._form(character)
+        self._call_chars = 0
+        self._state = ToolCalls._read
 
     def _read(self) -> bool:
         call = self._call
         assert call is not None, "the state after a call began"
-        end = call.feed(self._buffer, 0)
-        self._buffer = self._buffer[end:]
-        if call.pieces:
-            if call.pieces[0].kind is Kind.CALL:
-                self._space.restart()
-                self._aside.clear()
-                self._announced = True
-            self._out += call.pieces
-            call.pieces.clear()
-        if call.done:
-            self._call = None
-            self._state = ToolCalls._after
-            self._closers_left = self._closers
-        elif call.failed:
-            self._call = None
-            self._aside.append(call.raw())
+        text = self._buffer[: CALL_CHARS_MAX - self._call_chars]
+        self._buffer = self._buffer[len(text) :]
+        self._call_text.append(text)
+        self._call_chars += len(text)
+        call.feed(text)
+        if not call.done and not call.failed:
+            if self._call_chars < CALL_CHARS_MAX:
+                return False
+            call.left = ""
+            call.failed = True
+        self._call_ended(call)
+        return bool(self._buffer)
+
+    def _call_ended(self, call: CallForm) -> None:
+        """Pass on a call that is complete and of a function that there is; else it is content."""
+        text = "".join(self._call_text)
+        self._call = None
+        self._call_text.clear()
+        self._aside.append(text[: len(text) - len(call.left)])
+        self._buffer = call.left + self._buffer
+        name = declared_name(call.name, self._declared) if call.done else None
+        if name is None:
             self._give_back()
-        return bool(self._buffer) and self._call is None
+            return
+        self._space.restart()
+        self._aside.clear()
+        self._announced = True
+        self._out.append(Piece(Kind.CALL, name))
+        self._out.append(Piece(Kind.ARGUMENTS, fitted(call.arguments, self._declared[name])))
+        self._state = ToolCalls._after
+        self._closers_left = self._closers
 
     def _after(self) -> bool:
         """After a call: the next one of a list, the list's end, closers, or content."""
         if not self._skip_space():
             return False
         character = self._buffer[0]
+        if character == "{" and self._objects and (self._in_list or self._closers_left == self._closers):
+            self._begin_call(character)
+            return True
+        if self._in_list and character not in ",]":
+            if self._may_be_end():
+                return False
+            self._in_list = False  # a marker ends a list as well
         if self._in_list:
-            if character not in ",]":
-                self._give_back()
-                return True
             self._aside.append(character)
             self._buffer = self._buffer[1:]
             if character == "]":
@@ -188,19 +236,28 @@ class ToolCalls:
     def _next_in_list(self) -> bool:
         if not self._skip_space():
             return False
-        self._call = self._form(self._buffer[0])
-        self._state = ToolCalls._read
+        if self._may_be_end():
+            return False
+        if self._buffer[0] == "]" or self._buffer.startswith(self._ends):
+            self._aside.clear()  # the comma was one too many
+            self._state = ToolCalls._after
+        else:
+            self._begin_call(self._buffer[0])
         return True
 
     def _next_alone(self) -> bool:
         if not self._skip_space():
             return False
         if self._buffer[0] == "{":
-            self._call = self._form("{")
-            self._state = ToolCalls._read
+            self._begin_call("{")
         else:
             self._give_back()
         return True
+
+    def _may_be_end(self) -> bool:
+        """Return whether a marker may begin here, which more text decides."""
+        buffer = self._buffer
+        return any(marker.startswith(buffer) and marker != buffer for marker in self._ends)
 
     def _skip_space(self) -> bool:
         """Set white space aside and return whether anything follows it."""
@@ -261,101 +318,137 @@ def calls_of(names: Collection[str], calls: OutputParser) -> SomeCalls:
     return SomeCalls(calls, lambda name: name in names)
 
 
-def hermes(known: Collection[str]) -> ToolCalls:
+def hermes(declared: Declared) -> ToolCalls:
     """``<tool_call>{"name": …, "arguments": …}</tool_call>``, repeated: Hermes, Qwen 2.5 and 3."""
-    return ToolCalls(lambda _: JsonCall(), openers=("<tool_call>",), closers=("</tool_call>",))
+    return ToolCalls(lambda _: JsonCall(), declared, openers=("<tool_call>",), closers=("</tool_call>",), objects=True)
 
 
-def granite(known: Collection[str]) -> ToolCalls:
+def granite(declared: Declared) -> ToolCalls:
     """``<|tool_call|>[{"name": …, "arguments": …}, …]``: Granite 3."""
-    return ToolCalls(lambda _: JsonCall(), openers=("<|tool_call|>", "<tool_call>"), closers=("</tool_call>",))
+    return ToolCalls(
+        lambda _: JsonCall(),
+        declared,
+        openers=("<|tool_call|>", "<tool_call>"),
+        closers=("</tool_call>",),
+        objects=True,
+    )
 
 
-def llama3_json(known: Collection[str]) -> ToolCalls:
-    """``{"name": …, "parameters": …}`` as the whole answer, or after ``<|python_tag|>``; several with ``;`` between.
-
-    Without a marker any JSON answer could be meant, so only names of the request's own tools make a call.
-    """
-    return ToolCalls(lambda _: JsonCall(known), openers=("<|python_tag|>",), separators=";", bare=True)
-
-
-_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\]\s*)?")
+def llama3_json(declared: Declared) -> ToolCalls:
+    """``{"name": …, "parameters": …}`` as the whole answer, or after ``<|python_tag|>``; several with ``;`` between."""
+    return ToolCalls(
+        lambda _: JsonCall(), declared, openers=("<|python_tag|>",), separators=";", objects=True, bare=True
+    )
 
 
-def mistral(known: Collection[str]) -> ToolCalls:
+_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[A-Za-z0-9_.:-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\]\s*)?")
+
+
+def mistral(declared: Declared) -> ToolCalls:
     """``[TOOL_CALLS][{"name": …, "arguments": …}]``, and since 2025 ``[TOOL_CALLS]name[ARGS]{…}``, repeated."""
 
     def form(character: str) -> CallForm:
-        return JsonCall() if character == "{" else HeadedCall(_MISTRAL_HEAD)
+        return JsonCall() if character == "{" else HeadedCall(_MISTRAL_HEAD, "[TOOL_CALLS]")
 
-    return ToolCalls(form, openers=("[TOOL_CALLS]",))
+    return ToolCalls(form, declared, openers=("[TOOL_CALLS]",))
 
 
-def pythonic(known: Collection[str]) -> ToolCalls:
+def pythonic(declared: Declared) -> ToolCalls:
     """``[f(x=1), g()]`` as the whole answer, or in ``<|python_start|>…<|python_end|>``: Llama 3.2 and 4."""
-    return ToolCalls(lambda _: PythonCall(known), openers=("<|python_start|>",), closers=("<|python_end|>",), bare=True)
+    return ToolCalls(
+        lambda _: PythonCall(declared),
+        declared,
+        openers=("<|python_start|>",),
+        closers=("<|python_end|>",),
+        bare=True,
+    )
 
 
 _DEEPSEEK_HEAD = re.compile(
-    r"\s*(?:function<｜tool▁sep｜>(?=[A-Za-z0-9_.-]))?(?P<name>[A-Za-z0-9_.-]+)(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?\s*)?"
+    r"\s*(?:function<｜tool▁sep｜>(?=[A-Za-z0-9_.:-]))?(?P<name>[A-Za-z0-9_.:-]+)(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?\s*)?"
 )
 
 
-def deepseek_v3(known: Collection[str]) -> ToolCalls:
+def deepseek_v3(declared: Declared) -> ToolCalls:
     """``<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`` with the arguments in a code block; V3.1 without either."""
     return ToolCalls(
-        lambda _: HeadedCall(_DEEPSEEK_HEAD),
+        lambda _: HeadedCall(_DEEPSEEK_HEAD, "<｜tool▁call▁begin｜>"),
+        declared,
         openers=("<｜tool▁call▁begin｜>",),
         closers=("```", "<｜tool▁call▁end｜>"),
         drops=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     )
 
 
-_KIMI_HEAD = re.compile(
-    r"\s*(?:functions\.)?(?P<name>[A-Za-z0-9_.-]+?)(?::[0-9]+)?\s*<\|tool_call_argument_begin\|>\s*"
-)
+_KIMI_HEAD = re.compile(r"\s*(?P<name>[A-Za-z0-9_.:-]+)\s*(?:<\|tool_call_argument_begin\|>\s*)?")
 
 
-def kimi_k2(known: Collection[str]) -> ToolCalls:
+def kimi_k2(declared: Declared) -> ToolCalls:
     """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``, in a section: Kimi K2."""
     return ToolCalls(
-        lambda _: HeadedCall(_KIMI_HEAD),
+        lambda _: HeadedCall(_KIMI_HEAD, "<|tool_call_begin|>"),
+        declared,
         openers=("<|tool_call_begin|>",),
         closers=("<|tool_call_end|>",),
         drops=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     )
 
 
-_QWEN_TAGS = Tags("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", drops_line_breaks=True)
+_QWEN_TAGS = Tags(
+    "<function=",
+    ">",
+    "<parameter=",
+    ">",
+    "",
+    "</parameter>",
+    "</function>",
+    drops_line_breaks=True,
+    after=("</tool_call>",),
+    openers=("<tool_call>", "<function="),
+)
 
 
-def qwen3_coder(schemas: Mapping[str, Mapping[str, Any]]) -> ToolCalls:
+def qwen3_coder(declared: Declared) -> ToolCalls:
     """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen 3 Coder.
 
     It sometimes leaves ``<tool_call>`` out, so ``<function=`` begins a call as well.
     """
 
     def form(character: str) -> CallForm:
-        return TaggedCall(_QWEN_TAGS if character == "<" else replace(_QWEN_TAGS, opener=""), schemas)
+        if character == "{":
+            return JsonCall()
+        return TaggedCall(_QWEN_TAGS if character == "<" else replace(_QWEN_TAGS, opener=""), declared)
 
-    return ToolCalls(form, openers=("<tool_call>", "<function="), closers=("</tool_call>",))
+    return ToolCalls(form, declared, openers=_QWEN_TAGS.openers, closers=("</tool_call>",))
 
 
 _GLM_TAGS = Tags(
-    "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", drops_line_breaks=False
+    "",
+    "",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "</tool_call>",
+    drops_line_breaks=False,
+    openers=("<tool_call>",),
 )
 
 
-def glm45(schemas: Mapping[str, Mapping[str, Any]]) -> ToolCalls:
+def glm45(declared: Declared) -> ToolCalls:
     """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM 4.5 and later."""
-    return ToolCalls(lambda _: TaggedCall(_GLM_TAGS, schemas), openers=("<tool_call>",))
+
+    def form(character: str) -> CallForm:
+        return JsonCall() if character == "{" else TaggedCall(_GLM_TAGS, declared)
+
+    return ToolCalls(form, declared, openers=_GLM_TAGS.openers, closers=("</tool_call>",))
 
 
-def required(known: Collection[str]) -> ToolCalls:
+def required(declared: Declared) -> ToolCalls:
     """``[{"name": …, "parameters": …}, …]``: what guided decoding makes of ``tool_choice: required``."""
-    return ToolCalls(lambda _: JsonCall(known), bare=True)
+    return ToolCalls(lambda _: JsonCall(), declared, objects=True, bare=True)
 
 
-def named(name: str) -> ToolCalls:
+def named(name: str, declared: Declared) -> ToolCalls:
     """The arguments of one function and nothing else: what guided decoding makes of a ``tool_choice`` with a name."""
-    return ToolCalls(lambda _: GivenCall(name), bare=True)
+    return ToolCalls(lambda _: GivenCall(name), declared, bare=True)

@@ -205,6 +205,7 @@ def test_a_settings_file_gives_way_to_the_environment_and_that_to_the_command_li
     [
         ("que_weight = 1", "'que_weight' is no setting of this command"),
         ("queue_weight = ", "is not TOML"),
+        ("queue_weight = " + "[" * 50_000, "is not TOML that can be read: it is nested too deeply"),
         ("queue_weight = 5000", "--queue-weight: Input should be less than or equal to 1000"),
     ],
 )

@@ -173,6 +173,90 @@ def test_other_groups_of_a_hybrid_model_neither_store_nor_remove() -> None:
     assert [type(event) for event in out] == [BlocksStored]
 
 
+@pytest.mark.parametrize(
+    ("kind", "promised"),
+    [
+        (None, True),
+        ("full_attention", True),
+        ("FULL_ATTENTION", True),
+        ("sink_full_attention", True),
+        ("mla_attention", True),
+        ("sliding_window_mla", False),
+        ("mla_sliding_window", False),
+        ("not_full_attention", False),
+        ("sliding_window", False),
+        ("mamba", False),
+        ("chunked_local_attention", False),
+        ("", False),
+        (3, False),
+    ],
+)
+def test_only_kinds_of_full_attention_are_promised(kind: Any, promised: bool) -> None:
+    stored = {**block_stored("trtllm", [1], None, [1] * 4), "group_idx": 0, "kv_cache_spec_kind": kind}
+    assert [type(event) for event in translated([stored])] == [BlocksStored] * promised
+
+
+def of_group(event: dict[str, Any], group: int | None, kind: str | None = None) -> dict[str, Any]:
+    return {
+        **event,
+        **({} if group is None else {"group_idx": group}),
+        **({"kv_cache_spec_kind": kind} if kind else {}),
+    }
+
+
+def test_a_window_group_that_was_never_seen_to_store_removes_nothing() -> None:
+    full = of_group(block_stored("trtllm", [1], None, [1] * 4), 0, "mla_attention")
+    out = translated([full, of_group(block_removed("trtllm", [1]), 1)])
+    assert [type(event) for event in out] == [BlocksStored]
+
+
+@pytest.mark.parametrize(("stores", "removes"), [(None, 0), (0, None)])
+def test_groups_may_be_numbered_in_one_kind_of_event_only(stores: int | None, removes: int | None) -> None:
+    stored = of_group(block_stored("trtllm", [1], None, [1] * 4), stores)
+    out = translated([stored, of_group(block_removed("trtllm", [1]), removes)])
+    assert [type(event) for event in out] == [BlocksStored, BlocksRemoved]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3), st.integers(1, 3)), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_a_block_is_promised_while_all_groups_that_had_it_hold_it(
+    steps: list[tuple[bool, int, int, int]],
+) -> None:
+    """The naive model: copies of each block by group; a group that never had a block does not count for it."""
+    tokens = [list(range(10 * block, 10 * block + 4)) for block in range(7)]
+    chain = names([token for block in tokens for token in block])
+    translator = EngineTranslator(BLOCK, 1000)
+    copies: list[dict[int, int]] = [{} for _ in tokens]
+    promised: set[int] = set()
+    for stores, group, begin, count in steps:
+        blocks = range(begin, begin + count)
+        hashes = [block + 1 for block in blocks]
+        if stores:
+            if begin and not any(copies[begin - 1].values()):
+                continue
+            parent = begin or None
+            flat = [token for block in blocks for token in tokens[block]]
+            event = of_group(block_stored("trtllm", hashes, parent, flat), group, "full_attention")
+            for block in blocks:
+                copies[block][group] = copies[block].get(group, 0) + 1
+        else:
+            event = of_group(block_removed("trtllm", hashes), group)
+            for block in blocks:
+                if copies[block].get(group):
+                    copies[block][group] -= 1
+                if not any(copies[block].values()):
+                    copies[block].clear()
+        for said in translated([event], translator):
+            found = set(unpack_hashes(said.sequence_hashes))
+            if isinstance(said, BlocksStored):
+                assert said.parent is None or said.parent in chain
+                promised |= found
+            else:
+                assert found <= promised
+                promised -= found
+        assert promised == {chain[block] for block, held in enumerate(copies) if held and all(held.values())}
+
+
 def test_the_upstream_layout_with_a_group_behind_the_extra_keys_is_read() -> None:
     event = ["BlockStored", [1], None, [1] * 4, 4, None, "GPU", None, None, 1, "sliding_window", 128]
 

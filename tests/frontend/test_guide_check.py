@@ -128,6 +128,34 @@ def test_what_a_compiler_would_die_of_or_never_end_with_is_refused_and_the_next_
     assert run(scenario, limit_ms=limit_ms) == ["refused", "known", "accepted"]
 
 
+@pytest.mark.parametrize(
+    "guide",
+    [
+        {"guided_json": b'{"$ref": "#"}'},
+        {"guided_json": b'{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'},
+        {"guided_json": b'{"anyOf": [{"$ref": "#"}]}'},
+        {"guided_regex": "[^\\s\\S]"},
+        {"guided_grammar": "root ::= root"},
+        {"guided_grammar": "start: a\na: b\nb: a"},
+        {
+            "structural_tag": '{"type": "structural_tag", '
+            '"format": {"type": "json_schema", "json_schema": {"$ref": "#"}}}'
+        },
+    ],
+)
+def test_a_guide_to_which_no_text_keeps_is_refused(guide: Guide) -> None:
+    [param] = guide
+
+    async def scenario(check: GuideCheck) -> None:
+        with pytest.raises(
+            RequestError, match=f"^{param} cannot be kept to: no text keeps to it. The request"
+        ) as refused:
+            await check.check(guide, param, EVERYBODY)
+        assert (refused.value.status, refused.value.param) == (400, param)
+
+    assert run(scenario) == ["refused"]
+
+
 def test_a_guide_that_the_library_does_not_take_is_for_the_workers_engine_to_judge() -> None:
     async def scenario(check: GuideCheck) -> None:
         await check.check({"guided_json": b'{"not": {"type": "integer"}}'}, "guided_json", EVERYBODY)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.models.build_tiny import SPECIAL_TOKENS, build
 from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
 
+CONFIG = Path(__file__).parents[2] / "pool_configs" / "short_and_long.json"
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -83,6 +87,8 @@ def test_truncation_and_padding_of_training_are_switched_off(directory: Path) ->
         (lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json"),
         (lambda d: (d / "config.json").write_text("{"), "config.json"),
         (lambda d: (d / "config.json").write_text("[]"), "config.json"),
+        (lambda d: (d / "config.json").write_text("[" * 50_000), "config.json"),
+        (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja"),
         (lambda d: change(d, "config.json", vocab_size="many"), "vocab_size"),
         (lambda d: change(d, "config.json", max_position_embeddings=0), "max_position_embeddings"),
         (lambda d: change(d, "tokenizer_config.json", chat_template="{% if %}"), "tokenizer_config.json"),
@@ -92,8 +98,34 @@ def test_truncation_and_padding_of_training_are_switched_off(directory: Path) ->
 )
 def test_a_directory_that_cannot_be_used_says_which_file_and_why(directory: Path, break_it: Any, named: str) -> None:
     break_it(directory)
-    with pytest.raises(ModelDirectoryError, match=named):
+    with pytest.raises(ModelDirectoryError, match=f"^--model-path {re.escape(str(directory))}: .*{named}"):
         PromptModel.load(directory)
+
+
+def test_a_chat_template_that_cannot_be_used_is_named_by_its_option(directory: Path) -> None:
+    for content, wrong in ((None, "not a file"), (b"{% if %}", "compiling"), (b"\xff", "utf-8")):
+        file = directory / "own.jinja"
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(ModelDirectoryError, match=f"^--chat-template {re.escape(str(file))}: .*{wrong}"):
+            PromptModel.load(directory, chat_template=file)
+
+
+@pytest.mark.parametrize("command", ["router", "global-router"])
+def test_a_server_with_a_wrong_model_path_ends_with_one_line_and_status_2(command: str) -> None:
+    given = ["--config", str(CONFIG)] if command == "global-router" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "poolgrid.cli.main", command, "--model-path", "/nonexistent", "--port", "0", *given],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert next(line for line in done.stderr.splitlines() if "ERROR" in line).endswith(
+        "--model-path /nonexistent: not a directory"
+    )
 
 
 def test_templates_have_the_helpers_that_published_ones_use() -> None:

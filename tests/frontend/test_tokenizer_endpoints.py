@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from poolgrid.frontend import tokenizer_endpoints
 from poolgrid.frontend.ports import ServedModel
 from poolgrid.wire.hashing import unpack_tokens
 from tests.frontend.fake_backend import TINY, FakeBackend
@@ -18,9 +22,16 @@ from tests.frontend.server import application, in_process
 HI = [{"role": "user", "content": "hällo 😀"}]
 
 
-def post(path: str, *, raw: bytes | None = None, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+def post(
+    path: str,
+    *,
+    raw: bytes | None = None,
+    headers: dict[str, str] | None = None,
+    settings: dict[str, Any] | None = None,
+    **body: Any,
+) -> httpx.Response:
     async def go() -> httpx.Response:
-        async with in_process(application(FakeBackend(), max_body_bytes=10_000)) as client:
+        async with in_process(application(FakeBackend(), max_body_bytes=10_000, **(settings or {}))) as client:
             content = raw if raw is not None else json.dumps({"model": "tiny", **body}).encode()
             return await client.post(
                 path, content=content, headers={"content-type": "application/json", **(headers or {})}
@@ -35,6 +46,30 @@ def test_a_prompt_becomes_its_token_ids_and_back() -> None:
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == 262_144
     assert post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": "hällo 😀"}
+
+
+@pytest.mark.parametrize("strings", [True, False, None])
+@pytest.mark.parametrize("text", ["", 'hällo 😀 "x" ' * 5])
+def test_a_long_answer_is_encoded_in_steps_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, strings: bool | None, text: str
+) -> None:
+    monkeypatch.setattr(tokenizer_endpoints, "TOKENS_PER_STEP", 7)
+    threads: set[str] = set()
+    encode = tokenizer_endpoints._inside
+
+    def inside(values: Sequence[int | str]) -> bytes:
+        assert len(values) <= 7
+        threads.add(threading.current_thread().name)
+        return encode(values)
+
+    monkeypatch.setattr(tokenizer_endpoints, "_inside", inside)
+    answer = post("/tokenize", prompt=text, return_token_strs=strings, settings={"tokenizer_inline_bytes": 0})
+    found = msgspec.json.decode(answer.content, type=tokenizer_endpoints.Tokenized)
+    assert found.tokens == list(unpack_tokens(TINY.encode(text, add_special_tokens=True)))
+    assert found.count == len(found.tokens)
+    expected = [TINY.token_bytes(token).decode("utf-8", "replace") for token in found.tokens] if strings else None
+    assert found.token_strs == expected
+    assert all(name.startswith("tokenizer") for name in threads)
 
 
 def test_a_chat_becomes_what_the_worker_gets() -> None:

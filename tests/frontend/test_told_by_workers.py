@@ -63,6 +63,34 @@ async def test_parsers_of_the_cards_read_the_answers_of_that_model() -> None:
     assert (call["function"]["name"], call["function"]["arguments"]) == ("f", '{"x": 1}')
 
 
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}[A]CLOSED"
+    "{% elif m.role == 'tool' %}[O]{{ m.content }}[/O]{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+ONE_TURN = [{"role": "user", "content": "Rome?"}]
+AFTER_A_TOOL = [
+    *ONE_TURN,
+    {"role": "assistant", "content": "Wait."},
+    {"role": "tool", "tool_call_id": "c", "content": "1"},
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("closed", "messages", "reasons"),
+    [("", ONE_TURN, True), ("", AFTER_A_TOOL, False), ("</think>", ONE_TURN, False), ("</think>", AFTER_A_TOOL, False)],
+)
+async def test_an_answer_begins_in_reasoning_only_at_the_beginning_of_a_turn(
+    closed: str, messages: list[dict[str, Any]], reasons: bool
+) -> None:
+    template = TURNS.replace("CLOSED", closed)
+    found = await message(
+        told("18 degrees.", reasoning_parser="deepseek_r1", chat_template=template), messages=messages
+    )
+    assert found.get("reasoning_content") == ("18 degrees." if reasons else None)
+    assert found["content"] == ("" if reasons else "18 degrees.")
+
+
 @pytest.mark.anyio
 async def test_a_parser_of_the_routers_own_wins_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

@@ -24,6 +24,7 @@ from poolgrid.workers.model_cache.manifest import (
     path_problem,
 )
 from poolgrid.workers.model_cache.opening import open_source
+from poolgrid.workers.model_cache.unfollowed import make_unfollowed, open_unfollowed
 from tests.model_cache.file_server import COMMIT, FileServer, file_server
 
 WEIGHTS = bytes(range(256)) * 12_000
@@ -118,6 +119,70 @@ def test_files_that_are_excluded_are_neither_fetched_nor_in_the_manifest(place: 
     assert set(place.content()) == {file.path for file in made.files} == {"config.json", "model-1.safetensors"}
     with pytest.raises(ModelCacheError, match=r"was fetched from .* without sub/\*, empty, and is asked for from"):
         place.fetch(str(tmp_path / "source"))
+
+
+@pytest.mark.parametrize("link", ["config.json", "config.json.poolgrid-part", "sub", "poolgrid-model.json"])
+@pytest.mark.parametrize("mirror", [True, False])
+def test_a_link_in_the_place_of_a_part_is_removed_and_nothing_is_written_where_it_leads(
+    place: Place, tmp_path: Path, link: str, mirror: bool
+) -> None:
+    outside = tmp_path / "outside"
+    (outside / "sub").mkdir(parents=True)
+    (outside / link).parent.mkdir(exist_ok=True)
+    if link != "sub":
+        (outside / link).write_bytes(b"a")
+    before = {each: each.read_bytes() for each in outside.rglob("*") if each.is_file()}
+    partial = place.cache.partial_path("model")
+    partial.mkdir(parents=True)
+    (partial / link).symlink_to(outside / link)
+
+    place.fetch(mirrored(place.server) if mirror else str(written(tmp_path / "source")))
+
+    assert place.content() == FILES
+    assert not any(each.is_symlink() for each in place.cache.path("model").rglob("*"))
+    assert {each: each.read_bytes() for each in outside.rglob("*") if each.is_file()} == before
+
+
+@pytest.mark.parametrize("link", [".poolgrid", ".poolgrid/partial", ".poolgrid/partial/model", ".poolgrid/locks"])
+def test_a_link_in_the_place_of_a_directory_is_refused_by_name(place: Place, tmp_path: Path, link: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    place.cache.directory.joinpath(link).parent.mkdir(parents=True)
+    place.cache.directory.joinpath(link).symlink_to(outside)
+
+    with pytest.raises(ModelCacheError, match=f"{link} is a symbolic link"):
+        place.fetch(str(written(tmp_path / "source")))
+
+    assert list(outside.iterdir()) == []
+
+
+def test_a_broken_model_whose_directory_is_a_link_is_not_written_through_it(place: Place, tmp_path: Path) -> None:
+    source = str(written(tmp_path / "source"))
+    place.fetch(source)
+    outside = place.cache.path("model").rename(tmp_path / "outside")
+    place.cache.path("model").symlink_to(outside)
+    (outside / "config.json").unlink()
+
+    with pytest.raises(ModelCacheError, match="model is a symbolic link"):
+        place.fetch(source)
+
+    assert not (outside / "config.json").exists()
+
+
+def test_a_link_that_comes_while_a_file_is_fetched_is_not_followed(tmp_path: Path) -> None:
+    partial = tmp_path / ".poolgrid" / "partial" / "model"
+    make_unfollowed(partial / "sub")
+    (tmp_path / "outside").mkdir()
+    (partial / "sub").rmdir()
+    (partial / "sub").symlink_to(tmp_path / "outside")
+    (partial / "file").symlink_to(tmp_path / "outside" / "file")
+    for path in ("sub/file", "file"):
+        with (
+            pytest.raises(ModelCacheError, match="is a symbolic link"),
+            open(partial / path, "wb", opener=open_unfollowed),
+        ):
+            pass
+    assert list((tmp_path / "outside").iterdir()) == []
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_ended(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from poolgrid.runtime.allocation import (
     WORKING_S,
     Heap,
     HeapTrimmer,
+    look_repeatedly,
     return_large_blocks,
 )
 
@@ -54,6 +56,19 @@ def test_what_the_operator_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
 
     assert not return_large_blocks()
+
+
+def test_a_look_without_a_free_descriptor_does_not_end_the_thread() -> None:
+    looks = iter((OSError(errno.EMFILE, "Too many open files"), None, None))
+    seen: list[OSError | None] = []
+
+    def look() -> None:
+        seen.append(next(looks))
+        if seen[-1] is not None:
+            raise seen[-1]
+
+    look_repeatedly(look, lambda: len(seen) == 3)
+    assert len(seen) == 3
 
 
 IN_PIECES = """

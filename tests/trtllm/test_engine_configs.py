@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
@@ -218,6 +219,33 @@ def test_a_pair_that_does_not_fit_is_found(side: str, path: tuple[str, ...], val
     both[side] = changed(both[side], path, value=value)
     found = [fault.path for fault in check_pair(both["prefill"], both["decode"])]
     assert (where in found) if where else not found
+
+
+@pytest.mark.parametrize(
+    ("decode", "warned"),
+    [
+        ({"max_seq_len": 8192}, ["max_seq_len"]),
+        ({"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 1}}, ["max_tokens_in_buffer"]),
+        ({"cache_transceiver_config": {"backend": "UCX"}}, ["max_tokens_in_buffer"]),
+        ({"max_seq_len": 8191}, None),
+    ],
+)
+def test_a_pair_that_runs_with_limits_gets_warnings_and_status_0(
+    tmp_path: Path, decode: dict[str, Any], warned: list[str] | None
+) -> None:
+    (tmp_path / "prefill.yaml").write_text(yaml.safe_dump(PREFILL))
+    (tmp_path / "decode.yaml").write_text(yaml.safe_dump({**DECODE, **decode}))
+    text, status = check_command([tmp_path])
+    report, report_status = check_report([tmp_path])
+    found = report["files"][str(tmp_path / "decode.yaml")]
+    if warned is None:
+        assert (status, report_status) == (1, 1)
+        assert not any(each["warning"] for each in found)
+        return
+    assert (status, report_status) == (0, 0)
+    assert [each["path"].rpartition(".")[2] for each in found if each["warning"]] == warned
+    assert text.count("decode.yaml: warning: ") == 1
+    assert text.endswith("0 with faults\n")
 
 
 @pytest.mark.parametrize(

@@ -307,3 +307,23 @@ def test_a_guide_that_becomes_too_much_ends_the_answer_with_an_error() -> None:
 
     assert last.finish_reason == "error"
     assert last.error == "guided_regex cannot be kept to any further: too many items"
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"guided_json": b'{"$ref": "#"}'}, {"guided_regex": "[^\\s\\S]"}, {"guided_grammar": "root ::= root"}]
+)
+def test_a_guide_to_which_no_text_keeps_is_refused_without_the_librarys_state(sampling: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        stream(asked(**sampling))
+    assert str(refused.value).endswith("cannot keep to this one: no text keeps to it")
+
+
+def test_a_guide_that_breaks_during_an_answer_is_the_requests_fault_and_is_named_without_the_librarys_state() -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    made = stream(asked(guided_json=json.dumps(schema).encode()))
+    made.generate_to(512)
+    assert made.refusal is RefusalKind.INVALID
+    assert made.error is not None
+    assert made.error.startswith("guided_json cannot be kept to any further: ")
+    assert "\n" not in made.error
+    assert "<state>" not in made.error

@@ -254,9 +254,17 @@ def _tier(fields: dict[Any, Any]) -> Tier | None:
 
 
 def _full_attention(fields: dict[Any, Any]) -> bool:
-    """Say whether the event is about the layers whose blocks stand for prefixes (hybrid models have others too)."""
+    """Say whether the event is about the layers whose blocks stand for prefixes (hybrid models have others too).
+
+    Engines without kinds have one group. A kind that is not known here is not promised to anyone.
+    """
     kind = fields.get("kv_cache_spec_kind")
-    return not isinstance(kind, str) or "full" in kind.lower() or "mla" in kind.lower()
+    if kind is None:
+        return True
+    if not isinstance(kind, str):
+        return False
+    kind = kind.lower()
+    return kind == "mla_attention" or kind.startswith(("full", "sink_full"))
 
 
 def _name(value: Any) -> str:

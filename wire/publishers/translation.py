@@ -7,17 +7,19 @@ prefixes; which groups are others is learned from their stored events, because r
 alone.
 
 An engine may hold a block several times: requests that compute the same prefix at the same time each fill blocks of
-their own, and each of them is stored, and later removed, under the same hash. So copies are counted, and a block is
-gone when its last copy is.
+their own, and each of them is stored, and later removed, under the same hash. So copies are counted by group, and a
+block is gone when a group that had it has lost its last copy: a hit needs all groups of full attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from poolgrid.wire.dialects.pub import EngineEvent, EngineRemoved, EngineStored
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_hashes, sequence_hashes
+from poolgrid.wire.identifiers import Tier
 
 RootSeed = Callable[[bytes], int | None]
 """Says which seed (LoRA and salt) a chain was hashed with that does not say it itself, by the tokens of its first block
@@ -25,6 +27,13 @@ RootSeed = Callable[[bytes], int | None]
 
 GROUPS_MAX = 64
 """Groups of layers that are told apart; models have a handful."""
+
+FULL_GROUPS_MAX = 8
+"""Groups of full attention whose copies are counted; each may hold all blocks."""
+
+
+_Copies = dict[int | None, dict[int, int]]
+_Lost = dict[int, set[int | None]]
 
 
 class EngineTranslator:
@@ -37,8 +46,10 @@ class EngineTranslator:
         self._known: dict[int, int] = {}
         self._seeds: dict[int, int] = {}
         """Seed by engine hash, where it is not the base seed."""
-        self._on: tuple[dict[int, int], dict[int, int], dict[int, int]] = ({}, {}, {})
-        """By tier: copies of each engine hash."""
+        self._on: tuple[_Copies, _Copies, _Copies] = ({}, {}, {})
+        """By tier and group: copies of each engine hash."""
+        self._lost: tuple[_Lost, _Lost, _Lost] = ({}, {}, {})
+        """By tier: the groups that have lost an engine hash, which others still hold."""
         self._other_groups: set[int] = set()
         self.ignored_blocks = 0
 
@@ -49,8 +60,10 @@ class EngineTranslator:
         """Forget every engine hash."""
         self._known.clear()
         self._seeds.clear()
-        for tier in self._on:
-            tier.clear()
+        for groups in self._on:
+            groups.clear()
+        for lost in self._lost:
+            lost.clear()
 
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
         """Return the same events in sequence hashes."""
@@ -85,6 +98,8 @@ class EngineTranslator:
             told = self._root_seed(event.token_bytes[: 4 * event.block_size])
             unfit = told is None
             seed = None if told == BASE_SEED else told
+        groups = self._on[event.tier]
+        unfit = unfit or (event.group not in groups and len(groups) >= FULL_GROUPS_MAX)
         if unfit or len(self._known) + len(hashes) > self._blocks_max:
             self.ignored_blocks += len(event.hashes)
             return
@@ -97,20 +112,61 @@ class EngineTranslator:
         if seed is not None:
             self._seeds.update(dict.fromkeys(hashes, seed))
         tier = event.tier
-        on = self._on[tier]
+        on = groups.setdefault(event.group, {})
         if on.keys().isdisjoint(hashes):
             on.update(dict.fromkeys(hashes, 1))
         else:
             for engine_hash in hashes:
                 on[engine_hash] = on.get(engine_hash, 0) + 1
-        out.append(BlocksStored(parent, pack_hashes(names), tier))
+        if self._lost[tier]:
+            self._found(event.group, hashes, names, parent, tier, out)
+        else:
+            out.append(BlocksStored(parent, pack_hashes(names), tier))
+
+    def _found(
+        self,
+        group: int | None,
+        hashes: Sequence[int],
+        names: Sequence[int],
+        parent: int | None,
+        tier: Tier,
+        out: list[AnyEvent],
+    ) -> None:
+        """Report the blocks that no group lacks any more, each stretch of them."""
+        lost = self._lost[tier]
+        begin = 0
+        for at, engine_hash in enumerate(hashes):
+            lacking = lost.get(engine_hash)
+            if lacking is None:
+                continue
+            lacking.discard(group)
+            if not lacking:
+                del lost[engine_hash]
+                continue
+            if begin < at:
+                out.append(BlocksStored(names[begin - 1] if begin else parent, pack_hashes(names[begin:at]), tier))
+            begin = at + 1
+        if begin < len(hashes):
+            out.append(BlocksStored(names[begin - 1] if begin else parent, pack_hashes(names[begin:]), tier))
 
     def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
         if event.group in self._other_groups:
             return
         tier = event.tier
-        on = self._on[tier]
-        others = [held for other, held in enumerate(self._on) if other != tier]
+        groups, lost = self._on[tier], self._lost[tier]
+        group = event.group
+        if group not in groups:
+            # Some engines number their groups in one kind of event only.
+            if group is None:
+                for each in list(groups):
+                    self._remove(replace(event, group=each), out)
+                return
+            if None not in groups:
+                return
+            group = None
+        on = groups[group]
+        others = [held for other in self._on for held in other.values() if held is not on]
+        of_tier = [held for held in groups.values() if held is not on]
         gone: list[int] = []
         for engine_hash in event.hashes:
             copies = on.get(engine_hash)
@@ -120,8 +176,18 @@ class EngineTranslator:
                 on[engine_hash] = copies - 1
                 continue
             del on[engine_hash]
-            gone.append(self._known[engine_hash])
-            if not any(engine_hash in other for other in others):
+            lacking = lost.get(engine_hash)
+            if lacking is None:
+                gone.append(self._known[engine_hash])
+            if any(engine_hash in held for held in of_tier):
+                if lacking is None:
+                    lost[engine_hash] = {group}
+                else:
+                    lacking.add(group)
+                continue
+            if lacking is not None:
+                del lost[engine_hash]
+            if not any(engine_hash in held for held in others):
                 del self._known[engine_hash]
                 self._seeds.pop(engine_hash, None)
         if gone:

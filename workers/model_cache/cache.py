@@ -10,7 +10,8 @@ Rules
        with.
     2. Only who holds the lock writes. The operating system gives it free when a process ends, however it ends. Between
        machines that share a file system the lock is as good as that file system's.
-    3. What is whole is not changed, but for one that verification finds broken: it goes back to what is under way.
+    3. Nothing is written through a symbolic link below ``CACHE/.poolgrid`` (``unfollowed``).
+    4. What is whole is not changed, but for one that verification finds broken: it goes back to what is under way.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ from poolgrid.workers.model_cache.manifest import (
     parse,
 )
 from poolgrid.workers.model_cache.sources import CHUNK_BYTES
-
-OWN_DIRECTORY = ".poolgrid"
+from poolgrid.workers.model_cache.unfollowed import OWN_DIRECTORY, make_unfollowed
 
 CACHE_DIR_VARIABLE = "POOLGRID_MODEL_CACHE_DIR"
 
@@ -128,7 +128,9 @@ class ModelCache:
         """Hold the lock of a model; raises ``ModelCacheError`` when another process has it for longer."""
         place = self._lock(name)
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
+            make_unfollowed(place.parent)
+            if place.is_symlink():
+                raise ModelCacheError(f"{place} is a symbolic link: remove it")
             lock = FileLock(place, timeout=wait_s)
             lock.acquire(poll_interval=LOCK_POLL_S)
         except Timeout:

@@ -16,6 +16,7 @@ from poolgrid.workers.model_cache.manifest import (
     path_problem,
 )
 from poolgrid.workers.model_cache.sources import CHUNK_BYTES, ListedFile, Listing, Unavailable, name_of_place
+from poolgrid.workers.model_cache.unfollowed import open_unfollowed
 
 
 class Directory:
@@ -71,7 +72,7 @@ class Directory:
             reading = place.open("rb")
         except OSError as error:
             raise ModelCacheError(f"reading {place}: {error.strerror or error}") from None
-        with reading, part.open("wb") as written:
+        with reading, open(part, "wb", opener=open_unfollowed) as written:
             while True:
                 try:
                     chunk = reading.read(CHUNK_BYTES)

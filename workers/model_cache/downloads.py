@@ -10,6 +10,7 @@ import httpx
 
 from poolgrid.workers.model_cache.manifest import ModelCacheError
 from poolgrid.workers.model_cache.sources import CHUNK_BYTES, ListedFile, Unavailable
+from poolgrid.workers.model_cache.unfollowed import open_unfollowed
 
 CONNECTIONS_MAX = 32
 """Open at a time to all servers of a source: more than files are fetched at a time."""
@@ -63,7 +64,7 @@ def download(
                 raise Unavailable(f"GET {url}: what was fetched before does not fit what is there now; it is dropped")
             elif answer.status_code != (206 if have else 200):
                 raise refusal(url, answer.status_code)
-            with part.open("ab" if have else "wb") as written:
+            with open(part, "ab" if have else "wb", opener=open_unfollowed) as written:
                 for chunk in answer.iter_raw():
                     have += len(chunk)
                     if have > file.bytes:
@@ -97,7 +98,7 @@ def _taken_over(part: Path, size: int, digest: Callable[[bytes], None], told: Ca
     if have > size:
         part.unlink()
         return 0
-    with part.open("rb") as reading:
+    with open(part, "rb", opener=open_unfollowed) as reading:
         while chunk := reading.read(CHUNK_BYTES):
             digest(chunk)
             told(len(chunk))

@@ -24,6 +24,7 @@ from poolgrid.workers.model_cache.manifest import (
     left_out,
 )
 from poolgrid.workers.model_cache.sources import ListedFile, Listing, Source, Unavailable
+from poolgrid.workers.model_cache.unfollowed import make_unfollowed, open_unfollowed
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Fetching:
         self.progress.phase("list", 0)
         listing = self._listing()
         partial = self.cache.partial_path(self.name)
-        partial.mkdir(parents=True, exist_ok=True)
+        make_unfollowed(partial)
         self._drop_others(partial, listing)
         self._check_room(partial, listing)
         self.progress.phase("fetch", sum(file.bytes for file in listing.files))
@@ -155,10 +156,13 @@ class Fetching:
         for each in wrong:
             log.warning("%s: %s %s; it is fetched again", self.cache.path(self.name), each.path, each.problem)
         partial = self.cache.partial_path(self.name)
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        self.cache.path(self.name).rename(partial)
+        broken = self.cache.path(self.name)
+        if broken.is_symlink():
+            raise ModelCacheError(f"{broken} is a symbolic link: a model is fetched into real directories only")
+        make_unfollowed(partial)
+        shutil.rmtree(partial)
+        broken.rename(partial)
+        _drop_links(partial)
         (partial / MANIFEST_FILE).unlink()
         for each in wrong:
             (partial / each.path).unlink(missing_ok=True)
@@ -174,7 +178,8 @@ class Fetching:
         return Listing(files, listing.revision)
 
     def _drop_others(self, partial: Path, listing: Listing) -> None:
-        """Remove what an earlier attempt fetched that is not of the model any more."""
+        """Remove what an earlier attempt fetched that is not of the model any more, and links, which none makes."""
+        _drop_links(partial)
         wanted = {file.path for file in listing.files}
         for place in [each for each in partial.rglob("*") if not each.is_dir()]:
             if place.relative_to(partial).as_posix().removesuffix(PART) not in wanted:
@@ -214,7 +219,7 @@ class Fetching:
     def _bring(self, partial: Path, listing: Listing, file: ListedFile) -> ModelFile:
         whole = partial / file.path
         part = whole.with_name(whole.name + PART)
-        whole.parent.mkdir(parents=True, exist_ok=True)
+        make_unfollowed(whole.parent)
         if whole.exists():
             # Of an earlier attempt. Without a sum to hold it against it cannot be told from another one's.
             if file.sha256 and whole.stat().st_size == file.bytes and sha256_of(whole, self._told) == file.sha256:
@@ -276,11 +281,18 @@ class Fetching:
             else:
                 _sync(directory)
         place = partial / MANIFEST_FILE
-        place.write_bytes(encode(manifest))
+        with open(place, "wb", opener=open_unfollowed) as written:
+            written.write(encode(manifest))
         _sync(place)
         _sync(partial)
         partial.rename(self.cache.path(self.name))
         _sync(self.cache.directory)
+
+
+def _drop_links(directory: Path) -> None:
+    for place in [each for each in directory.rglob("*") if each.is_symlink()]:
+        log.warning("%s is a symbolic link; it is removed", place)
+        place.unlink()
 
 
 def _size(path: Path) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
 from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
-from poolgrid.frontend.parsers.tagged_call import VALUE_CHARS_MAX, as_json, types_of
+from poolgrid.frontend.parsers.tagged_call import as_json, types_of
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.parsers.transcripts import GLM, TOOLS
 
@@ -39,6 +40,8 @@ def test_kimis_vocabulary_shows_it_too() -> None:
         ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/A"}]}, {"string", "object"}),
         ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
         ({"const": 1.5}, {"number"}),
+        ({"type": "string", "nullable": True}, {"string", "null"}),
+        ({"type": "string", "nullable": False}, {"string"}),
         ({"oneOf": [{"type": "string"}, {}]}, None),
         ({"$ref": "#/$defs/loop"}, None),
         ({"$ref": "#/nowhere"}, None),
@@ -58,7 +61,20 @@ def test_a_schema_says_which_types_an_argument_may_have(schema: Any, types: set[
     [
         ("12", {"string", "null"}, '"12"'),
         ("12", {"number"}, "12"),
-        ("1.0", {"integer"}, '"1.0"'),
+        ("1.0", {"integer"}, "1"),
+        ("-2.00", {"integer", "null"}, "-2"),
+        ("1.5", {"integer"}, '"1.5"'),
+        ("1e999", {"integer"}, '"1e999"'),
+        ("5.0", {"number"}, "5.0"),
+        ('"5"', {"integer"}, "5"),
+        ("TRUE", {"boolean"}, "true"),
+        ("FALSE", {"string"}, '"FALSE"'),
+        ("None", {"integer"}, "null"),
+        ("['a', \"it's\", 'say \"x\"', True, None,]", {"array"}, '["a", "it\'s", "say \\"x\\"", true, null]'),
+        ("{'a': {'b': [1, False]}}", {"object"}, '{"a": {"b": [1, false]}}'),
+        ("{'a': 'line\nbreak \\d \\x41 \\u00e9'}", {"object"}, '{"a": "line\\nbreak \\\\d \\u0041 \\u00e9"}'),
+        ("{'a': 1}", {"object", "string"}, "\"{'a': 1}\""),
+        ("{'a': 1", {"object"}, "\"{'a': 1\""),
         ("1e999", {"number"}, "1e999"),
         ("NaN", None, '"NaN"'),
         ("", {"integer"}, '""'),
@@ -73,13 +89,15 @@ def test_a_value_is_json_where_the_schema_lets_it_be(text: str, types: set[str] 
     assert as_json(text, None if types is None else frozenset(types)) == json
 
 
-def test_a_value_that_is_too_long_to_be_held_back_ends_its_call() -> None:
-    parser = GLM.parser(TOOLS)
-    assert parser is not None
-    text = "x" * (VALUE_CHARS_MAX + 10)
-    found = read(parser, ["<tool_call>search<arg_key>q</arg_key><arg_value></arg_v", text, "</arg_value></tool_call>"])
-    assert found.calls == (("search", '{"q": '),)
-    assert found.content == f"</arg_v{text}</arg_value></tool_call>"
+def test_a_call_too_long_to_be_held_back_is_content() -> None:
+    head = "<tool_call>search<arg_key>q</arg_key><arg_value>"
+    text = head + "x" * (CALL_CHARS_MAX - len(head) + 100) + "</arg_value></tool_call>"
+    for parts in ([text], [text[:-30], text[-30:]], [text[at : at + 5000] for at in range(0, len(text), 5000)]):
+        parser = GLM.parser(TOOLS)
+        assert parser is not None
+        found = read(parser, parts)
+        assert found.calls == ()
+        assert found.content == text
 
 
 def test_ids_are_as_the_models_template_wants_them() -> None:

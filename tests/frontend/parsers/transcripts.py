@@ -7,7 +7,7 @@ from typing import NamedTuple
 from poolgrid.frontend.parsers.formats import OutputFormat, ToolUse
 
 TOOLS = ToolUse(
-    frozenset({"get_weather", "get_time", "search"}),
+    frozenset({"get_weather", "get_time", "search", "f", "g"}),
     schemas={
         "get_weather": {
             "type": "object",
@@ -125,7 +125,7 @@ TRANSCRIPTS: list[Transcript] = [
         "qwen3_coder: cut in a string",
         QWEN_CODER,
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</para",
-        Answer("</para", calls=(("get_weather", '{"city": "Paris'),)),
+        Answer("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</para"),
     ),
     Transcript(
         "qwen3_coder: talk of tags",
@@ -213,10 +213,10 @@ TRANSCRIPTS: list[Transcript] = [
         Answer(calls=(("f", "{}"), ("g", "{}"))),
     ),
     Transcript(
-        "hermes: a call that the limit cut keeps what it has",
+        "hermes: a call that the limit cut is content",
         HERMES,
         '<tool_call>{"name": "f", "arguments": {"a": "b',
-        Answer(calls=(("f", '{"a": "b'),)),
+        Answer('<tool_call>{"name": "f", "arguments": {"a": "b'),
     ),
     Transcript(
         "hermes: cut before the arguments",
@@ -238,7 +238,7 @@ TRANSCRIPTS: list[Transcript] = [
         "hermes: arguments that stop being JSON",
         HERMES,
         '<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>',
-        Answer("b: 2}}</tool_call>", calls=(("f", '{"a": 1, '),)),
+        Answer('<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>'),
     ),
     Transcript(
         "hermes: arguments that are no object",
@@ -481,4 +481,244 @@ TRANSCRIPTS: list[Transcript] = [
         "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
         Answer("Hm\nYes"),
     ),
+    # What models write beside their formats.
+    Transcript(
+        "hermes: a function that the request does not have",
+        HERMES,
+        f"{_hermes('remove', '{}')}\n{_hermes('functions.get_time', '{}')}",
+        Answer(_hermes("remove", "{}"), calls=(("get_time", "{}"),)),
+    ),
+    Transcript(
+        "hermes: an object as Python prints it",
+        HERMES,
+        "<tool_call>{'name': 'get_weather', 'arguments': {'city': \"L'Aquila\", 'metric': True, 'note': None,}}",
+        Answer(calls=(("get_weather", '{"city": "L\'Aquila", "metric": true, "note": null}'),)),
+    ),
+    Transcript(
+        "hermes: a line break in a string, and an escape that JSON does not have",
+        HERMES,
+        '<tool_call>{"name": "search", "arguments": {"q": "a\nb\\d+"}}</tool_call>',
+        Answer(calls=(("search", '{"q": "a\\nb\\\\d+"}'),)),
+    ),
+    Transcript(
+        "hermes: text where the schema has other types",
+        HERMES,
+        _hermes("get_weather", '{"city": "5", "days": "[1, 2]", "metric": "True", "limit": "2.5"}'),
+        Answer(calls=(("get_weather", '{"city": "5", "days": [1, 2], "metric": true, "limit": 2.5}'),)),
+    ),
+    Transcript(
+        "hermes: the last brace is missing before the closing tag",
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call> x',
+        Answer("x", calls=(("f", '{"a": 1}'),)),
+    ),
+    Transcript(
+        "hermes: the last brace is missing at the end",
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": 1}',
+        Answer(calls=(("f", '{"a": 1}'),)),
+    ),
+    Transcript(
+        "hermes: no closing tag before the next call",
+        HERMES,
+        '<tool_call>{"name": "f"}<tool_call>{"name": "g"}\n{"name": "get_time"}',
+        Answer(calls=(("f", "{}"), ("g", "{}"), ("get_time", "{}"))),
+    ),
+    Transcript(
+        "hermes: an opener twice",
+        HERMES,
+        f"<tool_call>\n{_hermes('f', '{}')}",
+        Answer("<tool_call>", calls=(("f", "{}"),)),
+    ),
+    Transcript(
+        "hermes: tags in a string",
+        HERMES,
+        _hermes("f", '{"a": "</tool_call><tool_call>"}'),
+        Answer(calls=(("f", '{"a": "</tool_call><tool_call>"}'),)),
+    ),
+    Transcript(
+        "hermes: a list that the tag ends",
+        HERMES,
+        '<tool_call>[{"name": "f"}, {"name": "g"}, </tool_call>x',
+        Answer("x", calls=(("f", "{}"), ("g", "{}"))),
+    ),
+    Transcript(
+        "pythonic: a list that the marker ends",
+        PYTHONIC,
+        "<|python_start|>[f(a=1), g()<|python_end|>x",
+        Answer("x", calls=(("f", '{"a": 1}'), ("g", "{}"))),
+    ),
+    Transcript(
+        "mistral: a list that the next marker ends",
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f"}[TOOL_CALLS]g[ARGS]{}',
+        Answer(calls=(("f", "{}"), ("g", "{}"))),
+    ),
+    Transcript(
+        "llama3: calls one below the other",
+        LLAMA,
+        '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}',
+        Answer(calls=(("f", "{}"), ("g", "{}"))),
+    ),
+    Transcript(
+        "kimi_k2: ids that a client cleaned",
+        KIMI,
+        "".join(_kimi(head, "{}") for head in ("functions_get_weather_1", "functions.get_time_3", "get_time:2", "f-0")),
+        Answer(calls=(("get_weather", "{}"), ("get_time", "{}"), ("get_time", "{}"), ("f", "{}"))),
+    ),
+    Transcript(
+        "kimi_k2: an unknown function, then a known one",
+        KIMI,
+        _kimi("functions.remove:0", "{}") + _kimi("functions.f:1", "{}"),
+        Answer(_kimi("functions.remove:0", "{}"), calls=(("f", "{}"),)),
+    ),
+    Transcript(
+        "deepseek v3: a head that another call cuts",
+        DEEPSEEK,
+        f"{_CALL}get{_CALL}get_time{_SEP}{{}}{_CALLED}",
+        Answer(f"{_CALL}get", calls=(("get_time", "{}"),)),
+    ),
+    Transcript(
+        "qwen3_coder: values as Python prints them",
+        QWEN_CODER,
+        _qwen("get_weather", ("days", "[1, 2,]"), ("metric", "TRUE"), ("limit", "None"), ("zone", "north")),
+        Answer(calls=(("get_weather", '{"days": [1, 2], "metric": true, "limit": null, "zone": "north"}'),)),
+    ),
+    Transcript(
+        "qwen3_coder: tags in a value",
+        QWEN_CODER,
+        _qwen("get_weather", ("city", "a </parameter> b </function> c <parameter=x> </tool_call> d"), ("note", "e")),
+        Answer(
+            calls=(
+                (
+                    "get_weather",
+                    '{"city": "a </parameter> b </function> c <parameter=x> </tool_call> d", "note": "e"}',
+                ),
+            )
+        ),
+    ),
+    Transcript(
+        "qwen3_coder: closing tags are missing",
+        QWEN_CODER,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=note>\nx\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=search>\n<parameter=q>\n1\n</parameter>\n</tool_call>\n"
+        "<tool_call>\n<function=search>\n<parameter=q>\n2\n</parameter>",
+        Answer(
+            calls=(
+                ("get_weather", '{"city": "Paris", "note": "x"}'),
+                ("search", '{"q": 1}'),
+                ("search", '{"q": 2}'),
+            )
+        ),
+    ),
+    Transcript(
+        "qwen3_coder: an unknown function",
+        QWEN_CODER,
+        f"{_qwen('remove', ('a', '1'))}\n{_qwen('get_time')}",
+        Answer(_qwen("remove", ("a", "1")), calls=(("get_time", "{}"),)),
+    ),
+    Transcript("qwen3_coder: a call as hermes writes it", QWEN_CODER, _hermes("f", "{}"), Answer(calls=(("f", "{}"),))),
+    Transcript(
+        "glm45: closing tags are missing",
+        GLM,
+        "<tool_call>get_weather\n<arg_key>city<arg_value>Paris\n<arg_key>note</arg_key>\n<arg_value>x</tool_call>"
+        "<tool_call>get_time\n<arg_key>a</arg_key><arg_value>1</arg_value>",
+        Answer(calls=(("get_weather", '{"city": "Paris\\n", "note": "x"}'), ("get_time", '{"a": 1}'))),
+    ),
+    Transcript(
+        "glm45: tags in a value",
+        GLM,
+        _glm("get_weather", ("city", "a </arg_value> b </tool_call> c")),
+        Answer(calls=(("get_weather", '{"city": "a </arg_value> b </tool_call> c"}'),)),
+    ),
+    Transcript(
+        "harmony: an unknown function",
+        HARMONY,
+        "<|channel|>commentary to=functions.remove <|constrain|>json<|message|>{}<|call|>",
+        Answer("<|channel|>commentary to=functions.remove <|constrain|>json<|message|>{}"),
+    ),
+    Transcript(
+        "harmony: arguments that are no object, and a call that the limit cut",
+        HARMONY,
+        "<|channel|>commentary to=functions.f<|message|>[1]<|call|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f<|message|>{"a": ',
+        Answer(
+            "<|channel|>commentary to=functions.f<|message|>[1]\n"
+            'assistant<|channel|>commentary to=functions.f<|message|>{"a": '
+        ),
+    ),
+    Transcript(
+        "harmony: a recipient without a namespace",
+        HARMONY,
+        "<|channel|>commentary to=f<|message|>{'a': True}<|call|>",
+        Answer(calls=(("f", '{"a": true}'),)),
+    ),
+    Transcript(
+        "reasoning: a call inside that is never closed",
+        QWEN3,
+        f"<think>\nI look. <tool_call> is it.\n{_hermes('f', '{}')}\n{_hermes('g', '{}')}\nDone.",
+        Answer("Done.", "I look. <tool_call> is it.", (("f", "{}"), ("g", "{}"))),
+        TOOLS,
+    ),
+    Transcript(
+        "reasoning: closed after the call, and nothing follows",
+        QWEN3,
+        f"I look.\n{_hermes('f', '{}')}\n</think>\n\n",
+        Answer("", "I look.", (("f", "{}"),)),
+        TOOLS,
+        "<think>\n",
+    ),
+    Transcript(
+        "reasoning: a call that it only considers",
+        QWEN3,
+        f"<think>Maybe {_hermes('f', '{}')} or not.</think>No. {_hermes('g', '{}')}",
+        Answer("No.", f"Maybe {_hermes('f', '{}')} or not.", (("g", "{}"),)),
+    ),
+    Transcript(
+        "reasoning: cut in a call",
+        QWEN3,
+        '<think>Hm.\n<tool_call>{"name": "f", "arguments": {"a',
+        Answer("", 'Hm.\n<tool_call>{"name": "f", "arguments": {"a'),
+    ),
+    Transcript(
+        "reasoning: a section of Kimi's calls inside",
+        OutputFormat("qwen3", "kimi_k2"),
+        f"<think>Hm.<|tool_calls_section_begin|>{_kimi('functions.f:0', '{}')}<|tool_calls_section_end|>",
+        Answer("", "Hm.", (("f", "{}"),)),
+    ),
+    Transcript(
+        "reasoning: several stretches",
+        QWEN3,
+        f"<think>a</think>\n<think>b</think>\n\nText <think>c</think> more.\n{_hermes('f', '{}')}\n<think>d</think>End",
+        Answer("Text more.End", "abcd", (("f", "{}"),)),
+    ),
+    Transcript(
+        "reasoning: another stretch that the limit cut",
+        QWEN3,
+        f"<think>a</think>{_hermes('f', '{}')}\n<think>b",
+        Answer("", "ab", (("f", "{}"),)),
+    ),
+    Transcript(
+        "reasoning: tags that are talked about",
+        QWEN3,
+        "<think>The tag `</think>` ends it.</think>Write '<think>':\n```\n<think>x</think>\n```\nor <think> first.",
+        Answer("Write '<think>':\n```\n<think>x</think>\n```\nor <think> first.", "The tag `</think>` ends it."),
+    ),
+    Transcript(
+        "reasoning: tags in the arguments of a call",
+        QWEN3,
+        "<think>a</think>" + _hermes("f", '{"a": "<think>b</think>"}'),
+        Answer("", "a", (("f", '{"a": "<think>b</think>"}'),)),
+    ),
+    Transcript(
+        "reasoning: although the prompt has closed it",
+        QWEN3,
+        "<think>Hm</think>Yes",
+        Answer("Yes", "Hm"),
+        TOOLS,
+        "<think>\n\n</think>\n\n",
+    ),
+    Transcript("reasoning: closed at once", QWEN3, "</think>\n\nYes </think>", Answer("Yes </think>")),
+    Transcript("reasoning: closed at once in R1", R1, "\n</think>\n\nYes", Answer("Yes"), None),
+    Transcript("reasoning: half a closing tag", QWEN3, "</thi", Answer("</thi")),
 ]

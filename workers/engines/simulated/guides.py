@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poolgrid.runtime.guide_grammar import matcher
+from poolgrid.runtime.guide_grammar import error_of, matcher
 from poolgrid.wire.guide_limits import objection
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
@@ -90,7 +90,10 @@ class _Loaded:
         wrong = objection(sampling)
         if wrong is None:
             try:
-                return _Guide(matcher(self._tokenizer, sampling))
+                guide = _Guide(matcher(self._tokenizer, sampling))
+                if guide.allowed() is not None:
+                    return guide
+                wrong = guide.why()
             except ValueError as error:
                 wrong = str(error)
         raise UnsupportedError(
@@ -124,4 +127,4 @@ class _Guide:
 
     def why(self) -> str:
         """Return what the matcher says is wrong."""
-        return str(self._matcher.get_error())[:ERROR_CHARS_MAX]
+        return error_of(self._matcher)[:ERROR_CHARS_MAX]

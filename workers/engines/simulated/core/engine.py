@@ -548,6 +548,7 @@ class SimulatedEngine:
                     bytes(stream.output[4 * start : 4 * end]),
                     stream.finish_reason if stream.final == end else None,
                     error=stream.error if stream.final == end else None,
+                    refusal=stream.refusal if stream.final == end else None,
                     logprobs=None if sequence.logprobs is None else stream.logprobs(start, end, sequence.logprobs),
                 )
             )
@@ -627,6 +628,7 @@ class SimulatedEngine:
                     stream.finish_reason if ends else None,
                     cached_tokens=None if position else sequence.cached_tokens,
                     error=stream.error if ends else None,
+                    refusal=stream.refusal if ends else None,
                     logprobs=None
                     if sequence.logprobs is None
                     else stream.logprobs(position, position + 1, sequence.logprobs),

@@ -21,7 +21,7 @@ import xxhash
 
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.limits import LOGPROBS_MAX
-from poolgrid.wire.requests import FinishReason, Sampling, TokenLogprobs
+from poolgrid.wire.requests import FinishReason, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 
 STOP = FinishReason.STOP
@@ -139,6 +139,11 @@ class TokenStream:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         """What went wrong, with finish reason ``error``; only a guide can."""
+
+    @property
+    def refusal(self) -> RefusalKind | None:
+        """Return what an error is: another worker would come to the same end with the guide."""
+        return None if self.error is None else RefusalKind.INVALID
 
     def generate_to(self, count: int) -> None:
         """Generate until ``output`` holds ``count`` tokens, or its last token."""

@@ -40,6 +40,8 @@ class Fault:
     path: str
     """Keys from the top, joined by dots; list positions in brackets."""
     message: str
+    warning: bool = False
+    """Whether the engine runs nevertheless."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class FileFault:
     fault: Fault
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.fault}"
+        return f"{self.file}: {'warning: ' if self.fault.warning else ''}{self.fault}"
 
 
 def mode_of(name: str) -> Mode | None:
@@ -151,7 +151,7 @@ def check_files(paths: Iterable[Path], model: str = "") -> tuple[list[Path], lis
     for prefill, decode in pairs(good):
         for fault in check_pair(good[prefill], good[decode]):
             side, _, path = fault.path.partition(".")
-            faults.append(FileFault(prefill if side == "prefill" else decode, Fault(path, fault.message)))
+            faults.append(FileFault(prefill if side == "prefill" else decode, replace(fault, path=path)))
     return files, faults
 
 
@@ -176,16 +176,16 @@ def pairs(files: Iterable[Path]) -> list[tuple[Path, Path]]:
 
 
 def check_command(paths: Iterable[Path], model: str = "") -> tuple[str, int]:
-    """``poolgrid engine-config check PATH...``: return the report and the exit status, 1 when there are faults."""
+    """``poolgrid engine-config check PATH...``: return the report and the exit status, 0 also with warnings."""
     try:
         files, faults = check_files(paths, model)
     except EngineFileError as error:
         return f"{error}\n", 1
     lines = [str(fault) for fault in faults]
-    wrong = len({fault.file for fault in faults})
+    wrong = len({each.file for each in faults if not each.fault.warning})
     checked = "1 file" if len(files) == 1 else f"{len(files):,} files"
     lines.append(f"{checked} checked against TensorRT-LLM {contract().version}, {wrong:,} with faults")
-    return "\n".join(lines) + "\n", 1 if faults else 0
+    return "\n".join(lines) + "\n", 1 if wrong else 0
 
 
 def check_report(paths: Iterable[Path], model: str = "") -> tuple[dict[str, Any], int]:
@@ -194,10 +194,12 @@ def check_report(paths: Iterable[Path], model: str = "") -> tuple[dict[str, Any]
         files, faults = check_files(paths, model)
     except EngineFileError as error:
         return {"error": str(error)}, 1
-    by_file: dict[str, list[dict[str, str]]] = {str(file): [] for file in files}
+    by_file: dict[str, list[dict[str, str | bool]]] = {str(file): [] for file in files}
     for each in faults:
-        by_file[str(each.file)].append({"path": each.fault.path, "message": each.fault.message})
-    return {"tensorrt_llm": contract().version, "files": by_file}, 1 if faults else 0
+        fault = each.fault
+        by_file[str(each.file)].append({"path": fault.path, "message": fault.message, "warning": fault.warning})
+    wrong = any(not each.fault.warning for each in faults)
+    return {"tensorrt_llm": contract().version, "files": by_file}, 1 if wrong else 0
 
 
 def convert_command(path: Path, to_aggregate: bool = False, tensor_parallel_size: int | None = None) -> tuple[str, int]:

@@ -121,8 +121,9 @@ def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Fa
         faults.append(
             Fault(
                 "decode.max_seq_len",
-                f"is {sequence}, the prefill side takes prompts of {prompt} tokens: allowed is more, or nothing "
-                "could be generated",
+                f"is {sequence}, the prefill side takes prompts of {prompt} tokens: nothing can be generated after "
+                f"prompts of {sequence} tokens and more",
+                warning=sequence == prompt,
             )
         )
     for side, arguments in (("prefill", prefill), ("decode", decode)):
@@ -141,12 +142,22 @@ def _check_buffer(arguments: Mapping[str, Any], prompt: int | None, side: str, f
     if prompt is None:
         if side == "prefill":
             faults.append(
-                Fault("prefill.max_seq_len", "is null: without a longest prompt the transfer buffer cannot be sized")
+                Fault(
+                    "prefill.max_seq_len",
+                    "is null: without a longest prompt the transfer buffer cannot be sized",
+                    warning=True,
+                )
             )
-    elif buffer is None:
-        faults.append(Fault(path, f"is null, allowed are integers from {prompt}, the longest prompt"))
-    elif buffer < prompt:
-        faults.append(Fault(path, f"is {buffer}, allowed are integers from {prompt}, the longest prompt"))
+    elif buffer is None or buffer < prompt:
+        # TensorRT-LLM allocates a buffer of its own for a longer prompt.
+        faults.append(
+            Fault(
+                path,
+                f"is {shown(buffer)}, the longest prompt has {prompt} tokens: transfers of longer prompts than the "
+                "buffer are slower",
+                warning=True,
+            )
+        )
 
 
 def _check_graphs(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
