@@ -15,6 +15,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from poolgrid.wire.errors import DecodeError
+from poolgrid.workers.core.vetting import count_of, digits_of
 from poolgrid.workers.engines.server.core.server_facts import (
     RANKS_MAX,
     EventSource,
@@ -24,7 +25,6 @@ from poolgrid.workers.engines.server.core.server_facts import (
     adapters_of,
     reachable,
 )
-from poolgrid.workers.engines.server.core.vetting import count_of, digits_of
 from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 from poolgrid.workers.engines.vllm.core.dialect import GENERATE

@@ -11,8 +11,8 @@ from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
+from poolgrid.workers.core.vetting import logprob_of
 from poolgrid.workers.engines.server.core.calls import Failure
-from poolgrid.workers.engines.server.core.vetting import logprob_of
 
 BUSY_STATUSES = frozenset({408, 429, 503})
 """Statuses of a server that has no room now."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from poolgrid.workers.engines.server.core.vetting import count_of
+from poolgrid.workers.core.vetting import count_of
 
 RANKS_MAX = 1024
 """Data-parallel ranks behind one URL: several times the largest deployments. Each has books and a stream."""

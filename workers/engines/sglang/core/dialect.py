@@ -27,6 +27,7 @@ from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
+from poolgrid.workers.core.vetting import TokenCount, TokenId, count_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
 from poolgrid.workers.engines.server.core.left_kv import left_for
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -43,7 +44,6 @@ from poolgrid.workers.engines.server.core.openai_words import (
     refuse_what_nobody_has,
 )
 from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
-from poolgrid.workers.engines.server.core.vetting import TokenCount, TokenId, count_of, logprob_of
 
 TITLE = "SGLang"
 GENERATE = "/generate"

@@ -23,6 +23,7 @@ from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
+from poolgrid.workers.core.vetting import TokenId, cached_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
 from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -35,7 +36,6 @@ from poolgrid.workers.engines.server.core.openai_words import (
     refusal_of,
     refuse_what_nobody_has,
 )
-from poolgrid.workers.engines.server.core.vetting import TokenId, cached_of, logprob_of
 
 TITLE = "trtllm-serve"
 COMPLETIONS = "/v1/completions"

@@ -25,6 +25,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
+from poolgrid.workers.core.vetting import TokenId, cached_of, digits_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
 from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -39,7 +40,6 @@ from poolgrid.workers.engines.server.core.openai_words import (
     refuse_what_nobody_has,
 )
 from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
-from poolgrid.workers.engines.server.core.vetting import TokenId, cached_of, digits_of, logprob_of
 
 TITLE = "vLLM"
 COMPLETIONS = "/v1/completions"
