@@ -133,7 +133,6 @@ class _Active:
     began: bool = False
     held: Piece | None = None
     """The piece with the finish reason: it goes out with the request's last delta."""
-    failure: Failure | None = None
     cached_tokens: int | None = None
     told_cached: bool = False
     deadline_ms: float = 0.0
@@ -361,7 +360,8 @@ class ServerEngine:
             # The server counts the tokens of pictures too, and nobody else knows how many those are.
             active.cached_tokens = cached if cached <= active.prompt_tokens else active.prompt_tokens
         if piece.failure is not None:
-            active.failure = piece.failure
+            self._close(active)  # the server may say more, or nothing ever
+            self._on_end(active, piece.failure)
             return
         if active.held is not None:
             return  # behind the end only counts are of interest
@@ -447,14 +447,11 @@ class ServerEngine:
         """Take the end of an exchange."""
         request_id = active.request_id
         if self._kept.get(request_id) is active:
-            if failure is not None or active.failure is not None:
-                why = failure or active.failure
-                assert why is not None, "one of them is"
-                log.warning("prefill leg %s failed beside its decode leg: %s", request_id, why.reason)
+            if failure is not None:
+                log.warning("prefill leg %s failed beside its decode leg: %s", request_id, failure.reason)
             return
         if self._active.get(request_id) is not active:
             return
-        failure = active.failure or failure
         if failure is not None:
             kind = failure.kind
             if kind is RefusalKind.CANNOT_DO and active.taken:
