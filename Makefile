@@ -59,6 +59,9 @@ soak:  ## thousands of seeds of the fault simulation, each under every profile, 
 	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest tests/frontend/test_prompt_encoder.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep
 
+fuzz:  ## impossible values of engines at every place of their answers, events and statistics, EXAMPLES_FACTOR times as many as in CI
+	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest -n 0 tests/workers/server/test_value_fuzz.py
+
 long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 mutated bodies at a global router
 	POOLGRID_TRACE_REQUESTS=1000 POOLGRID_FUZZ_BODIES=10000 $(PYTHON) -m pytest -n 2 --dist loadfile tests/e2e/test_failures.py tests/e2e/test_body_fuzz.py
 

@@ -105,9 +105,13 @@ class Stream:
         try:
             work()
         except RequestFailed as error:
-            self.over.set_exception(error)
+            self._fail(error)
         except Exception as error:  # as the parser reports what its callbacks raise
-            self.over.set_exception(RequestFailed("protocol", f"not an HTTP response ({error})"))
+            self._fail(RequestFailed("protocol", f"not an HTTP response ({error})"))
+
+    def _fail(self, error: RequestFailed) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
 
 
 class _Http:
