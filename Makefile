@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test compiled wheels format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
+.PHONY: check lint types test compiled wheels format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
 
 check: lint types test  ## everything CI runs, in the environment that is there
 

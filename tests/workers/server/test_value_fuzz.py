@@ -70,7 +70,7 @@ def spoilt(source: random.Random, value: Any, more: list[Any] | None = None) -> 
         if not found:
             break
         container, key = source.choice(found)
-        wrong = source.choice(NUMBERS + OTHERS + (more or []))
+        wrong = copy.deepcopy(source.choice(NUMBERS + OTHERS + (more or [])))
         if isinstance(container[key], list) and source.random() < 0.3:
             wrong = container[key] * source.choice((0, 2, 300))
         container[key] = wrong
