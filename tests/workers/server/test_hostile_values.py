@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.events import CacheCleared
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
 from poolgrid.workers.core.joined_output import JoinedOutput
 from poolgrid.workers.engines.server.engine import ServerEngine
 from poolgrid.workers.service import WorkerService
-from tests.workers.builders import make_request
+from tests.workers.builders import make_request, prefill_leg
 from tests.workers.server.harness import DIALECTS, Harness, chunks, harness
 
 KINDS = sorted(DIALECTS)
@@ -303,5 +304,62 @@ def test_a_request_whose_submission_fails_is_refused_and_not_dropped(monkeypatch
             assert last is not None
             assert last.refusal is RefusalKind.BROKEN
             await ends_together(worker, [1])
+
+    asyncio.run(scenario())
+
+
+def test_a_fault_over_cache_events_ends_every_request_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets log what a handler of theirs raises, and go on: a report that is lost there would be lost for good."""
+    armed = False
+    method = ServerEngine.load
+
+    def broken(self: ServerEngine, dp_rank: int) -> Any:
+        if armed:
+            raise RuntimeError("injected")
+        return method(self, dp_rank)
+
+    monkeypatch.setattr(ServerEngine, "load", broken)
+
+    async def scenario() -> None:
+        nonlocal armed
+        worker = Harness("vllm")
+        task = asyncio.create_task(worker.run())
+        await asyncio.sleep(0)
+        await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 9) for number in (1, 2)))
+        armed = True
+        worker.engine._on_cache(0, [CacheCleared()])
+        with pytest.raises(RuntimeError, match="injected"):
+            async with asyncio.timeout(10):
+                await task
+        for name in ("r1", "r2"):
+            last = worker.last(name)
+            assert last is not None, name
+            assert last.refusal is RefusalKind.BROKEN
+        await worker.engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_fault_over_a_leg_that_left_at_once_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    grow = ServerEngine._grow
+
+    def faulty(self: ServerEngine, active: Any, piece: Any, finish: Any, params: Any = None) -> None:
+        if active.request_id == "r2" and finish is FinishReason.PREFILLED:
+            raise RuntimeError("injected")
+        grow(self, active, piece, finish, params)
+
+    monkeypatch.setattr(ServerEngine, "_grow", faulty)
+
+    async def scenario() -> None:
+        async with harness("sglang") as worker:
+            whole = make_request("r1", (1, 2, 3), 3)
+            (stream, _) = await worker.ask(whole, prefill_leg(make_request("r2", (2, 2, 3), 3)))
+            stream.send(*chunks("sglang", TOKENS))
+            stream.end()
+            await worker.until_finished("r1", "r2")
+            last = worker.last("r2")
+            assert last is not None
+            assert last.refusal is RefusalKind.BROKEN
+            assert worker.output("r1") == pack_tokens(TOKENS)
 
     asyncio.run(scenario())
