@@ -36,7 +36,7 @@ OF_ONE_CONNECTION = frozenset(
 class LoopFaults:
     """Handler of a loop's exceptions; ``end`` ends the process, with what failed and its exception."""
 
-    def __init__(self, end: Callable[[str, BaseException], None]) -> None:
+    def __init__(self, end: Callable[[str, BaseException], object]) -> None:
         self._end = end
         self.count: Callable[[], None] = _count_nothing
         """Called for each exception."""
