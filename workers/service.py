@@ -26,6 +26,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints, shown_peer
@@ -526,7 +527,8 @@ async def _first(ends: Sequence[asyncio.Future[None]], other: Coroutine[object, 
     """Wait until any is done; what is left of ``other`` is cancelled, what it raised is raised."""
     waiting = owned(other, "what the engine goes on beside")
     try:
-        await asyncio.wait({*ends, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        every: set[asyncio.Future[Any]] = {*ends, waiting}
+        await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             waiting.result()
     finally:

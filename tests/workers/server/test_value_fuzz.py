@@ -92,7 +92,8 @@ def test_values_of_an_engine_cost_at_most_their_own_request(kind: str) -> None:
                 answers[1] = spoilt(source, answers[1])
                 parts = [json.dumps(each) for each in answers[1]]
                 # All of it in one turn, so that what fails is in the report of the others.
-                for stream, answer in zip(streams, (answers[0], parts, answers[2]), strict=True):
+                sent: tuple[list[Any], ...] = (answers[0], parts, answers[2])
+                for stream, answer in zip(streams, sent, strict=True):
                     stream.send(*answer)
                     stream.end()
                 await worker.until_finished("r1", "r2", "r3")
@@ -194,7 +195,7 @@ def test_values_of_tensorrt_llms_events_are_told_within_the_wires_bounds_or_not_
                 continue
         read += len(events)
         translation = translator.translate(events)
-        frame = codec.event_batch.encode(EventBatch("w", 0, 1, 0, 0, translation.events))
+        frame = codec.event_batch.encode(EventBatch("w", 0, 1, 0, 0, [*translation.events]))
         assert codec.event_batch.decode(frame).events == translation.events
         metrics.observe_events(0, len(events), translator)
         translator.restate()
