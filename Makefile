@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
+.PHONY: check lint types test format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -46,6 +46,9 @@ soak:  ## thousands of seeds of the fault simulation, each under every profile, 
 	INDEX_EXAMPLES=$(INDEX_EXAMPLES) $(PYTHON) -m pytest tests/router/test_prefix_index.py
 	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest tests/frontend/test_prompt_encoder.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep
+
+fuzz:  ## impossible values of engines at every place of their answers, events and statistics, EXAMPLES_FACTOR times as many as in CI
+	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest -n 0 tests/workers/server/test_value_fuzz.py
 
 long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 mutated bodies at a global router
 	POOLGRID_TRACE_REQUESTS=1000 POOLGRID_FUZZ_BODIES=10000 $(PYTHON) -m pytest -n 2 --dist loadfile tests/e2e/test_failures.py tests/e2e/test_body_fuzz.py

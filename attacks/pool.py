@@ -24,16 +24,17 @@ import httpx
 import msgspec
 import psutil
 
+from attacks.engine_server import EngineServer
 from benchmarks.services import ROUTER_BOOKS, WORKER_BOOKS, PoolFailed, Service, get, plain_client, summed
 from benchmarks.soak_pool import JOURNAL_BOUNDS, ROUTER_BOUNDS
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 
-Topology = Literal["own", "embedded", "disaggregated", "fleet", "up"]
+Topology = Literal["own", "embedded", "disaggregated", "fleet", "up", "front"]
 """Consolidator of its own and two whole workers; consolidator inside the router; two prefill and two decode workers;
 two pools with their consolidators inside behind a global router; `poolgrid up` with a consolidator, a router and two
-workers, without API keys."""
+workers, without API keys; as the first, with the workers in front of engine servers of the attacker."""
 
 HOST = "127.0.0.1"
 ATTACKER_HOST = "127.0.0.3"
@@ -107,6 +108,8 @@ class AttackedPool:
         self._http: httpx.AsyncClient | None = None
         self._kinds: dict[str, str] = {}
         self._logs: dict[str, int] = {}
+        self.engines: list[EngineServer] = []
+        """The attacker's engine servers; they serve on the harness's own loop."""
         self.request_endpoints: list[str] = []
         """Where the workers take requests."""
 
@@ -244,10 +247,18 @@ class AttackedPool:
 
     async def start_worker(self, name: str, ingest: str, *options: str, role: str = "aggregated") -> Service:
         """Start a worker of the pool."""
+        if self.shape.topology == "front":
+            return await self._start_front(name, ingest)
         port = free_port()
         self.request_endpoints.append(f"tcp://{HOST}:{port}")
         options = (*options, "--request-port", str(port))
         return await self._start(name, "worker", self.worker_arguments(name, ingest, *options, role=role))
+
+    async def _start_front(self, name: str, ingest: str) -> Service:
+        engine = EngineServer(self.model.name)
+        self.engines.append(engine)
+        asked = ["--engine", "vllm", "--engine-url", await engine.start(HOST), "--no-follow-events"]
+        return await self._start(name, "worker", ["--worker-id", name, "--consolidator", ingest, *asked])
 
     async def _start(self, name: str, kind: str, arguments: list[str]) -> Service:
         environment = self._environment if kind in ("router", "consolidator") else None
@@ -283,6 +294,8 @@ class AttackedPool:
         ordered = sorted(self.services, key=lambda service: STOP_ORDER[self._kinds[service.name]])
         for kind in STOP_ORDER:
             await asyncio.gather(*(service.stop() for service in ordered if self._kinds[service.name] == kind))
+        for engine in self.engines:
+            engine.stop()
         if self._http is not None:
             await self._http.aclose()
 

@@ -68,7 +68,7 @@ class InFlight:
         on_fault: Callable[[str], None],
     ) -> None:
         """``place_next`` finds a worker for what comes next, at once or when there is room; ``link_of`` an endpoint's
-        link; ``on_fault`` is told of faults: ``unknown_request``, ``position``."""
+        link; ``on_fault`` is told of faults: ``unknown_request``, ``position``, ``exception``."""
         self._books = books
         self._place_next = place_next
         self._link_of = link_of
@@ -112,12 +112,27 @@ class InFlight:
                     # Of a request that ended here: no worker computes for nobody, or keeps KV for nobody.
                     self._on_fault("unknown_request")
                     link.cancel(delta.request_id)
-            elif not machine.extend(delta):
+                continue
+            try:
+                if machine.extend(delta):
+                    continue
                 self.carry_out(machine, machine.on_delta(delta))
-                changes += 1
-                if changes == CHANGES_PER_TURN:
-                    return False
+            except Exception as error:
+                self._break(machine, delta.request_id, error)
+            changes += 1
+            if changes == CHANGES_PER_TURN:
+                return False
         return True
+
+    def _break(self, machine: RequestMachine, dispatch_id: str, error: Exception) -> None:
+        """Move one request whose output could not be handled: the rest of the message is other requests'."""
+        self._on_fault("exception")
+        request = machine.request
+        log.error(
+            "request %s: handling output failed: this is a bug", dispatch_id, exc_info=error, extra=request.named()
+        )
+        why = f"handling output failed: {error!r}"
+        self.carry_out(machine, machine.on_lost(dispatch_id, Happened.BROKEN, why))
 
     def on_lost(self, endpoint: str, happened: Happened, why: str) -> None:
         """Have what was on a worker that is ``LOST``, or has ``LEFT``, go on elsewhere."""

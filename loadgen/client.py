@@ -101,7 +101,7 @@ class Exchange(http_client.Exchange):
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
         self.done = False
-        self._pending = b""
+        self._pending = bytearray()
         self._fresh = 0
         self._body = b""
 
@@ -122,12 +122,17 @@ class Exchange(http_client.Exchange):
         if self.status != 200:
             self._body = (self._body + data)[:ERROR_BODY_BYTES_MAX]
             return
-        if self._pending:
-            data = self._pending + data
+        pending = self._pending
         lines = data.split(b"\n")
-        self._pending = lines.pop()
-        if len(self._pending) > EVENT_BYTES_MAX:
+        if len(pending) + len(lines[0]) > EVENT_BYTES_MAX:
             raise RequestFailed("protocol", f"an SSE line exceeds {EVENT_BYTES_MAX} bytes")
+        if pending:
+            pending += lines[0]
+            if len(lines) == 1:
+                return
+            lines[0] = bytes(pending)
+            pending.clear()
+        pending += lines.pop()
         for line in lines:
             if line.startswith(b"data:"):
                 self._take_event(line[5:].strip())

@@ -173,6 +173,7 @@ class RouterMetrics:
             "poolgrid_router_stream_faults_total",
             "Worker output that was dropped, by kind. `position`: a hole or overlap in a stream. "
             "`unknown_request`: output after the end of a request, of which a few after cancels are normal. "
+            "`exception`: output whose handling failed, which is a bug; its request moves. "
             "`undecodable`: a frame that does not decode.",
             ["kind"],
             registry=registry,

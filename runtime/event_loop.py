@@ -9,7 +9,8 @@ import time
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from poolgrid import __version__
-from poolgrid.runtime.instruments import Gauge
+from poolgrid.runtime.instruments import Counter, Gauge
+from poolgrid.runtime.loop_faults import LoopFaults
 
 
 class LoopMetrics:
@@ -39,6 +40,15 @@ class LoopMetrics:
             across="largest",
             registry=registry,
         ).set_function(time.time)
+        faults = Counter(
+            "poolgrid_event_loop_faults_total",
+            "Exceptions in callbacks of the event loop. Each is a bug with a traceback in the log. One outside of a "
+            "single client's connection ends the process, which its supervisor starts again.",
+            registry=registry,
+        )
+        handler = loop.get_exception_handler()
+        if isinstance(handler, LoopFaults):
+            handler.count = faults.inc
         ProcessCollector(registry=registry)
         # Scrapes run in other threads, which ``all_tasks`` allows for.
         tasks.set_function(lambda: float(len(asyncio.all_tasks(loop))))

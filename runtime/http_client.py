@@ -17,7 +17,8 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.http_target import Target
 
 HEADERS_BYTES_MAX = 64 * 1024
-"""Response headers beyond this end the connection; servers in use stay below 16 KiB."""
+"""Response headers or trailers beyond this end the connection, whole or not: the parser keeps what is not whole, and
+copies it with every piece. Servers in use stay below 16 KiB."""
 
 IDLE_CONNECTIONS_MAX = 1024
 """Connections that are kept for the next request; beyond it they are closed. As many as streams at a time are usual."""
@@ -79,7 +80,8 @@ class Connection(asyncio.Protocol):
         self._complete = False
         self._fault: RequestFailed | None = None
         self._keep = False
-        self._headers_bytes = 0
+        self._beside_body_bytes = 0
+        """What has come since the answer began, or since its last piece of a body."""
         self._transport: asyncio.Transport | None = None
         self.usable = False
         """Whether another request may follow on this connection."""
@@ -94,7 +96,7 @@ class Connection(asyncio.Protocol):
         assert self._exchange is None, "one exchange at a time"
         self._exchange = exchange
         self._complete = False
-        self._headers_bytes = 0
+        self._beside_body_bytes = 0
         self._waiter = asyncio.get_running_loop().create_future()
         self._transport.writelines(head_and_body)
         try:
@@ -129,7 +131,12 @@ class Connection(asyncio.Protocol):
             return
         exchange.now_ms = self._clock.monotonic_ms()
         try:
-            self._parser.feed_data(data)
+            if len(data) <= HEADERS_BYTES_MAX:
+                self._feed(data)
+            else:
+                view = memoryview(data)
+                for at in range(0, len(data), HEADERS_BYTES_MAX):
+                    self._feed(view[at : at + HEADERS_BYTES_MAX])
             exchange.end_of_read()
             if self._fault is not None:
                 raise self._fault
@@ -141,6 +148,13 @@ class Connection(asyncio.Protocol):
             self._settle(RequestFailed("protocol", f"not an HTTP response ({error}): {excerpt(data)}"))
         except RequestFailed as error:
             self._settle(error)
+
+    def _feed(self, part: bytes | memoryview) -> None:
+        """Give the parser a part of what arrived; raises ``RequestFailed`` for headers that do not end."""
+        self._beside_body_bytes += len(part)
+        self._parser.feed_data(part)
+        if self._beside_body_bytes > HEADERS_BYTES_MAX:
+            raise RequestFailed("protocol", f"response headers exceed {HEADERS_BYTES_MAX} bytes")
 
     def eof_received(self) -> bool:
         """Close when the server does: nothing more is sent here, though it is not lost before the loop's next turn."""
@@ -178,21 +192,19 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Hand a header to the exchange."""
-        self._headers_bytes += len(name) + len(value)
-        if self._headers_bytes > HEADERS_BYTES_MAX:
-            self._fault = RequestFailed("protocol", f"response headers exceed {HEADERS_BYTES_MAX} bytes")
-            return
         assert self._exchange is not None
         self._exchange.take_header(name.lower(), value)
 
     def on_headers_complete(self) -> None:
         """Learn the status before the body comes."""
         assert self._exchange is not None
+        self._beside_body_bytes = 0
         self._exchange.status = self._parser.get_status_code()
         self._keep = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
         """Hand the body to the exchange."""
+        self._beside_body_bytes = 0
         assert self._exchange is not None
         if self._fault is None:
             try:

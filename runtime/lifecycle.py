@@ -2,19 +2,21 @@
 
 A service: ``main(stop)`` runs until it is done or ``stop`` is set. The first
 signal sets ``stop``; a second one cancels the main task, for whoever does not want to wait for a drain.
-A background task that fails for good (``poolgrid.runtime.tasks``) sets ``stop`` too, and the process ends with an
-error.
+A background task that fails for good (``poolgrid.runtime.tasks``) sets ``stop`` too, and so does an exception in a
+callback of the event loop (``poolgrid.runtime.loop_faults``). The process then ends with an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
 
-from poolgrid.runtime.tasks import on_fatal, owned
+from poolgrid.runtime.loop_faults import LoopFaults
+from poolgrid.runtime.tasks import end_process, on_fatal, owned
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         await main(stop)
 
     on_fatal.set(on_failure)
+    context = contextvars.copy_context()  # the loop calls its handler in a context of its own
+    loop.set_exception_handler(LoopFaults(lambda name, error: context.run(end_process, name, error)))
     task = owned(whole(), "main")
 
     def on_signal(name: str) -> None:

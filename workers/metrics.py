@@ -74,6 +74,15 @@ class WorkerMetrics:
             "Requests ended, by finish reason: `stop`, `length`, `cancelled` or `error`.",
             ("reason",),
         )
+        self.request_faults = counter(
+            "request_faults_total",
+            "Requests ended because handling their output raised an exception. Each is a bug with a traceback in the "
+            "log; other requests are not affected.",
+        )
+        self.overlong_answers = counter(
+            "overlong_answers_total",
+            "Answers cut at `max_tokens` because the engine sent more. An engine that does so ignores the limit.",
+        )
         self.lease_expiries = counter(
             "peer_lease_expiries_total",
             "Routers that fell silent for the lease, so that their requests were cancelled.",

@@ -57,8 +57,12 @@ class Peers:
         clock: Clock,
         metrics: WorkerMetrics,
         end: Callable[[str], bool],
+        broken: Callable[[str, Exception], TokenDelta],
     ) -> None:
-        """``end`` ends a request whose peer was given up; it returns whether that peer has not heard of an end yet."""
+        """``end`` ends a request whose peer was given up; it returns whether that peer has not heard of an end yet.
+
+        ``broken`` ends a request with a delta that no message can carry, and returns its last delta.
+        """
         self.owners: dict[str, bytes | None] = {}
         """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
         self.steps = 0
@@ -69,6 +73,7 @@ class Peers:
         self._clock = clock
         self._metrics = metrics
         self._end = end
+        self._broken = broken
         self._peers: dict[bytes, Peer] = {}
         self._abandoned: dict[str, bytes] = {}
         """Requests that were ended because their peer was silent, and the peer; oldest first."""
@@ -142,8 +147,18 @@ class Peers:
             self._abandon(peer_id, "it cannot be reached or reads nothing")
 
     def send_tokens(self, peer_id: bytes, deltas: list[TokenDelta]) -> None:
-        """Send what one step brought to a peer's requests."""
-        self.send(peer_id, codec.from_worker.encode(TokenBatch(self.steps, deltas)))
+        """Send what one step brought to a peer's requests. A delta that no message can carry ends its own request."""
+        try:
+            frame = codec.from_worker.encode(TokenBatch(self.steps, deltas))
+        except Exception as error:
+            if len(deltas) == 1:
+                deltas = [self._broken(deltas[0].request_id, error)]
+                self.send(peer_id, codec.from_worker.encode(TokenBatch(self.steps, deltas)))
+                return
+            for delta in deltas:
+                self.send_tokens(peer_id, [delta])
+            return
+        self.send(peer_id, frame)
 
     # -- the silent ----------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints, shown_peer
@@ -113,14 +114,24 @@ class WorkerService:
         self._clock = clock
         self._complaints = Complaints(log, clock)
         self._metrics = metrics
-        self._peers = Peers(worker_id, requests, limits.peer_lease_ms, clock, metrics, self._on_peer_gone)
-        self._transfers = Transfers(kv, embeddings, metrics, self._on_fetch_ended, self._on_fetch_failed)
+        self._peers = Peers(worker_id, requests, limits.peer_lease_ms, clock, metrics, self._on_peer_gone, self._break)
+        self._transfers = Transfers(
+            kv,
+            embeddings,
+            metrics,
+            self._on_fetch_ended,
+            lambda request_id, reason: self._end_elsewhere(
+                request_id, Ending(reason, FinishReason.ERROR, RefusalKind.BROKEN)
+            ),
+        )
         self._kept: set[str] = set()
         """Prefill legs that have had their last delta and whose KV is kept."""
         self._endings = Endings()
         self._joined = JoinedOutput()
         self._traces = None if tracing is None else LegTraces(tracing, worker_id, card.role.name.lower())
         self._books = [BookedPrefill() for _ in range(engine.dp_size)]
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails when a report cannot be delivered."""
         self._empty = asyncio.Event()
         self._empty.set()
         self._drain = Drain(
@@ -204,25 +215,27 @@ class WorkerService:
             if not await self._membership.say_goodbye("drained"):
                 log.warning("the consolidator did not acknowledge the end; the lease will tell it")
 
-        engine = owned(self._engine.run(self._deliver), "engine")
+        engine = owned(self._engine.run(_guarded(self._deliver, self._fault)), "engine")
+        ends = (engine, self._fault)
         self._requests.start(self._on_frames)
         self._membership.join(publishers)
         try:
-            await _first(engine, stop.wait())
-            if engine.done():
-                await self._give_up(engine)
+            await _first(ends, stop.wait())
+            await self._give_up_if_broken(ends)
             self.drain()
-            await _first(engine, leave())
-            if engine.done():
-                await self._give_up(engine)
+            await _first(ends, leave())
+            await self._give_up_if_broken(ends)
         finally:
             engine.cancel()
             self._drain.close()
             self._peers.close()
 
-    async def _give_up(self, engine: asyncio.Task[None]) -> None:
-        """Tell everyone that the engine is broken, and raise what broke it."""
-        error = engine.exception()
+    async def _give_up_if_broken(self, ends: Sequence[asyncio.Future[None]]) -> None:
+        """Tell everyone that the engine is broken, or its reports, and raise what broke them; else return."""
+        broken = [each for each in ends if each.done()]
+        if not broken:
+            return
+        error = broken[0].exception()
         reason = f"the engine of {self._worker_id} failed: {error!r}"[:TEXT_CHARS_MAX]
         log.error("%s", reason)
         self._refuse_all(reason, RefusalKind.BROKEN)
@@ -302,6 +315,12 @@ class WorkerService:
             self._metrics.refusals.labels("final" if refusal.kind is None else refusal.kind.value).inc()
             booked = refusal.booked_tokens if isinstance(refusal, CrowdedError) else None
             self._peers.send_tokens(peer_id, [refused_delta(request.request_id, refusal.reason, refusal.kind, booked)])
+            return
+        except Exception as error:
+            # The socket would drop the message, and its router would wait for ever.
+            if traces is not None and is_traced:
+                traces.end(request.request_id, RefusalKind.BROKEN.value)
+            self._peers.send_tokens(peer_id, [self._break(request.request_id, error)])
             return
         self._metrics.requests.inc()
         self._joined.begin(request)
@@ -385,9 +404,6 @@ class WorkerService:
             self._endings[request_id] = ending
         self._stop(request_id)
 
-    def _on_fetch_failed(self, request_id: str, reason: str) -> None:
-        self._end_elsewhere(request_id, Ending(reason, FinishReason.ERROR, RefusalKind.BROKEN))
-
     def _on_fetch_ended(self, request: Generate, delta: TokenDelta, event_reason: FinishReason) -> None:
         """Follow the end of a leg that the engine does not know."""
         request_id = request.request_id
@@ -418,30 +434,37 @@ class WorkerService:
         for arrival in report.arrivals:
             self._transfers.release_source(arrival.request_id)
         by_peer: dict[bytes, list[TokenDelta]] = {}
+        ended: list[str] = []
         for delta in report.deltas:
             request_id = delta.request_id
             owner = owners.get(request_id)
-            if delta.cached_tokens:
-                self._metrics.cached_tokens.inc(delta.cached_tokens)
-            if owner is not None:
-                deltas = by_peer.get(owner)
-                if deltas is None:
-                    deltas = by_peer[owner] = []
-                self._joined.add(delta, deltas)
-            if delta.finish_reason is not None:
-                self._metrics.finished.labels(delta.finish_reason).inc()
-                kept = delta.finish_reason is FinishReason.PREFILLED or (
-                    delta.finish_reason is FinishReason.ENCODED and report.keeps_encoded
-                )
-                if kept and owner is not None:
-                    self._kept.add(request_id)
-                else:
-                    self._forget(request_id)
-                    self._transfers.release_source(request_id)
+            try:
+                if delta.cached_tokens:
+                    self._metrics.cached_tokens.inc(delta.cached_tokens)
+                if owner is not None:
+                    deltas = by_peer.get(owner)
+                    if deltas is None:
+                        deltas = by_peer[owner] = []
+                    self._joined.add(delta, deltas)
+                if delta.finish_reason is not None:
+                    self._metrics.finished.labels(delta.finish_reason).inc()
+                    kept = delta.finish_reason is FinishReason.PREFILLED or (
+                        delta.finish_reason is FinishReason.ENCODED and report.keeps_encoded
+                    )
+                    if kept and owner is not None:
+                        self._kept.add(request_id)
+                    else:
+                        ended.append(request_id)
+                        self._transfers.release_source(request_id)
+            except Exception as error:
+                if owner is not None:
+                    by_peer.setdefault(owner, []).append(self._break(request_id, error))
         for peer_id, deltas in by_peer.items():
             if not deltas:
                 continue  # all of it is kept back
             self._peers.send_tokens(peer_id, deltas)
+        for request_id in ended:
+            self._forget(request_id)  # not before: until its end is sent it is among those that a fault gives up
         for dp_rank, rank in report.ranks.items():
             self._books[dp_rank].observe(rank.events)
             self._membership.publishers[dp_rank].publish(rank.events, rank.load)
@@ -451,6 +474,16 @@ class WorkerService:
         self._metrics.observe_report(report)
         # Last, so that a drain finds everything published.
         self._note_if_empty()
+
+    def _break(self, request_id: str, error: Exception) -> TokenDelta:
+        """End one request whose output could not be handled; return its last delta."""
+        log.error("request %s: handling its output failed: this is a bug", request_id, exc_info=error)
+        self._metrics.request_faults.inc()
+        if request_id in self._peers.owners:
+            self._engine.cancel(request_id)
+            self._forget(request_id)
+        reason = f"handling the output of {self._worker_id} failed: {error!r}"
+        return refused_delta(request_id, reason, RefusalKind.BROKEN)
 
     def _note_if_empty(self) -> None:
         if not self._peers.owners:
@@ -477,11 +510,25 @@ def _check_routing(worker_id: str, card: WorkerCard, routing: Routing) -> None:
         )
 
 
-async def _first(task: asyncio.Task[None], other: Coroutine[object, object, object]) -> None:
-    """Wait until either is done; what is left of ``other`` is cancelled, what it raised is raised."""
+def _guarded(deliver: Callable[[EngineReport], None], fault: asyncio.Future[None]) -> Callable[[EngineReport], None]:
+    """Return ``deliver`` for an engine, whose loop callbacks would lose what it raises: ``fault`` fails with it."""
+
+    def guarded(report: EngineReport) -> None:
+        try:
+            deliver(report)
+        except Exception as error:
+            if not fault.done():
+                fault.set_exception(error)
+
+    return guarded
+
+
+async def _first(ends: Sequence[asyncio.Future[None]], other: Coroutine[object, object, object]) -> None:
+    """Wait until any is done; what is left of ``other`` is cancelled, what it raised is raised."""
     waiting = owned(other, "what the engine goes on beside")
     try:
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        every: set[asyncio.Future[Any]] = {*ends, waiting}
+        await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             waiting.result()
     finally:

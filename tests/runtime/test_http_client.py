@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.http_client import Connection, Exchange, HttpClient, RequestFailed
+from poolgrid.runtime.http_client import HEADERS_BYTES_MAX, Connection, Exchange, HttpClient, RequestFailed
 from poolgrid.runtime.http_target import Target
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -28,6 +28,9 @@ class Recorded(asyncio.Transport):
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         self.sent += list_of_data
+
+    def abort(self) -> None:
+        pass
 
 
 def test_one_that_its_server_has_ended_is_not_used_again_before_it_is_lost() -> None:
@@ -67,3 +70,80 @@ def test_a_server_that_hangs_up_on_everybody_fails_every_request_at_once(run: Ru
             client.close()
 
     run(scenario())
+
+
+class _Taken(Exchange):
+    """Counts what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = b""
+        self.headers = 0
+
+    def take_header(self, name: bytes, value: bytes) -> None:
+        self.headers += 1
+
+    def take_body(self, data: bytes) -> None:
+        self.body += data
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+ENDLESS = {
+    "a header's value": (HEAD + b"x: ", b"a"),
+    "a header's name": (HEAD, b"a"),
+    "headers": (HEAD, b"x: y\r\n"),
+    "the status line": (b"HTTP/1.1 200 ", b"a"),
+    "a trailer": (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nx: ", b"a"),
+    "trailers": (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n", b"x: y\r\n"),
+    "a chunk's extension": (HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"a"),
+    "empty lines": (b"", b"\r\n"),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+@pytest.mark.parametrize("size", [7, 1200, 250_000])
+def test_an_answer_that_does_not_come_to_its_body_is_given_up_after_some_bytes(what: str, size: int) -> None:
+    beginning, more = ENDLESS[what]
+    piece = (more * (size // len(more) + 1))[: size // len(more) * len(more)] or more
+    fed = 0
+
+    async def scenario() -> None:
+        nonlocal fed
+        connection = Connection(SystemClock())
+        connection.connection_made(Recorded())
+        asking = asyncio.ensure_future(connection.send((b"head", b""), _Taken()))
+        await asyncio.sleep(0)
+        if beginning:
+            connection.data_received(beginning)
+        while connection.usable:
+            assert fed < 8 * HEADERS_BYTES_MAX
+            connection.data_received(piece)
+            fed += len(piece)
+        with pytest.raises(RequestFailed, match="protocol"):
+            await asking
+
+    asyncio.run(scenario())
+    assert fed <= 2 * HEADERS_BYTES_MAX + len(piece)
+
+
+def test_whole_answers_of_any_size_and_in_any_pieces_are_read() -> None:
+    body = bytes(range(256)) * 2000
+    chunked = b"".join(b"%x\r\n%b\r\n" % (len(body[at : at + 7]), body[at : at + 7]) for at in range(0, len(body), 7))
+    answers = (
+        HEAD + b"content-length: %d\r\n\r\n" % len(body) + body,
+        HEAD + b"transfer-encoding: chunked\r\nx: y\r\n\r\n" + chunked + b"0\r\nafter: all\r\n\r\n",
+    )
+
+    async def scenario() -> None:
+        for answer in answers:
+            for size in (1200, len(answer)):
+                connection, taken = Connection(SystemClock()), _Taken()
+                connection.connection_made(Recorded())
+                asking = asyncio.ensure_future(connection.send((b"head", b""), taken))
+                await asyncio.sleep(0)
+                for at in range(0, len(answer), size):
+                    connection.data_received(answer[at : at + size])
+                await asking
+                assert taken.body == body
+
+    asyncio.run(scenario())

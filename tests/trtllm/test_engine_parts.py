@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from poolgrid.wire.dialects.cache_events import StoredBlock
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
+from poolgrid.workers.core.vetting import UNLIKELY
 from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.trtllm.core import root_seeds
 from poolgrid.workers.engines.trtllm.core.block_key import root_key
 from poolgrid.workers.engines.trtllm.core.loras import adapter_number, adapters
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, model_facts
-from poolgrid.workers.engines.trtllm.core.outputs import UNLIKELY, OutputCursor, prompt_logprobs
+from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
 from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, KvCacheStatistics, load_of
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts

@@ -21,8 +21,8 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import RefusalKind, Routing
 from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.core.vetting import UNLIKELY
 from poolgrid.workers.engines.trtllm import library
-from poolgrid.workers.engines.trtllm.core.outputs import UNLIKELY
 from tests.fakes import tensorrt_llm_of
 from tests.trtllm.engines import (
     BLOCK,

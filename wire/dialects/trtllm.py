@@ -18,7 +18,7 @@ import operator
 import re
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -42,6 +42,8 @@ DIGEST_BYTES = 32
 MEDIA_KEY_CHARS_MAX = 256
 """Longest name of a medium: digests have 64 characters, ours 32; whoever else asks the engine chooses his own."""
 U64_MAX = 2**64 - 1
+EVENT_ID_MAX = 2**53
+"""Largest number of an event: what is missing between two is counted in floats."""
 HEX = re.compile(rf"[0-9a-fA-F]{{1,{2 * DIGEST_BYTES}}}")
 
 
@@ -84,7 +86,7 @@ class _UpdatedData(msgspec.Struct, tag_field="type", tag="updated"):
 
 
 class _Envelope(msgspec.Struct):
-    event_id: int
+    event_id: Annotated[int, msgspec.Meta(ge=0, le=EVENT_ID_MAX)]
     data: _CreatedData | _StoredData | _RemovedData | _UpdatedData
     window_size: int = 0
     attention_dp_rank: int | None = None
@@ -166,7 +168,7 @@ def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
     parent_hash = data["parent_hash"]
     rank = event.get("attention_dp_rank")
     if (
-        not (type(event_id) is type(window_size) is int)
+        not (type(event_id) is type(window_size) is int and 0 <= event_id <= EVENT_ID_MAX)
         or (parent_hash is not None and type(parent_hash) is not int)
         or (rank is not None and type(rank) is not int)
     ):
@@ -188,7 +190,9 @@ def _parse_removed(event: Mapping[str, Any], data: Mapping[str, Any]) -> Removed
     if type(data["block_hashes"]) is not list:
         raise ValueError
     block_hashes = tuple(data["block_hashes"])
-    if not (type(event_id) is type(window_size) is int) or (rank is not None and type(rank) is not int):
+    if not (type(event_id) is type(window_size) is int and 0 <= event_id <= EVENT_ID_MAX) or (
+        rank is not None and type(rank) is not int
+    ):
         raise ValueError
     for block_hash in block_hashes:
         if type(block_hash) is not int:
@@ -235,7 +239,7 @@ def _parse_checked(event: Mapping[str, Any]) -> AnyEngineEvent:
             attention_dp_rank=rank,
             num_blocks_per_cache_level=tuple(data.num_blocks_per_cache_level),
         )
-    except (msgspec.ValidationError, struct.error, ValueError, RecursionError) as error:
+    except (msgspec.ValidationError, struct.error, ValueError, OverflowError, RecursionError) as error:
         raise DecodeError("a KV cache event of the engine", str(error)) from None
 
 

@@ -111,12 +111,15 @@ class DrainedEvents(CacheEvents):
                 continue
             self._failed, self._began = "", True
             events: list[AnyEngineEvent] = []
+            wrong: DecodeError | None = None
             for item in items:
                 try:
                     events.append(self._parse(item))
                 except DecodeError as error:
                     self._undecodable += 1
-                    log.warning("%s; the hole that it leaves clears what is claimed", error)
+                    wrong = error
+            if wrong is not None:
+                log.warning("%s; the hole that it leaves clears what is claimed", wrong)
             told = list(self._translator.translate(events).events) if events else []
             if told:
                 tell(0, [*told])

@@ -14,6 +14,9 @@ Rules:
    Nobody can give such KV up: the server lets go of it by its own time-out. Where both legs run at the same time
    (``Call.left_at_once``), the leg is kept while its exchange goes on.
 7. Loads are the worker's own books (``lifecycle.rank_load``): what others send to the server is not in them.
+8. An answer ends at ``max_tokens``, whatever the server sends: the rest is cut off, and the connection closed.
+9. An exception while one answer is read ends that request as broken. One in a callback for all of them is not caught:
+   it ends the worker (``poolgrid.runtime.lifecycle``).
 """
 
 from __future__ import annotations
@@ -130,7 +133,6 @@ class _Active:
     began: bool = False
     held: Piece | None = None
     """The piece with the finish reason: it goes out with the request's last delta."""
-    failure: Failure | None = None
     cached_tokens: int | None = None
     told_cached: bool = False
     deadline_ms: float = 0.0
@@ -207,6 +209,8 @@ class ServerEngine:
         self._flushing: asyncio.Handle | None = None
         self._deliver: Callable[[EngineReport], None] | None = None
         self._loop = asyncio.get_running_loop()
+        self._fault: asyncio.Future[None] = self._loop.create_future()
+        """Fails when a report is lost."""
 
     # -- what the worker sees ------------------------------------------------------------------------------------------
 
@@ -248,7 +252,8 @@ class ServerEngine:
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         """Hand over reports until cancelled.
 
-        Raises ``EngineBrokenError`` when the server came back as another, or is not started again any more.
+        Raises ``EngineBrokenError`` when the server came back as another, or is not started again any more, and what
+        a report was lost by.
         """
         self._deliver = deliver
         self._events.open(self._on_cache)
@@ -256,7 +261,7 @@ class ServerEngine:
         self._watching = [owned(self._health.run(), "health of the server"), owned(self._expire(), "kept legs")]
         if self._server is not None:
             self._watching.append(owned(self._server.watch(self._health.doubt), "watch over the server"))
-        done, _ = await asyncio.wait(self._watching, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([*self._watching, self._fault], return_when=asyncio.FIRST_COMPLETED)
         for each in done:
             each.result()
 
@@ -333,7 +338,10 @@ class ServerEngine:
         except Exception as error:
             log.exception("request %s failed", active.request_id)
             failure = Failure(repr(error), BROKEN)
-        self._on_end(active, failure)
+        try:
+            self._on_end(active, failure)
+        except Exception as error:
+            self._break(active, error)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -341,23 +349,57 @@ class ServerEngine:
         """Take what arrived of one answer."""
         if self._active.get(active.request_id) is not active:
             return  # it was taken away; or its decode leg has it all
+        try:
+            self._take(active, piece)
+        except Exception as error:
+            self._break(active, error)
+
+    def _take(self, active: _Active, piece: Piece) -> None:
         cached = piece.cached_tokens
         if cached is not None:
             # The server counts the tokens of pictures too, and nobody else knows how many those are.
             active.cached_tokens = cached if cached <= active.prompt_tokens else active.prompt_tokens
         if piece.failure is not None:
-            active.failure = piece.failure
+            self._close(active)  # the server may say more, or nothing ever
+            self._on_end(active, piece.failure)
             return
-        if piece.finish is not None:
+        if active.held is not None:
+            return  # behind the end only counts are of interest
+        left = active.request.sampling.max_tokens - active.taken
+        if len(piece.tokens) > left:
+            self._cut(active, piece, left)
+        elif piece.finish is not None:
             active.held = piece
-            return
-        if piece.tokens:
+        elif piece.tokens:
             self._grow(active, piece, None)
             self._flush_soon()
+
+    def _cut(self, active: _Active, piece: Piece, left: int) -> None:
+        """End an answer that is longer than was asked for."""
+        self._metrics.overlong_answers.inc()
+        log.warning(
+            "request %s: the engine server sent more than max_tokens (%d): its answer is cut there",
+            active.request_id,
+            active.request.sampling.max_tokens,
+        )
+        piece.tokens = piece.tokens[:left]
+        piece.logprobs = None if piece.logprobs is None else piece.logprobs[:left]
+        piece.params = None
+        self._close(active)
+        self._finish(active, FinishReason.LENGTH, piece)
+
+    def _break(self, active: _Active, error: Exception) -> None:
+        """End one request as broken, for an exception that is its own."""
+        log.error("request %s failed: this is a bug", active.request_id, exc_info=error)
+        self._metrics.request_faults.inc()
+        if self._active.get(active.request_id) is active:
+            self._close(active)
+            self._finish(active, ERROR, error=f"reading the engine's answer failed: {error!r}", refusal=BROKEN)
 
     def _grow(self, active: _Active, piece: Piece, finish: FinishReason | None, params: bytes | None = None) -> None:
         """Report a piece's tokens, the last ones with the finish reason."""
         request_id = active.request_id
+        token_ids = pack_tokens(piece.tokens)
         cached = None
         if not active.told_cached and active.cached_tokens is not None:
             active.told_cached = True
@@ -369,7 +411,7 @@ class ServerEngine:
             TokenDelta(
                 request_id,
                 position,
-                pack_tokens(piece.tokens),
+                token_ids,
                 finish,
                 cached,
                 logprobs=piece.logprobs,
@@ -405,14 +447,11 @@ class ServerEngine:
         """Take the end of an exchange."""
         request_id = active.request_id
         if self._kept.get(request_id) is active:
-            if failure is not None or active.failure is not None:
-                why = failure or active.failure
-                assert why is not None, "one of them is"
-                log.warning("prefill leg %s failed beside its decode leg: %s", request_id, why.reason)
+            if failure is not None:
+                log.warning("prefill leg %s failed beside its decode leg: %s", request_id, failure.reason)
             return
         if self._active.get(request_id) is not active:
             return
-        failure = active.failure or failure
         if failure is not None:
             kind = failure.kind
             if kind is RefusalKind.CANNOT_DO and active.taken:
@@ -428,8 +467,12 @@ class ServerEngine:
         self._loop.call_soon(self._left, active, params)
 
     def _left(self, active: _Active, params: bytes) -> None:
-        if self._active.get(active.request_id) is active:
+        if self._active.get(active.request_id) is not active:
+            return
+        try:
             self._finish(active, PREFILLED, Piece(finish=PREFILLED, params=params))
+        except Exception as error:
+            self._break(active, error)
 
     def _finish(
         self,
@@ -443,9 +486,10 @@ class ServerEngine:
         """Give out a request's last delta, and take it off the books, or keep it."""
         request_id = active.request_id
         now_ms = self._clock.monotonic_ms()
-        del self._active[request_id]
         if piece is not None:
             self._grow(active, piece, reason, piece.params)
+        del self._active[request_id]
+        if piece is not None:
             self._progress[active.rank].ended(request_id, now_ms)
         else:
             self._progress[active.rank].given_up(request_id, now_ms)
@@ -502,17 +546,23 @@ class ServerEngine:
         if self._deliver is None or not pending:
             return
         self._pending = PendingReport()
-        self._deliver(
-            EngineReport(
-                deltas=pending.deltas,
-                ranks={rank: RankReport(events, self.load(rank)) for rank, events in pending.events.items()},
-                prefill_tokens=pending.prefill_tokens,
-                decode_tokens=pending.decode_tokens,
-                released=pending.released,
-                expired=pending.expired,
-                kept_transfers=len(self._kept),
+        try:
+            ranks = {rank: RankReport(events, self.load(rank)) for rank, events in pending.events.items()}
+            self._deliver(
+                EngineReport(
+                    deltas=pending.deltas,
+                    ranks=ranks,
+                    prefill_tokens=pending.prefill_tokens,
+                    decode_tokens=pending.decode_tokens,
+                    released=pending.released,
+                    expired=pending.expired,
+                    kept_transfers=len(self._kept),
+                )
             )
-        )
+        except Exception as error:
+            # Nobody has what is lost with it, and whoever called this, a loop or a socket, goes on without.
+            if not self._fault.done():
+                self._fault.set_exception(error)
 
     def _on_cache(self, dp_rank: int, events: Sequence[AnyEvent]) -> None:
         self._pending.of_rank(dp_rank).extend(events)

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from poolgrid.workers.engines.server.core.server_facts import ListedModel, ModelList, ServerFacts, choose_model
+from poolgrid.workers.engines.server.core.server_facts import (
+    ListedModel,
+    ModelList,
+    ServerFacts,
+    choose_model,
+    vetted,
+)
 from poolgrid.workers.engines.server.server_client import ServerClient
 
 MODELS = "/v1/models"
@@ -62,4 +68,4 @@ async def learn(
                 f"{', '.join(f'{each.owned_by} ({each.name})' for each in kinds.values())}; name its engine"
             )
         kind = found[0]
-    return await kind.learn(client, listed, model)
+    return vetted(await kind.learn(client, listed, model))

@@ -36,7 +36,7 @@ class _Answer(Exchange):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = b""
+        self.body = bytearray()
 
     def take_body(self, data: bytes) -> None:
         """Keep it."""
@@ -70,7 +70,7 @@ class ServerClient:
         if answer.status != 200:
             said = answer.body[:300].decode(errors="replace")
             raise ServerError(f"asking {self.target.url}{path}: status {answer.status}: {said}", answer.status)
-        return answer.body
+        return bytes(answer.body)
 
     async def ask_for(self, path: str, form: type[T]) -> T:
         """Return the answer as a JSON value of a type; raises ``ServerError``, ``DecodeError``."""

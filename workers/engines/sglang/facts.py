@@ -8,9 +8,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from poolgrid.workers.engines.server.core.server_facts import (
+    RANKS_MAX,
     EventSource,
     ListedModel,
     ModelList,
@@ -52,7 +55,7 @@ class _Info(msgspec.Struct):
     model_path: str = ""
     tokenizer_path: str | None = None
     page_size: int | None = None
-    dp_size: int = 1
+    dp_size: Annotated[int, msgspec.Meta(ge=0, le=RANKS_MAX)] = 1
     max_running_requests: int | None = None
     chunked_prefill_size: int | None = None
     max_total_num_tokens: int | None = None

@@ -29,7 +29,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -468,7 +468,10 @@ class TrtllmEngine:
             active = self._by_serial.get(growth.serial)
             if active is None:
                 continue  # it was taken away, or its cancellation was not waited for
-            self._collect(active, growth, failed)
+            try:
+                self._collect(active, growth, failed)
+            except Exception as error:
+                self._break(active, error)
             if self._health.broken.done():
                 return  # everybody is told by the worker
         self._flush_soon()
@@ -486,23 +489,41 @@ class TrtllmEngine:
         if self._deliver is None or not pending:
             return
         self._pending = _Pending()
-        self._deliver(
-            EngineReport(
-                deltas=pending.deltas,
-                ranks={rank: RankReport(events, self.load(rank)) for rank, events in pending.events.items()},
-                steps=pending.steps,
-                duration_ms=pending.duration_ms,
-                prefill_tokens=pending.prefill_tokens,
-                decode_tokens=pending.decode_tokens,
-                released=pending.released,
-                expired=pending.expired,
-                kept_transfers=len(self._kept),
-                keeps_encoded=self._offers is not None,
+        try:
+            ranks = {rank: RankReport(events, self.load(rank)) for rank, events in pending.events.items()}
+            self._deliver(
+                EngineReport(
+                    deltas=pending.deltas,
+                    ranks=ranks,
+                    steps=pending.steps,
+                    duration_ms=pending.duration_ms,
+                    prefill_tokens=pending.prefill_tokens,
+                    decode_tokens=pending.decode_tokens,
+                    released=pending.released,
+                    expired=pending.expired,
+                    kept_transfers=len(self._kept),
+                    keeps_encoded=self._offers is not None,
+                )
             )
-        )
+        except Exception as error:
+            # Nobody has what is lost with it, and whoever called this, a loop or a socket, goes on without.
+            log.error("a report of the engine is lost: this is a bug", exc_info=error)
+            self._health.lose(f"a report of the engine is lost: {error!r}")
+
+    def _break(self, active: _Active, error: Exception) -> None:
+        """End one request as broken, for an exception that is its own."""
+        log.error("request %s failed: this is a bug", active.request_id, exc_info=error)
+        self._metrics.request_faults.inc()
+        if self._by_serial.get(active.serial) is active:
+            self._thread.post(self._generations.abort, active.serial)
+            delta = TokenDelta(active.request_id, active.taken, b"")
+            self._finish(active, delta, ERROR, error=f"reading the engine's output failed: {error!r}", refusal=BROKEN)
 
     def _collect(self, active: _Active, growth: Growth, failed: Counter[str]) -> None:
         """Take what is new of one request."""
+        left = active.request.sampling.max_tokens - active.taken
+        if len(growth.tokens) > 4 * left and active.request.stage is not Stage.ENCODE:
+            growth = self._cut(active, growth, left)
         delta = TokenDelta(
             active.request_id,
             active.taken,
@@ -534,6 +555,23 @@ class TrtllmEngine:
             self._finish(active, delta, FINISH_REASONS[reason], metrics=end.metrics)
         else:
             self._finish(active, delta, ERROR, error=f"the engine ended the request with {reason!r}", refusal=BROKEN)
+
+    def _cut(self, active: _Active, growth: Growth, left: int) -> Growth:
+        """Return what was asked for of an output that is longer, as the request's end."""
+        self._metrics.overlong_answers.inc()
+        log.warning(
+            "request %s: the engine made more than max_tokens (%d): its output is cut there",
+            active.request_id,
+            active.request.sampling.max_tokens,
+        )
+        end = growth.end
+        if end is None:
+            self._thread.post(self._generations.abort, active.serial)
+            end = End("length")
+        elif end.error is None:
+            end = replace(end, reason="length")
+        logprobs = None if growth.logprobs is None else growth.logprobs[:left]
+        return replace(growth, tokens=growth.tokens[: 4 * left], logprobs=logprobs, end=end)
 
     def _finish_encoded(self, active: _Active, delta: TokenDelta, end: End) -> None:
         """End an encode leg; what it left is offered, where it travels as bytes."""

@@ -33,6 +33,7 @@ from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, TokenLogprobs
 from poolgrid.workers.core.refusal import RefusedError, UnableError
+from poolgrid.workers.core.vetting import count_of
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.trtllm.calls import Plan, TrtllmCalls
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
@@ -328,7 +329,8 @@ class Generations:
         if tokens and not leg.began:
             leg.began = True
             prompt_tokens = len(leg.request.token_ids) // 4
-            cached_tokens = 0 if leg.transfers else min(int(result.cached_tokens), prompt_tokens)
+            said = None if leg.transfers else count_of(result.cached_tokens)
+            cached_tokens = 0 if said is None else min(said, prompt_tokens)
             of_prompt = self._prompt_logprobs(leg, output)
         if leg.aborting and leg.began and not leg.ended:
             self._abort(leg)  # its KV is here now

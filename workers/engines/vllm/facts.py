@@ -14,7 +14,10 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from poolgrid.wire.errors import DecodeError
+from poolgrid.workers.core.vetting import count_of, digits_of
 from poolgrid.workers.engines.server.core.server_facts import (
+    RANKS_MAX,
     EventSource,
     ListedModel,
     ModelList,
@@ -97,34 +100,37 @@ async def _cache_config(client: ServerClient) -> tuple[int | None, int | None, i
             return None, None, 0  # started with --disable-metrics, or behind something that has them elsewhere
         raise
     lines = [line for line in page.splitlines() if line.startswith(CACHE_CONFIG)]
-    samples = [
-        sample.labels for family in text_string_to_metric_families("\n".join(lines)) for sample in family.samples
-    ]
+    try:
+        families = text_string_to_metric_families("\n".join(lines[:RANKS_MAX]))
+        samples = [sample.labels for family in families for sample in family.samples]
+    except ValueError:
+        samples = []  # it is no page of metrics
     if not samples:
         return None, None, 0
-    blocks = [_number(labels.get("num_gpu_blocks")) for labels in samples]
+    blocks = [digits_of(labels.get("num_gpu_blocks"), 1) for labels in samples]
     known = [each for each in blocks if each is not None]
-    return _number(samples[0].get("block_size")), min(known) if known else None, len(samples)
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
+    return digits_of(samples[0].get("block_size"), 1), min(known) if known else None, len(samples)
 
 
 async def _sources(client: ServerClient) -> tuple[EventSource, ...] | None:
     """Return the publishers by rank; ``None`` where the server does not list them."""
     said = await client.ask_if_there("/kv_event_sources", Any)
     if isinstance(said, dict):
-        listed = [(rank, each) for rank, each in said.items()]
+        listed = [(digits_of(rank), each) for rank, each in said.items()]
     elif isinstance(said, list):
-        listed = [(each.get("data_parallel_rank", 0) if isinstance(each, dict) else 0, each) for each in said]
+        listed = [(count_of(each.get("data_parallel_rank", 0)) if isinstance(each, dict) else 0, each) for each in said]
     else:
         return None
     found = []
-    for rank, each in listed:
-        source = msgspec.convert(each, _Source)
+    for rank, each in listed[:RANKS_MAX]:
+        try:
+            source = msgspec.convert(each, _Source)
+        except msgspec.ValidationError as error:
+            raise DecodeError("the answer to /kv_event_sources", str(error)) from None
+        if rank is None or rank >= RANKS_MAX:
+            raise DecodeError("the answer to /kv_event_sources", f"a rank is none, allowed are 0 to {RANKS_MAX - 1}")
         if source.enable_kv_cache_events and source.publisher == "zmq" and source.endpoint:
-            found.append(_source(int(rank), source, client.target.host))
+            found.append(_source(rank, source, client.target.host))
     return tuple(sorted(found, key=lambda source: source.dp_rank))
 
 

@@ -20,18 +20,24 @@ class EventStream:
     __slots__ = ("_rest", "done")
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        """The beginning of a line: what follows is searched and added, never all of it again."""
         self.done = False
         """Whether the end mark was seen."""
 
     def take(self, data: bytes) -> Iterator[bytes]:
         """Yield the data of each event that is whole now; raises ``LineTooLong``."""
-        if self._rest:
-            data = self._rest + data
+        rest = self._rest
         lines = data.split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LINE_BYTES_MAX:
+        if len(rest) + len(lines[0]) > LINE_BYTES_MAX:
             raise LineTooLong(f"a line of the stream exceeds {LINE_BYTES_MAX} bytes")
+        if rest:
+            rest += lines[0]
+            if len(lines) == 1:
+                return
+            lines[0] = bytes(rest)
+            rest.clear()
+        rest += lines.pop()
         for line in lines:
             if line.startswith(b"data:"):
                 field = line[5:].strip()

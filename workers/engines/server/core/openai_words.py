@@ -11,10 +11,8 @@ from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
+from poolgrid.workers.core.vetting import logprob_of
 from poolgrid.workers.engines.server.core.calls import Failure
-
-UNLIKELY = -9999.0
-"""Stands for a log probability that is not reported, as in OpenAI's API."""
 
 BUSY_STATUSES = frozenset({408, 429, 503})
 """Statuses of a server that has no room now."""
@@ -120,8 +118,9 @@ def guide_text(schema: bytes) -> str:
 
 def best_of(token_id: int, logprob: float | None, others: Mapping[int, float], alternatives: int) -> TokenLogprobs:
     """Return one token's log probabilities: its own, and the best ``alternatives`` of those that were reported."""
-    best = sorted(others.items(), key=lambda pair: -pair[1])[:alternatives]
-    return TokenLogprobs(token_id, UNLIKELY if logprob is None else logprob, tuple(best))
+    vetted = [(other, logprob_of(value)) for other, value in others.items()]
+    best = sorted(vetted, key=lambda pair: -pair[1])[:alternatives]
+    return TokenLogprobs(token_id, logprob_of(logprob), tuple(best))
 
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

@@ -6,11 +6,16 @@ A fact is ``None``, or empty, where the server does not tell and nobody said: wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+
+from poolgrid.workers.core.vetting import count_of
+
+RANKS_MAX = 1024
+"""Data-parallel ranks behind one URL: several times the largest deployments. Each has books and a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +87,27 @@ class ListedModel(msgspec.Struct, gc=False):
     owned_by: str = ""
     root: str | None = None
     parent: str | None = None
-    max_model_len: int | None = None
+    max_model_len: Any = None
 
 
 class ModelList(msgspec.Struct, gc=False):
     """What ``/v1/models`` answers."""
 
     data: list[ListedModel] = []
+
+
+def vetted(facts: ServerFacts) -> ServerFacts:
+    """Return facts without the numbers that cannot be; raises ``ValueError`` for more ranks than there can be."""
+    if not 1 <= facts.ranks <= RANKS_MAX:
+        raise ValueError(f"the engine server has {facts.ranks} data-parallel ranks, allowed are 1 to {RANKS_MAX}")
+    return replace(
+        facts,
+        block_size=count_of(facts.block_size, 1),
+        max_sequence_length=count_of(facts.max_sequence_length, 1),
+        total_blocks=count_of(facts.total_blocks, 1),
+        max_batch_size=count_of(facts.max_batch_size, 1),
+        max_num_tokens=count_of(facts.max_num_tokens, 1),
+    )
 
 
 def choose_model(listed: ModelList, wanted: str) -> ListedModel:

@@ -27,13 +27,13 @@ from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
+from poolgrid.workers.core.vetting import TokenCount, TokenId, count_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
 from poolgrid.workers.engines.server.core.left_kv import left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     BUSY_STATUSES,
     FINISH_REASONS,
     OF_THE_REQUEST,
-    UNLIKELY,
     ErrorInfo,
     best_of,
     bias_of,
@@ -50,7 +50,7 @@ GENERATE = "/generate"
 ROOM_MASK = (1 << 63) - 1
 """Rooms are signed 64-bit integers."""
 
-Logprob = tuple[float | None, int, str | None]
+Logprob = tuple[float | None, TokenId, str | None]
 """A value, its token, and the token's text if it was asked for."""
 
 
@@ -62,8 +62,9 @@ class _Finish(msgspec.Struct, gc=False):
 
 class _Meta(msgspec.Struct, gc=False):
     finish_reason: _Finish | None = None
-    completion_tokens: int = 0
-    cached_tokens: int | None = None
+    completion_tokens: TokenCount = 0
+    """Which tells chunks that are new from chunks of all so far: an answer with none is unreadable."""
+    cached_tokens: Any = None
     output_token_logprobs: list[Logprob] | None = None
     output_top_logprobs: list[list[Logprob] | None] | None = None
     input_token_logprobs: list[Logprob] | None = None
@@ -71,7 +72,7 @@ class _Meta(msgspec.Struct, gc=False):
 
 
 class _Chunk(msgspec.Struct, gc=False):
-    output_ids: list[int] | None = None
+    output_ids: list[TokenId] | None = None
     meta_info: _Meta | None = None
     error: ErrorInfo | None = None
 
@@ -231,7 +232,7 @@ class _Reader:
             )
         total = meta.completion_tokens
         fresh = chunk.output_ids[self._taken :] if len(chunk.output_ids) == total else chunk.output_ids
-        piece = Piece(fresh, cached_tokens=meta.cached_tokens)
+        piece = Piece(fresh, cached_tokens=count_of(meta.cached_tokens))
         if self._alternatives is not None and meta.output_token_logprobs is not None:
             piece.logprobs = self._logprobs(fresh, meta, total)
         if self._of_prompt is not None and meta.input_token_logprobs:
@@ -256,7 +257,7 @@ class _Reader:
 
 
 def _by_token(rows: Sequence[Logprob] | None) -> dict[int, float]:
-    return {token_id: UNLIKELY if value is None else value for value, token_id, _ in rows or ()}
+    return {token_id: logprob_of(value) for value, token_id, _ in rows or ()}
 
 
 def _prompt_logprobs(meta: _Meta, alternatives: int) -> tuple[TokenLogprobs, ...]:

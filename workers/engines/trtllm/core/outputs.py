@@ -12,9 +12,7 @@ from typing import Any
 
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, TokenLogprobs
-
-UNLIKELY = -9999.0
-"""Stands for the log probability of a prompt token that is not among the reported ones, as in OpenAI's API."""
+from poolgrid.workers.core.vetting import UNLIKELY, logprob_of, token_of
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -68,10 +66,12 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Return one token's log probabilities: its own, and the best ``alternatives`` of those that were reported."""
     if not isinstance(entry, Mapping):
-        return TokenLogprobs(token_id, float(entry))
+        return TokenLogprobs(token_id, logprob_of(float(entry)))
     own = entry.get(token_id)
-    best = sorted(((other, float(each.logprob)) for other, each in entry.items()), key=lambda pair: -pair[1])
-    return TokenLogprobs(token_id, absent if own is None else float(own.logprob), tuple(best[:alternatives]))
+    values = [(token_of(other), logprob_of(float(each.logprob))) for other, each in entry.items()]
+    best = sorted(values, key=lambda pair: -pair[1])
+    value = absent if own is None else logprob_of(float(own.logprob))
+    return TokenLogprobs(token_id, value, tuple(best[:alternatives]))
 
 
 def prompt_logprobs(

@@ -8,7 +8,7 @@ line for ``attentionDpRank`` and the queue's tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,19 +16,25 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.limits import U32_MAX, U64_MAX
 
+COUNT_MAX = 2**53
+"""Most that a statistic may be, either way: what a float, as counters and gauges are, still has exactly."""
+
+Count = Annotated[int, msgspec.Meta(ge=-COUNT_MAX, le=COUNT_MAX)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0.0, le=float(COUNT_MAX))]
+
 
 class KvCacheStatistics(msgspec.Struct, frozen=True, rename="camel", gc=False):
     """The paged KV cache of the rank."""
 
-    max_num_blocks: int = 0
-    free_num_blocks: int = 0
+    max_num_blocks: Count = 0
+    free_num_blocks: Count = 0
     """Blocks that no request holds; reusable content in them counts as free."""
-    used_num_blocks: int = 0
-    tokens_per_block: int = 0
-    alloc_total_blocks: int = 0
-    alloc_new_blocks: int = 0
-    reused_blocks: int = 0
-    missed_blocks: int = 0
+    used_num_blocks: Count = 0
+    tokens_per_block: Count = 0
+    alloc_total_blocks: Count = 0
+    alloc_new_blocks: Count = 0
+    reused_blocks: Count = 0
+    missed_blocks: Count = 0
     cache_hit_rate: float | None = None
     """Since the engine began, its warm-up included (up to 1.2)."""
 
@@ -36,26 +42,26 @@ class KvCacheStatistics(msgspec.Struct, frozen=True, rename="camel", gc=False):
 class BatchStatistics(msgspec.Struct, frozen=True, rename="camel", gc=False):
     """What ran in the iteration (in-flight batching)."""
 
-    num_scheduled_requests: int = 0
-    num_context_requests: int = 0
-    num_gen_requests: int = 0
-    num_paused_requests: int = 0
-    num_ctx_tokens: int = 0
-    num_queued_ctx_tokens: int | None = None
+    num_scheduled_requests: Count = 0
+    num_context_requests: Count = 0
+    num_gen_requests: Count = 0
+    num_paused_requests: Count = 0
+    num_ctx_tokens: Count = 0
+    num_queued_ctx_tokens: Count | None = None
     """Prompt tokens that wait; from 1.3 on."""
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, gc=False):
     """One iteration of one rank."""
 
-    iteration: int = msgspec.field(name="iter", default=0)
-    iteration_latency_ms: float = msgspec.field(name="iterLatencyMS", default=0.0)
-    active_requests: int = msgspec.field(name="numActiveRequests", default=0)
-    queued_requests: int = msgspec.field(name="numQueuedRequests", default=0)
-    completed_requests: int = msgspec.field(name="numCompletedRequests", default=0)
-    max_active_requests: int = msgspec.field(name="maxNumActiveRequests", default=0)
-    gpu_memory_bytes: int = msgspec.field(name="gpuMemUsage", default=0)
-    rank: int = msgspec.field(name="attentionDpRank", default=0)
+    iteration: Count = msgspec.field(name="iter", default=0)
+    iteration_latency_ms: Milliseconds = msgspec.field(name="iterLatencyMS", default=0.0)
+    active_requests: Count = msgspec.field(name="numActiveRequests", default=0)
+    queued_requests: Count = msgspec.field(name="numQueuedRequests", default=0)
+    completed_requests: Count = msgspec.field(name="numCompletedRequests", default=0)
+    max_active_requests: Count = msgspec.field(name="maxNumActiveRequests", default=0)
+    gpu_memory_bytes: Count = msgspec.field(name="gpuMemUsage", default=0)
+    rank: Count = msgspec.field(name="attentionDpRank", default=0)
     """1.2 reports rank 0 only and does not say so."""
     kv_cache: KvCacheStatistics | None = msgspec.field(name="kvCacheStats", default=None)
     batch: BatchStatistics | None = msgspec.field(name="inflightBatchingStats", default=None)
@@ -73,12 +79,12 @@ def parse_statistics(item: Mapping[str, Any]) -> EngineStatistics:
     """
     try:
         return msgspec.convert(item, EngineStatistics)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, OverflowError):
         pass
     # Rare: nulls in the place of numbers.
     try:
         return msgspec.convert(_without_nulls(item), EngineStatistics)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         raise DecodeError("iteration statistics of the engine", str(error)) from None
 
 

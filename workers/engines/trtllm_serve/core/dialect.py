@@ -23,11 +23,11 @@ from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
+from poolgrid.workers.core.vetting import TokenId, cached_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
 from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
-    UNLIKELY,
     ErrorInfo,
     bias_of,
     failure_amid,
@@ -55,23 +55,15 @@ class _Logprobs(msgspec.Struct, gc=False):
 
 
 class _Choice(msgspec.Struct, gc=False):
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     disaggregated_params: dict[str, Any] | None = None
 
 
-class _PromptDetails(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens_details: _PromptDetails | None = None
-
-
 class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Any = None
     error: ErrorInfo | None = None
 
 
@@ -196,9 +188,7 @@ class _Reader:
             raise DecodeError(f"an answer of {TITLE}", str(error)) from None
         if chunk.error is not None:
             return Piece(failure=failure_amid(TITLE, chunk.error, self._has_output))
-        cached: int | None = None
-        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-            cached = chunk.usage.prompt_tokens_details.cached_tokens
+        cached = None if chunk.usage is None else cached_of(chunk.usage)
         if not chunk.choices:
             return None if cached is None else Piece(cached_tokens=cached)
         choice = chunk.choices[0]
@@ -212,7 +202,7 @@ class _Reader:
                 said = f"{len(values)} come with {len(choice.token_ids)} tokens"
                 raise DecodeError(f"log probabilities of {TITLE}", said)
             piece.logprobs = tuple(
-                TokenLogprobs(token_id, UNLIKELY if value is None else value)
+                TokenLogprobs(token_id, logprob_of(value))
                 for token_id, value in zip(choice.token_ids, values, strict=True)
             )
         if choice.finish_reason is not None:

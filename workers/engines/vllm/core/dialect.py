@@ -25,11 +25,11 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
+from poolgrid.workers.core.vetting import TokenId, cached_of, digits_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
 from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
-    UNLIKELY,
     ErrorInfo,
     best_of,
     bias_of,
@@ -63,7 +63,7 @@ KEEP_KV = {
 class _TokenLogprob(msgspec.Struct, gc=False):
     """One token among others."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float
 
 
@@ -86,23 +86,15 @@ class _PromptLogprob(msgspec.Struct, gc=False):
 
 
 class _Choice(msgspec.Struct, gc=False):
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
 
 
-class _PromptDetails(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens_details: _PromptDetails | None = None
-
-
 class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Any = None
     error: ErrorInfo | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -263,9 +255,7 @@ class _Reader:
             raise DecodeError(f"an answer of {TITLE}", str(error)) from None
         if chunk.error is not None:
             return Piece(failure=failure_amid(TITLE, chunk.error, self._has_output))
-        cached: int | None = None
-        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-            cached = chunk.usage.prompt_tokens_details.cached_tokens
+        cached = None if chunk.usage is None else cached_of(chunk.usage)
         if not chunk.choices:
             return None if cached is None else Piece(cached_tokens=cached)
         choice = chunk.choices[0]
@@ -297,10 +287,10 @@ class _Reader:
 
 
 def _token_id(text: str) -> int:
-    try:
-        return int(text.removeprefix(TOKEN_ID))
-    except ValueError:
-        raise DecodeError(f"log probabilities of {TITLE}", f"a token is {text[:40]!r}, not {TOKEN_ID}N") from None
+    token_id = digits_of(text.removeprefix(TOKEN_ID))
+    if token_id is None:
+        raise DecodeError(f"log probabilities of {TITLE}", f"a token is {text[:40]!r}, not {TOKEN_ID}N")
+    return token_id
 
 
 def _logprobs(tokens: Sequence[int], said: _Logprobs, alternatives: int) -> tuple[TokenLogprobs, ...]:
@@ -328,7 +318,7 @@ def _prompt_logprobs(rows: Sequence[dict[str, _PromptLogprob] | None], alternati
     for row in rows[1:]:
         if not row:
             continue
-        values = {_token_id(text): max(each.logprob, UNLIKELY) for text, each in row.items()}
+        values = {_token_id(text): logprob_of(each.logprob) for text, each in row.items()}
         own = next(iter(values))
         report.append(best_of(own, values[own], values, alternatives))
     return tuple(report)

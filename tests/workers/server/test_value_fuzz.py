@@ -1,0 +1,259 @@
+"""Values of an engine, not bytes: impossible numbers at any place of an answer, an event or a statistic.
+
+``POOLGRID_EXAMPLES_FACTOR=50`` tries fifty times as many (``make fuzz``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from poolgrid.wire import codec
+from poolgrid.wire.dialects.pub import decode_pub
+from poolgrid.wire.dialects.trtllm import parse_event
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import EventBatch
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.publishers.translation import EngineTranslator
+from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.workers.engines.server.core.told_blocks import ToldBlocks
+from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
+from poolgrid.workers.engines.trtllm.core.statistics import load_of, parse_statistics
+from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from tests.examples import examples
+from tests.workers.builders import make_request
+from tests.workers.server.harness import DIALECTS, chunks, harness
+
+NAN, INFINITE = float("nan"), float("inf")
+NUMBERS: list[Any] = [
+    -1,
+    0,
+    1,
+    2,
+    -(2**31),
+    2**31,
+    2**32 - 1,
+    2**32,
+    -(2**63),
+    2**63,
+    2**64 - 1,
+    2**64,
+    10**40,
+    10**400,
+]
+OTHERS: list[Any] = [0.5, -0.0, 1e308, True, False, None, "", "7", "-1", [], {}, [[]], {"a": 1}]
+TOKENS = (11, 12, 13, 14)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every container and key of a tree."""
+    keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
+    for key in keys:
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+def spoilt(source: random.Random, value: Any, more: list[Any] | None = None) -> Any:
+    """Return a tree with impossible values at one to three of its places."""
+    made = copy.deepcopy(value)
+    for _ in range(source.randint(1, 3)):
+        found = list(places(made))
+        if not found:
+            break
+        container, key = source.choice(found)
+        wrong = copy.deepcopy(source.choice(NUMBERS + OTHERS + (more or [])))
+        if isinstance(container[key], list) and source.random() < 0.3:
+            wrong = container[key] * source.choice((0, 2, 300))
+        container[key] = wrong
+    return made
+
+
+@pytest.mark.parametrize("kind", sorted(DIALECTS))
+def test_values_of_an_engine_cost_at_most_their_own_request(kind: str) -> None:
+    source = random.Random(f"values of {kind}")
+
+    async def scenario() -> None:
+        async with harness(kind) as worker:
+            for number in range(examples(60)):
+                worker.requests.deltas.clear()
+                alternatives = source.choice((None, 0 if kind == "trtllm-serve" else 1))
+                requests = [make_request(f"r{each}", (each, 2, 3), 4, logprobs=alternatives) for each in (1, 2, 3)]
+                streams = await worker.ask(*requests)
+                answers = [chunks(kind, TOKENS, 2, logprobs=alternatives is not None) for _ in requests]
+                answers[1] = spoilt(source, answers[1])
+                parts = [json.dumps(each) for each in answers[1]]
+                # All of it in one turn, so that what fails is in the report of the others.
+                sent: tuple[list[Any], ...] = (answers[0], parts, answers[2])
+                for stream, answer in zip(streams, sent, strict=True):
+                    stream.send(*answer)
+                    stream.end()
+                await worker.until_finished("r1", "r2", "r3")
+                assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS), (number, parts)
+                assert len(worker.output("r2")) <= 4 * 4, (number, parts)
+                await worker.until(lambda: not worker.engine._active)
+                assert worker.metrics.request_faults._value.get() == 0, (number, parts)
+            assert worker.service.describe()["running_requests"] == 0
+
+    asyncio.run(scenario())
+
+
+PUBLISHED: list[Any] = [
+    1_700_000_000.5,
+    [
+        {
+            "type": "BlockStored",
+            "block_hashes": [1, 2],
+            "parent_block_hash": None,
+            "token_ids": [5, 6, 7, 8, 9, 10, 11, 12],
+            "block_size": 4,
+            "lora_id": None,
+            "medium": "GPU",
+            "group_idx": 0,
+        },
+        ["BlockStored", [3], 2, [1, 2, 3, 4], 4, None, "CPU", None, None],
+        {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU"},
+        ["AllBlocksCleared"],
+        {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": [1] * 4, "block_size": 4},
+    ],
+    0,
+]
+
+
+def test_values_of_a_publisher_are_told_within_the_wires_bounds_or_not_at_all() -> None:
+    source = random.Random("values of publishers")
+    encode = msgspec.msgpack.Encoder().encode
+    translator, told = EngineTranslator(4, 10_000), ToldBlocks()
+    read = 0
+    for _ in range(examples(3000)):
+        value = spoilt(source, PUBLISHED, [b"", b"x" * 8, b"x" * 80, NAN, INFINITE])
+        try:
+            payload = encode(value)
+        except OverflowError:
+            continue  # no message carries it
+        try:
+            batch = decode_pub(payload)
+        except DecodeError:
+            continue
+        read += 1
+        events = translator.translate(batch.events)
+        frame = codec.event_batch.encode(EventBatch("w", 0, 1, 0, batch.time_ms, events))
+        assert codec.event_batch.decode(frame).events == events
+        told.apply(events)
+        told.restate()
+    assert read > examples(500)
+
+
+TRTLLM_EVENTS: list[Any] = [
+    {"event_id": 0, "window_size": 64, "data": {"type": "created", "num_blocks_per_cache_level": [100, 0]}},
+    {
+        "event_id": 1,
+        "window_size": 64,
+        "attention_dp_rank": 0,
+        "data": {
+            "type": "stored",
+            "parent_hash": None,
+            "blocks": [
+                {
+                    "block_hash": 1,
+                    "tokens": [{"token_id": each, "token_extra_id": 0} for each in range(4)],
+                    "cache_level": 0,
+                    "priority": 35,
+                    "mm_keys": [],
+                }
+            ],
+        },
+    },
+    {
+        "event_id": 2,
+        "window_size": 64,
+        "data": {"type": "updated", "block_hash": 1, "cache_level": {"old_value": 0, "new_value": 1}},
+    },
+    {"event_id": 3, "window_size": 64, "data": {"type": "removed", "block_hashes": [1]}},
+]
+
+
+def test_values_of_tensorrt_llms_events_are_told_within_the_wires_bounds_or_not_at_all() -> None:
+    source = random.Random("values of TensorRT-LLM's events")
+    metrics = TrtllmMetrics(CollectorRegistry())
+    translator = EventTranslator(4)
+    read = 0
+    for _ in range(examples(2000)):
+        events = []
+        for item in spoilt(source, TRTLLM_EVENTS, [NAN, INFINITE]):
+            try:
+                events.append(parse_event(item))
+            except DecodeError:
+                continue
+        read += len(events)
+        translation = translator.translate(events)
+        frame = codec.event_batch.encode(EventBatch("w", 0, 1, 0, 0, [*translation.events]))
+        assert codec.event_batch.decode(frame).events == translation.events
+        metrics.observe_events(0, len(events), translator)
+        translator.restate()
+    assert read > examples(2000)
+
+
+STATISTICS: dict[str, Any] = {
+    "iter": 5,
+    "iterLatencyMS": 1.5,
+    "numActiveRequests": 2,
+    "numQueuedRequests": 1,
+    "attentionDpRank": 0,
+    "kvCacheStats": {"maxNumBlocks": 9, "usedNumBlocks": 3, "cacheHitRate": 0.5},
+    "inflightBatchingStats": {"numPausedRequests": 1, "numCtxTokens": 3, "numQueuedCtxTokens": None},
+}
+
+
+def test_values_of_statistics_are_shown_or_left_out() -> None:
+    source = random.Random("values of statistics")
+    metrics = TrtllmMetrics(CollectorRegistry())
+    read = 0
+    for _ in range(examples(2000)):
+        try:
+            statistics = parse_statistics(spoilt(source, STATISTICS, [NAN, INFINITE, -1.5]))
+        except DecodeError:
+            continue
+        read += 1
+        metrics.observe_iteration(statistics)
+        metrics.observe_load(statistics)
+        load = load_of(statistics, 0)
+        frame = codec.event_batch.encode(EventBatch("w", 0, 1, 0, 0, [load]))
+        assert codec.event_batch.decode(frame).events == [load]
+    assert read > examples(100)
+
+
+class _Entry:
+    def __init__(self, logprob: Any) -> None:
+        self.logprob = logprob
+
+
+class _Output:
+    def __init__(self, token_ids: Any, logprobs: Any) -> None:
+        self.token_ids = token_ids
+        self.logprobs = logprobs
+
+
+def test_values_of_tensorrt_llms_outputs_are_log_probabilities_or_unreadable() -> None:
+    source = random.Random("values of outputs")
+    wrong = [*NUMBERS, NAN, INFINITE, -INFINITE, -0.5]
+    for _ in range(examples(2000)):
+        rows = [{source.choice((*TOKENS, *NUMBERS)): _Entry(source.choice(wrong)) for _ in range(2)} for _ in TOKENS]
+        token_ids = [source.choice((*TOKENS, *NUMBERS)) if source.random() < 0.1 else each for each in TOKENS]
+        try:
+            made = (OutputCursor(1).take(_Output(token_ids, rows))[1] or ()) + prompt_logprobs(TOKENS, rows, 1)
+        except Exception:
+            continue
+        for row in made:
+            assert -9999.0 <= row.logprob <= 0.0
+            for token_id, value in row.alternatives:
+                assert 0 <= token_id < 2**32
+                assert -9999.0 <= value <= 0.0
