@@ -883,6 +883,10 @@ def _header_value(text: str) -> bytes:
 
 
 def _generation_failed(output: SequenceOutput) -> RequestError:
+    if output.retry_after_s is not None:
+        return refused(Refused(429, "busy", f"generating choice {output.index}: {output.error}", output.retry_after_s))
+    if output.unknown_model:
+        return RequestError(404, "model_not_found", f"generating choice {output.index}: {output.error}", param="model")
     if output.unsupported:
         return RequestError(400, "unsupported_by_worker", f"generating choice {output.index}: {output.error}")
     if output.poison:

@@ -86,6 +86,8 @@ class ServedModel:
     """Media that it takes beside text."""
     chat: ChatSpec = NO_CHAT_SPEC
     """How its chats are written and read, as far as its workers were told."""
+    aliases: tuple[str, ...] = ()
+    """Further names of it."""
 
 
 class InferenceBackend(Protocol):
