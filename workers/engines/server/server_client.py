@@ -18,8 +18,8 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 QUESTION_TIMEOUT_S = 10.0
 """How long an answer to a question may take: servers under load answer late, dead ones never."""
 
-NOT_THERE = frozenset({400, 404, 405, 410, 422, 501})
-"""Statuses of a path that a server does not have, or not in this form; any other one may pass."""
+NOT_THERE = frozenset({400, 401, 403, 404, 405, 410, 422, 501})
+"""Statuses of a path that a server does not have, or does not show; any other one may pass."""
 
 T = TypeVar("T")
 
