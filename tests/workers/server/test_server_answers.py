@@ -227,7 +227,7 @@ def test_a_worker_whose_key_is_refused_later_leaves_the_pool_until_it_is_taken(
             assert front.router.last("r").refusal is RefusalKind.BROKEN
             assert "401" not in (front.router.last("r").error or "")
             await front.consolidator.until(lambda journal: journal.goodbyes)
-            options.key = "right"
+            server.options.key = "right"
             await front.consolidator.until(lambda journal: len(journal.cards) > 1)
             await works(front)
 
