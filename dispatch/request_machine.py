@@ -369,6 +369,7 @@ class RequestMachine:
         assert not self.ended, "nothing is sent for an ended request"
         self.refusal = None
         self.delivery.worker = str(worker)
+        self.delivery.waits_for_room = False
         output = self.delivery.output
         return self.plan.begin(
             worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace, retention
@@ -663,6 +664,7 @@ def _place_or_wait(machine: RequestMachine, event: _Event) -> None:
     if machine.delivery.tokens >= machine.request.sampling.max_tokens:
         _finish(machine, event, StreamDelta(b"", FinishReason.LENGTH))
     else:
+        machine.delivery.waits_for_room = True
         event.effects.append(PlaceNext(event.why, event.dispatch, moved=True, for_room=True))
 
 

@@ -385,9 +385,11 @@ class _Exchange:
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
     ) -> None:
-        head = StreamHead(self._start_stream, self._write, encoder.begin())
+        head = StreamHead(self._start_stream, self._write, encoder.begin(), self._is_queued)
 
         async def comment(body: bytes) -> None:
+            if not head.is_sent and self._is_queued():
+                return
             await self._write(await head.before(body))
 
         interval_s = self._endpoint._settings.keep_alive_interval_s
@@ -398,6 +400,10 @@ class _Exchange:
             head.close()
             if keep_alive is not None:
                 keep_alive.close()
+
+    def _is_queued(self) -> bool:
+        """Tell whether every sequence waits in the queue once more."""
+        return all(each.stream is not None and each.stream.waits_for_room for each in self._outputs)
 
     async def _events(
         self,

@@ -259,7 +259,7 @@ class WorkerService:
             why = self._engine.unhealthy_reason
             reason = f"the engine of {self._worker_id} does not answer: {why}"[:TEXT_CHARS_MAX]
             log.error("leaving the pool until it is well again: %s", reason)
-            ending = Ending(reason, FinishReason.ERROR, RefusalKind.BROKEN)
+            ending = Ending(f"the engine of {self._worker_id} does not answer", FinishReason.ERROR, RefusalKind.BROKEN)
             for request_id in list(self._transfers.fetching):
                 self._end_elsewhere(request_id, ending)
             self._membership.leave(reason)
@@ -337,7 +337,7 @@ class WorkerService:
         if self._drain.is_on:
             raise DrainingError(f"worker {self._worker_id} is draining and takes no new requests")
         if self._engine.unhealthy_reason:
-            raise BrokenError(f"worker {self._worker_id} is not well: {self._engine.unhealthy_reason}")
+            raise BrokenError(f"the engine of worker {self._worker_id} is not well")
         owners = self._peers.owners
         if request.request_id in self._kept and owners[request.request_id] == peer_id:
             # Nobody dispatches a leg again while its first result is of use.

@@ -564,6 +564,23 @@ def test_no_room_and_an_unknown_model_keep_their_meaning_on_every_api(
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_a_stream_that_waits_in_the_queue_has_no_status_before_it_has_a_worker() -> None:
+    room, full = asyncio.Event(), [StreamDelta(b"", "error", error="no room", retry_after_s=2.0)]
+    backend = FakeBackend(lambda request: [room, full])
+
+    async def scenario() -> httpx.Response:
+        async with in_process(application(backend, keep_alive_interval_s=0.05)) as client:
+            fields = {"model": "tiny", "prompt": "hi", "stream": True}
+            answer = asyncio.ensure_future(client.post(COMPLETIONS, json=fields))
+            await backend.submitted.wait()
+            backend.streams[0].waits_for_room = True
+            await asyncio.sleep(0.4)  # longer than a head waits, and than several comments
+            room.set()
+            return await answer
+
+    assert asyncio.run(scenario()).status_code == 429
+
+
 def test_no_room_amid_a_stream_is_an_event() -> None:
     full = [StreamDelta(b"", "error", error="no room", retry_after_s=2.0)]
     backend = FakeBackend(lambda request: [*speak("Hel")[:1], full])

@@ -186,8 +186,8 @@ def test_a_server_that_hangs_is_given_up() -> None:
             await front.router.send(make_request("r", [1, 2, 3], 9))
             await front.router.until_finished("r")
             assert front.router.last("r").refusal is RefusalKind.BROKEN
-            assert "nothing has moved" in (front.router.last("r").error or "")
             await front.consolidator.until(lambda journal: journal.goodbyes)
+            assert "nothing has moved" in front.journal.goodbyes[0]
 
     asyncio.run(scenario())
 

@@ -64,6 +64,9 @@ EXPIRED = FinishReason.EXPIRED
 ERROR = FinishReason.ERROR
 BROKEN = RefusalKind.BROKEN
 
+SILENT = "the engine server does not do its work"
+"""What clients get while it does not; the worker's log and its ``/health`` have the reason."""
+
 FAILED_WORDS = {
     "connect": "the engine server cannot be reached",
     "disconnect": "the engine server closed the connection",
@@ -325,7 +328,7 @@ class ServerEngine:
     def _admit(self, request: Generate) -> int:
         """Refuse what the adapter itself cannot take; return the tokens of the prompt."""
         if self._health.is_silent:
-            raise BrokenError(f"the engine server is silent: {self._health.unhealthy_reason}")
+            raise BrokenError(SILENT)
         if request.request_id in self._active or request.request_id in self._kept:
             raise RefusedError(f"request id {request.request_id!r} is already active on this worker")
         wait_ms = self._room.wait_ms(self._clock.monotonic_ms())
@@ -626,10 +629,9 @@ class ServerEngine:
     def _on_health(self) -> None:
         """Take the requests away from a server that has become silent; tell the worker."""
         if self._health.is_silent:
-            error = f"the engine server is silent: {self._health.unhealthy_reason}"
             for active in list(self._active.values()):
                 self._close(active)
-                self._finish(active, ERROR, error=error, refusal=BROKEN)
+                self._finish(active, ERROR, error=SILENT, refusal=BROKEN)
             for active in list(self._kept.values()):
                 self._release(active, EXPIRED)
             # At once: what the worker says next is that it leaves.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 PAUSE_MIN_MS = 250
-PAUSE_MAX_MS = 4_000
+PAUSE_MAX_MS = 1_000
 """Pauses of a server that does not say when to come back: they double up to here."""
 
 PROBE_MS = 250
