@@ -41,6 +41,8 @@ class EngineTranslator:
         """By tier: copies of each engine hash."""
         self._other_groups: set[int] = set()
         self.ignored_blocks = 0
+        self.other_block_size = 0
+        """Tokens in a block of the last stored event whose blocks have another size; 0 = none had."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -85,6 +87,8 @@ class EngineTranslator:
             told = self._root_seed(event.token_bytes[: 4 * event.block_size])
             unfit = told is None
             seed = None if told == BASE_SEED else told
+        if event.block_size != self._block_size:
+            self.other_block_size = event.block_size
         if unfit or len(self._known) + len(hashes) > self._blocks_max:
             self.ignored_blocks += len(event.hashes)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import httpx
 import msgspec
 import pytest
 
@@ -272,3 +273,21 @@ def test_comments_without_end_and_without_a_token_are_given_up() -> None:
             assert front.router.last("r").refusal is RefusalKind.BROKEN
 
     asyncio.run(scenario())
+
+
+def test_blocks_of_another_size_than_was_given_are_an_error_that_names_the_option(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with engine_server() as server, worker_before(server, kv_block_size=16) as front:
+            await front.router.send(make_request("r", list(range(40)), 4))
+            await front.router.until_finished("r")
+            async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient() as client:
+                while True:
+                    health = (await client.get(f"{front.http_url}/health")).json()
+                    if "kv_block_size 4" in health["engine_server"]["events"][0]["reason"]:
+                        return
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(scenario())
+    assert "stores blocks of 4 tokens, this worker's have 16" in caplog.text
