@@ -117,6 +117,8 @@ class Options:
     """Events as arrays, as old versions write them."""
     ranks: int = 1
     step_s: float = 0.0
+    health_s: float = 0.0
+    """How long ``/health`` takes to answer."""
     kv_connector: bool = False
     scale_out: bool = False
     """``--enable-scale-out``: ``/inference/v1/generate`` is there."""
@@ -225,6 +227,7 @@ class VllmServer:
             await reply.whole(401, {"error": "Unauthorized"})
             return
         if path == "/health":
+            await asyncio.sleep(options.health_s)
             await reply.whole(200, b"")
         elif path == "/version":
             await reply.whole(200, {"version": "0.32.0"})

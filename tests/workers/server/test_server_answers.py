@@ -257,6 +257,56 @@ def test_a_slow_server_that_shows_signs_of_life_is_not_given_up() -> None:
     asyncio.run(scenario())
 
 
+def late(tokens: int, every: Callable[[], Awaitable[None]]) -> Script:
+    """A first token after a second, with something done ``every`` 50 ms until then."""
+
+    async def script(reply: Reply) -> None:
+        await reply.begin()
+        for _ in range(20):
+            await every()
+            await asyncio.sleep(0.05)
+        for token in range(tokens):
+            await reply.event(choice(token + 3, finish="stop" if token + 1 == tokens else None))
+        await reply.event(b"[DONE]")
+        await reply.end()
+
+    return script
+
+
+@pytest.mark.parametrize(("prompt_tokens", "has_events"), [(10, True), (600, False)])
+def test_a_long_prefill_is_progress_while_events_come_or_its_prompt_explains_it(
+    prompt_tokens: int, has_events: bool
+) -> None:
+    async def scenario() -> None:
+        async with engine_server() as server, worker_before(server, progress_timeout_ms=200) as front:
+
+            async def event() -> None:
+                if has_events:
+                    await server.reset_prefix_cache()
+
+            server.faults.scripts.append(late(2, event))
+            await front.router.send(make_request("r", [1] * prompt_tokens, 4))
+            await front.router.until_finished("r")
+            assert front.router.output("r") == pack_tokens([3, 4])
+            assert not front.journal.goodbyes
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_answers_late_how_it_is_is_not_given_up_while_it_streams() -> None:
+    async def scenario() -> None:
+        options = Options(step_s=0.02)
+        async with engine_server(options) as server, worker_before(server, health_timeout_ms=100) as front:
+            await front.router.send(make_request("r", [1, 2, 3], 50))
+            await front.router.until_started("r")
+            options.health_s = 0.3
+            await front.router.until_finished("r")
+            assert front.router.last("r").finish_reason is FinishReason.LENGTH
+            await front.consolidator.until(lambda journal: journal.goodbyes)  # now nothing shows that it lives
+
+    asyncio.run(scenario())
+
+
 def test_comments_without_end_and_without_a_token_are_given_up() -> None:
     async def scenario() -> None:
         async with engine_server() as server, worker_before(server, progress_timeout_ms=100) as front:
