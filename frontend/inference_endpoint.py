@@ -385,10 +385,10 @@ class _Exchange:
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
     ) -> None:
-        head = StreamHead(self._start_stream, self._write, encoder.begin(), self._is_queued)
+        head = StreamHead(self._start_stream, self._write, encoder.begin(), partial(_wait_for_room, self._outputs))
 
         async def comment(body: bytes) -> None:
-            if not head.is_sent and self._is_queued():
+            if not head.is_sent and _wait_for_room(self._outputs):
                 return
             await self._write(await head.before(body))
 
@@ -400,10 +400,6 @@ class _Exchange:
             head.close()
             if keep_alive is not None:
                 keep_alive.close()
-
-    def _is_queued(self) -> bool:
-        """Tell whether every sequence waits in the queue once more."""
-        return all(each.stream is not None and each.stream.waits_for_room for each in self._outputs)
 
     async def _events(
         self,
@@ -886,6 +882,11 @@ def _header_value(text: str) -> bytes:
     if text.isascii() and text.isprintable():
         return text.encode()
     return "".join(character if " " <= character <= "~" else "?" for character in text).encode()
+
+
+def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
+    """Tell whether every sequence waits in the queue once more."""
+    return all(each.stream is not None and each.stream.waits_for_room for each in outputs)
 
 
 def _generation_failed(output: SequenceOutput) -> RequestError:
