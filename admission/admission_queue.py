@@ -54,6 +54,8 @@ class AdmissionQueue(Generic[T]):
         self._held: dict[int, dict[str, Held]] = {}
         """By priority and tenant; only what waits."""
         self._resumed: dict[int, QueuedRequest[T]] = {}
+        self._resumed_in: dict[str, int] = {}
+        """How many of them are in each lane."""
         self._arrivals = 0
         self._requests = 0
         self._prompt_tokens = 0
@@ -71,8 +73,8 @@ class AdmissionQueue(Generic[T]):
         return self._prompt_tokens
 
     def waiting(self, lane: str) -> bool:
-        """Tell whether anybody waits in a lane, resumed requests of all lanes included."""
-        return lane in self._lanes or bool(self._resumed)
+        """Tell whether anybody waits in a lane, resumed requests included."""
+        return lane in self._lanes or lane in self._resumed_in
 
     @property
     def is_empty(self) -> bool:
@@ -96,6 +98,7 @@ class AdmissionQueue(Generic[T]):
         if request.resumed:
             request.waits = True
             self._resumed[request.arrival] = request
+            self._resumed_in[request.lane] = self._resumed_in.get(request.lane, 0) + 1
             return []
         evicted = self._make_room(request)
         if evicted == [request]:
@@ -148,6 +151,9 @@ class AdmissionQueue(Generic[T]):
         request.waits = False
         if request.resumed:
             del self._resumed[request.arrival]
+            self._resumed_in[request.lane] -= 1
+            if not self._resumed_in[request.lane]:
+                del self._resumed_in[request.lane]
             return
         bands = self._lanes[request.lane]
         band = bands[request.priority]

@@ -26,7 +26,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.registry import server_kinds
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from poolgrid.workers.engines.server.kinds import learn
-from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ async def _ask(url: str, settings: UpSettings, timeout_s: float) -> ServerFacts:
             while True:
                 try:
                     return await learn(client, server_kinds(), "", settings.served_model_name)
+                except KeyRefused as error:
+                    raise FrontProblem(f"front {url}: {error}") from None
                 except (ServerError, DecodeError) as error:
                     if str(error) != said:
                         said = str(error)

@@ -58,17 +58,35 @@ class Release(Value):
 
 @final
 class Avoid(Value):
-    """A leg's worker comes last from now on."""
+    """A leg's worker comes last from now on; ``for_good``: it refused what the request asks for, and is not asked
+    again."""
 
-    __slots__ = ("dispatch", "why")
+    __slots__ = ("dispatch", "for_good", "why")
 
-    def __init__(self, dispatch: Dispatch, why: str) -> None:
+    def __init__(self, dispatch: Dispatch, why: str, for_good: bool = False) -> None:
         self.dispatch = dispatch
         self.why = why
+        self.for_good = for_good
 
     def parts(self) -> tuple[Any, ...]:
         """Return all of it, in the order in which it is given."""
-        return (self.dispatch, self.why)
+        return (self.dispatch, self.why, self.for_good)
+
+
+@final
+class Full(Value):
+    """A leg's worker has no room for anything, for ``retry_after_ms``."""
+
+    __slots__ = ("dispatch", "retry_after_ms")
+
+    def __init__(self, dispatch: Dispatch, retry_after_ms: int | None) -> None:
+        self.dispatch = dispatch
+        self.retry_after_ms = retry_after_ms
+        """``None`` = the worker did not report a time."""
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return all of it, in the order in which it is given."""
+        return (self.dispatch, self.retry_after_ms)
 
 
 @final
@@ -106,18 +124,20 @@ class Crowded(Value):
 class PlaceNext(Value):
     """Place what ``RequestMachine.plan`` says comes next."""
 
-    __slots__ = ("after", "moved", "why")
+    __slots__ = ("after", "for_room", "moved", "why")
 
-    def __init__(self, why: str, after: Dispatch, moved: bool) -> None:
+    def __init__(self, why: str, after: Dispatch, moved: bool, for_room: bool = False) -> None:
         self.why = why
         self.after = after
         """The leg before, or the one that was lost."""
         self.moved = moved
         """Whether this is a migration; else it is the next leg, or the same one chosen again."""
+        self.for_room = for_room
+        """Whether it moves because its worker had no room: nothing has failed."""
 
     def parts(self) -> tuple[Any, ...]:
         """Return all of it, in the order in which it is given."""
-        return (self.why, self.after, self.moved)
+        return (self.why, self.after, self.moved, self.for_room)
 
 
 @final
@@ -136,5 +156,5 @@ class End(Value):
         return (self.last, self.by_worker)
 
 
-Effect = Heard | Cancel | Release | Avoid | Blame | Crowded | PlaceNext | End
+Effect = Heard | Cancel | Release | Avoid | Full | Blame | Crowded | PlaceNext | End
 NOTHING: tuple[Effect, ...] = ()

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol, assert_never
 
-from poolgrid.dispatch.effects import Avoid, Blame, Cancel, Crowded, Effect, End, Heard, PlaceNext, Release
+from poolgrid.dispatch.effects import Avoid, Blame, Cancel, Crowded, Effect, End, Full, Heard, PlaceNext, Release
 from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.leg_spans import follow_legs
 from poolgrid.dispatch.legs import Dispatch
@@ -40,8 +40,12 @@ class Books(Protocol):
         """Take a leg off its worker's books."""
         ...
 
-    def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
-        """Have a leg's worker come last when the request is placed again."""
+    def avoid(self, machine: RequestMachine, avoid: Avoid) -> None:
+        """Have a leg's worker come last when the request is placed again, or not at all."""
+        ...
+
+    def full(self, machine: RequestMachine, full: Full) -> None:
+        """Send a leg's worker nothing for some time."""
         ...
 
     def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:
@@ -167,7 +171,9 @@ class InFlight:
                 if link is not None and link.is_up:
                     link.cancel(effect.dispatch.id)
             elif type(effect) is Avoid:
-                books.avoid(machine, effect.dispatch, effect.why)
+                books.avoid(machine, effect)
+            elif type(effect) is Full:
+                books.full(machine, effect)
             elif type(effect) is Blame:
                 if effect.happened is Happened.OUT_OF_PLACE:
                     self._on_fault("position")

@@ -14,8 +14,11 @@ Rules
        request moves, or when it ends. No leg outlives the others.
     4. A worker that is lost, refuses, or breaks its stream costs the client nothing while another one can go on: the
        request moves with prompt + output so far, at most ``migration_limit`` times. One that drains has not failed:
-       moves because of that are not counted among these, up to ``DRAINS_MAX``.
+       moves because of that are not counted among these, up to ``DRAINS_MAX``. One without room has not failed
+       either: the request is placed again, or waits in the router's queue, whose time-out is the bound.
     5. A request with which ``LOSSES_MAX`` workers were lost before its first token may be what ends them: it ends.
+    6. A worker that refuses what the request asks for is asked once. When no other one takes it, the client gets that
+       refusal.
 """
 
 from __future__ import annotations
@@ -25,7 +28,19 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Final, final
 
-from poolgrid.dispatch.effects import NOTHING, Avoid, Blame, Cancel, Crowded, Effect, End, Heard, PlaceNext, Release
+from poolgrid.dispatch.effects import (
+    NOTHING,
+    Avoid,
+    Blame,
+    Cancel,
+    Crowded,
+    Effect,
+    End,
+    Full,
+    Heard,
+    PlaceNext,
+    Release,
+)
 from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.legs import Dispatch, LegPlan
 from poolgrid.dispatch.token_delivery import TokenDelivery
@@ -80,12 +95,18 @@ class Do(Enum):
     """If the client has no token yet: one more worker was lost while it had this request."""
     AVOID = auto()
     """This worker comes last when the request is placed again."""
+    AVOID_FOR_GOOD = auto()
+    """This worker is not asked again for this request."""
+    NOTE_FULL = auto()
+    """This worker gets nothing, of any request, until the time that it reported is over."""
     BLAME = auto()
     """The worker, and its pool, have failed."""
     WITHDRAW = auto()
     """Cancel and release every leg that some worker still has."""
     MOVE = auto()
     """Place the request on another worker with its prompt and the output so far, or end it if it may not move."""
+    PLACE_OR_WAIT = auto()
+    """Place the request on another worker with its prompt and the output so far, or have it wait for room."""
     NEXT_LEG = auto()
     """Place the next leg."""
     END = auto()
@@ -96,6 +117,7 @@ LEGS = (Standing.WHOLE, Standing.ENCODE, Standing.PREFILL, Standing.AWAITING, St
 ANY: Final = tuple(Standing)
 PROMPT_LEGS = (Standing.WHOLE, Standing.PREFILL)
 GO_ELSEWHERE = (Do.AVOID, Do.WITHDRAW, Do.MOVE)
+GO_ELSEWHERE_FOR_GOOD = (Do.AVOID_FOR_GOOD, Do.WITHDRAW, Do.MOVE)
 GO_ELSEWHERE_AND_BLAME = (Do.AVOID, Do.BLAME, Do.WITHDRAW, Do.MOVE)
 FAIL_OVER = (Do.COUNT_LOSS, *GO_ELSEWHERE_AND_BLAME)
 
@@ -158,14 +180,19 @@ ROWS = (
     ),
     Row(LEGS, Happened.FINISHED, (Do.HEAR, Do.WITHDRAW, Do.END), "whatever other legs keep is let go of"),
     # -- a worker says no --------------------------------------------------------------------------------------------
-    Row(LEGS, Happened.BUSY, GO_ELSEWHERE, "another worker may have room; nobody is to blame"),
+    Row(
+        LEGS,
+        Happened.BUSY,
+        (Do.NOTE_FULL, Do.WITHDRAW, Do.PLACE_OR_WAIT),
+        "another worker may have room, or this one later; no worker is to blame",
+    ),
     Row(LEGS, Happened.DRAINING, GO_ELSEWHERE, "another worker goes on; nobody is to blame"),
     Row(LEGS, Happened.CROWDED, (Do.CHOOSE_AGAIN,), "the ledger knew too little; with the truth, choose anew"),
     Row(
         (Standing.WHOLE, Standing.PREFILL, Standing.ENCODE, Standing.DECODE),
         Happened.CANNOT_DO,
-        GO_ELSEWHERE,
-        "another worker may be able to; when none is, the client hears so",
+        GO_ELSEWHERE_FOR_GOOD,
+        "another worker may be able to; when none is, the client gets the refusal",
     ),
     Row(
         (Standing.WHOLE, Standing.PREFILL, Standing.ENCODE, Standing.DECODE),
@@ -318,8 +345,8 @@ class RequestMachine:
         """How many of them were made because a worker drains."""
         self.crowded = 0
         """How often a worker refused it because other routers were quicker."""
-        self.cannot_do = False
-        """Whether the last worker could not do what the request asks for."""
+        self.refusal: TokenDelta | None = None
+        """Of the last worker, when it could not do what the request asks for."""
         self.lost: list[WorkerKey] = []
         """Workers that were lost while they had it and it had no output."""
         self.ended = False
@@ -340,8 +367,9 @@ class RequestMachine:
     ) -> Generate:
         """Start the next leg on a worker and return the message for it."""
         assert not self.ended, "nothing is sent for an ended request"
-        self.cannot_do = False
+        self.refusal = None
         self.delivery.worker = str(worker)
+        self.delivery.waits_for_room = False
         output = self.delivery.output
         return self.plan.begin(
             worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace, retention
@@ -385,7 +413,7 @@ class RequestMachine:
             happened = HAPPENED_OF[delta.refusal]
             if happened is Happened.CROWDED and (delta.booked_prefill_tokens is None or not dispatch.may_be_crowded):
                 happened = Happened.BUSY
-            self.cannot_do = happened is Happened.CANNOT_DO
+            self.refusal = delta if happened is Happened.CANNOT_DO else None
             return self._follow(dispatch, happened, delta.error or "the worker refused the request", delta)
         if finish is _CANCELLED:
             return self._follow(dispatch, Happened.CANCELLED, "the worker cancelled the request", delta)
@@ -402,14 +430,17 @@ class RequestMachine:
             return NOTHING
         return self._follow(dispatch, happened, why)
 
-    def end(self, happened: Happened, why: str = "") -> tuple[Effect, ...]:
-        """End the request because of the client, a deadline, the lack of workers, or a shutdown."""
+    def end(self, happened: Happened, why: str = "", retry_after_s: float | None = None) -> tuple[Effect, ...]:
+        """End the request because of the client, a deadline, the lack of workers, or a shutdown.
+
+        ``retry_after_s`` is set where workers had no room in time.
+        """
         if self.ended:
             return NOTHING
         if happened is Happened.CLIENT_LEFT:
             last = StreamDelta(b"", FinishReason.CANCELLED)
         elif happened is Happened.NOWHERE:
-            last = self._failure(why)
+            last = self._failure(why, retry_after_s)
         else:
             last = StreamDelta(b"", FinishReason.ERROR, error=why, shutdown=happened is Happened.SHUTDOWN)
         return self._steps(Standing.PLACING, None, happened, why, None, last)
@@ -466,9 +497,18 @@ class RequestMachine:
             poison=True,
         )
 
-    def _failure(self, message: str) -> StreamDelta:
+    def _failure(self, message: str, retry_after_s: float | None = None) -> StreamDelta:
         """Return the last delta of a request that cannot go on after a worker failed it."""
-        return StreamDelta(b"", FinishReason.ERROR, error=message, unsupported=self.cannot_do)
+        refusal = self.refusal
+        if refusal is None:
+            return StreamDelta(b"", FinishReason.ERROR, error=message, retry_after_s=retry_after_s)
+        return StreamDelta(
+            b"",
+            FinishReason.ERROR,
+            error=refusal.error or message,
+            unsupported=True,
+            unknown_model=refusal.unknown_model,
+        )
 
     def _read(self, dispatch: Dispatch, delta: TokenDelta) -> StreamDelta | None:
         """Return what a delta says to the client; ``None`` when it does not continue what came before."""
@@ -588,6 +628,14 @@ def _avoid(machine: RequestMachine, event: _Event) -> None:
     event.effects.append(Avoid(event.dispatch, event.why))
 
 
+def _avoid_for_good(machine: RequestMachine, event: _Event) -> None:
+    event.effects.append(Avoid(event.dispatch, event.why, for_good=True))
+
+
+def _note_full(machine: RequestMachine, event: _Event) -> None:
+    event.effects.append(Full(event.dispatch, event.word.retry_after_ms))
+
+
 def _blame(machine: RequestMachine, event: _Event) -> None:
     event.effects.append(Blame(event.dispatch, event.happened, event.why))
 
@@ -610,6 +658,14 @@ def _move(machine: RequestMachine, event: _Event) -> None:
     else:
         machine.migrations += 1
         event.effects.append(PlaceNext(event.why, event.dispatch, moved=True))
+
+
+def _place_or_wait(machine: RequestMachine, event: _Event) -> None:
+    if machine.delivery.tokens >= machine.request.sampling.max_tokens:
+        _finish(machine, event, StreamDelta(b"", FinishReason.LENGTH))
+    else:
+        machine.delivery.waits_for_room = True
+        event.effects.append(PlaceNext(event.why, event.dispatch, moved=True, for_room=True))
 
 
 def _next_leg(machine: RequestMachine, event: _Event) -> None:
@@ -639,9 +695,12 @@ _STEP_OF: dict[Do, Callable[[RequestMachine, _Event], None]] = {
     Do.ENCODE_ITSELF: _encode_itself,
     Do.COUNT_LOSS: _count_loss,
     Do.AVOID: _avoid,
+    Do.AVOID_FOR_GOOD: _avoid_for_good,
+    Do.NOTE_FULL: _note_full,
     Do.BLAME: _blame,
     Do.WITHDRAW: _withdraw,
     Do.MOVE: _move,
+    Do.PLACE_OR_WAIT: _place_or_wait,
     Do.NEXT_LEG: _next_leg,
     Do.END: _end,
 }

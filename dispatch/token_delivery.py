@@ -40,6 +40,8 @@ class TokenDelivery:
         self.output = bytearray()
         """Packed tokens, all of them."""
         self.finished = False
+        self.waits_for_room = False
+        """Whether no worker has it, because those that were asked had no room."""
         self._deltas: list[StreamDelta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._until_end = False

@@ -391,6 +391,7 @@ def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparatio
         for served in backend.models():
             data.append(_model_card(served))
             data.extend(_model_card(served, lora) for lora in served.loras)
+            data.extend({**_model_card(served), "id": alias} for alias in served.aliases)
         caller = caller_of(request.scope)
         if caller is not None:
             data = [card for card in data if caller.may_use(card["id"])]
@@ -405,7 +406,7 @@ def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparatio
         found = preparation.served(model_id)
         if found is None:
             raise model_not_found(model_id, [served.name for served in backend.models()])
-        return _model_card(*found)
+        return {**_model_card(*found), "id": model_id}
 
 
 def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:

@@ -36,7 +36,11 @@ _ANTHROPIC_TYPES: Final = {
 
 def _anthropic_error(error: RequestError, request_id: str) -> bytes:
     """Return Anthropic's object, with OpenAI's ``param`` and ``code`` in it, which say more and disturb nobody."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    kind = (
+        "overloaded_error"
+        if error.code == "busy"
+        else _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    )
     told = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
     return msgspec.json.encode({"type": "error", "error": told, "request_id": str(request_id)})
 

@@ -385,9 +385,11 @@ class _Exchange:
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
     ) -> None:
-        head = StreamHead(self._start_stream, self._write, encoder.begin())
+        head = StreamHead(self._start_stream, self._write, encoder.begin(), partial(_wait_for_room, self._outputs))
 
         async def comment(body: bytes) -> None:
+            if not head.is_sent and _wait_for_room(self._outputs):
+                return
             await self._write(await head.before(body))
 
         interval_s = self._endpoint._settings.keep_alive_interval_s
@@ -882,7 +884,16 @@ def _header_value(text: str) -> bytes:
     return "".join(character if " " <= character <= "~" else "?" for character in text).encode()
 
 
+def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
+    """Tell whether every sequence waits in the queue once more."""
+    return all(each.stream is not None and each.stream.waits_for_room for each in outputs)
+
+
 def _generation_failed(output: SequenceOutput) -> RequestError:
+    if output.retry_after_s is not None:
+        return refused(Refused(429, "busy", f"generating choice {output.index}: {output.error}", output.retry_after_s))
+    if output.unknown_model:
+        return RequestError(404, "model_not_found", f"generating choice {output.index}: {output.error}", param="model")
     if output.unsupported:
         return RequestError(400, "unsupported_by_worker", f"generating choice {output.index}: {output.error}")
     if output.poison:

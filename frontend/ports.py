@@ -41,6 +41,11 @@ class TokenStream(Protocol):
         """Return how many output tokens have arrived that ``next`` has not returned."""
         ...
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Return whether it waits in the queue once more, because the workers that were asked had no room."""
+        ...
+
     async def next(self, until_end: bool = False) -> list[StreamDelta]:
         """Wait until something is new and return all of it; after the finishing delta, an empty list.
 
@@ -86,6 +91,8 @@ class ServedModel:
     """Media that it takes beside text."""
     chat: ChatSpec = NO_CHAT_SPEC
     """How its chats are written and read, as far as its workers were told."""
+    aliases: tuple[str, ...] = ()
+    """Further names of it."""
 
 
 class InferenceBackend(Protocol):

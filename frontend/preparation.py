@@ -572,6 +572,9 @@ class Preparation:
                 return served, ""
             if name in served.loras:
                 return served, name
+        for served in self._backend.models():
+            if name in served.aliases:
+                return served, ""
         return None
 
     def only_model(self) -> str:

@@ -59,12 +59,14 @@ class SequenceOutput:
         "new_logprobs",
         "poison",
         "request",
+        "retry_after_s",
         "shutdown",
         "started",
         "stopped_here",
         "stream",
         "text",
         "text_length",
+        "unknown_model",
         "unsupported",
     )
 
@@ -92,8 +94,9 @@ class SequenceOutput:
         self.finish_reason: str | None = None
         """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
         self.error: str | None = None
-        self.unsupported = False
+        self.unsupported = self.unknown_model = False
         """With the finish reason ``error``: whether it is the request that no worker can do."""
+        self.retry_after_s: float | None = None
         self.poison = False
         self.shutdown = False
         """Likewise: whether workers were lost with it."""
@@ -243,6 +246,8 @@ class SequenceOutput:
         else:
             self._fail(delta.error or f"the engine ended the request with {reason}")
             self.unsupported = delta.unsupported
+            self.unknown_model = delta.unknown_model
+            self.retry_after_s = delta.retry_after_s
             self.poison = delta.poison
             self.shutdown = delta.shutdown
 

@@ -19,8 +19,10 @@ class StreamDelta(Value):
         "logprobs",
         "poison",
         "prompt_logprobs",
+        "retry_after_s",
         "shutdown",
         "token_ids",
+        "unknown_model",
         "unsupported",
     )
 
@@ -35,6 +37,8 @@ class StreamDelta(Value):
         unsupported: bool = False,
         poison: bool = False,
         shutdown: bool = False,
+        retry_after_s: float | None = None,
+        unknown_model: bool = False,
     ) -> None:
         self.token_ids = token_ids
         self.finish_reason = finish_reason
@@ -51,6 +55,11 @@ class StreamDelta(Value):
         self.shutdown = shutdown
         """With an error: the router ends, and has nothing against the request."""
 
+        self.retry_after_s = retry_after_s
+        """With an error: no worker had room in time, and the client should come back after this."""
+        self.unknown_model = unknown_model
+        """With an error: no worker serves the model or adapter any more."""
+
     def parts(self) -> tuple[Any, ...]:
         """Return all of it, in the order in which it is given."""
         return (
@@ -63,4 +72,6 @@ class StreamDelta(Value):
             self.unsupported,
             self.poison,
             self.shutdown,
+            self.retry_after_s,
+            self.unknown_model,
         )

@@ -14,12 +14,22 @@ REFUSAL_WAIT_S = 0.1
 """How long the head waits for output: long enough for a worker to refuse, too short to be noticed."""
 
 
+QUEUE_LOOK_S = 1.0
+"""Time between two looks whether a request that waits in the queue for room has a worker."""
+
+
 class StreamHead:
     """Calls ``start`` before the first write, or after ``REFUSAL_WAIT_S`` when nothing is written until then."""
 
     def __init__(
-        self, start: Callable[[], Awaitable[None]], write: Callable[[bytes], Awaitable[None]], beginning: bytes
+        self,
+        start: Callable[[], Awaitable[None]],
+        write: Callable[[bytes], Awaitable[None]],
+        beginning: bytes,
+        is_queued: Callable[[], bool] = lambda: False,
     ) -> None:
+        """While ``is_queued`` holds no head is sent for the time alone: the request may still be answered 429."""
+        self._is_queued = is_queued
         self._start = start
         self._write = write
         self._beginning = beginning
@@ -61,7 +71,11 @@ class StreamHead:
             task.cancel()
 
     def _waited(self) -> None:
-        if not self._sent:
+        if self._sent:
+            return
+        if self._is_queued():
+            self._timer = asyncio.get_running_loop().call_later(QUEUE_LOOK_S, self._waited)
+        else:
             self._task = detached(self._alone(), "head of a stream")
 
     async def _alone(self) -> None:

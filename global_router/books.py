@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 
-from poolgrid.dispatch.effects import End, Heard
+from poolgrid.dispatch.effects import Avoid, End, Full, Heard
+from poolgrid.dispatch.full_workers import FullWorkers
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.global_router.configuration import Configuration
@@ -26,7 +27,7 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.log_lines import about
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.selection import Reservation
+from poolgrid.wire.selection import Reservation, WorkerRank
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class FlightBooks:
         """``on_room`` is told when a worker may have room again, ``on_ended`` of each request that is over."""
         self.flights: dict[str, Flight] = {}
         """By request id, from arrival to end."""
+        self.full_workers: FullWorkers[tuple[str, WorkerRank]] = FullWorkers(clock)
+        """Workers that refused requests for lack of room, with their pools' names."""
+        self.full_workers.observe(on_room)
         self.loop_steps: list[LoopStep] = []
         self._configuration = configuration
         self._metrics = metrics
@@ -69,6 +73,7 @@ class FlightBooks:
             failed = heard.delta.finish_reason is FinishReason.ERROR
             result = leg.pool.breaker.abandoned if failed else leg.pool.breaker.succeeded
             self.note_breaker(leg.pool, result(ticket, now_ms))
+        flight.waits_since_ms = None
         if heard.first and machine.delivery.tokens:
             flight.first_ms = now_ms
             flight.record.ttft_ms = now_ms - flight.arrived_ms
@@ -83,12 +88,20 @@ class FlightBooks:
             self.give_back(leg.pool, leg.reservation, flight.record.model, dispatch.stage)
             self._settle(leg.pool, leg.ticket, leg.pool.breaker.abandoned)
 
-    def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
+    def avoid(self, machine: RequestMachine, avoid: Avoid) -> None:
         """Have a leg's worker excluded when its pool is asked again."""
         flight = self._flight(machine)
         self._metrics.leg_times.withdrawn(flight.watch, perf_counter())
-        leg = flight.legs[dispatch.id]
-        flight.excluded.setdefault(leg.pool.name, []).append(leg.reservation.worker)
+        leg = flight.legs[avoid.dispatch.id]
+        excluded = flight.unable if avoid.for_good else flight.excluded
+        excluded.setdefault(leg.pool.name, []).append(leg.reservation.worker)
+
+    def full(self, machine: RequestMachine, full: Full) -> None:
+        """Have a leg's worker excluded for every request, for the time that it reported."""
+        flight = self._flight(machine)
+        self._metrics.leg_times.withdrawn(flight.watch, perf_counter())
+        leg = flight.legs[full.dispatch.id]
+        self.full_workers.note((leg.pool.name, leg.reservation.worker), full.retry_after_ms)
 
     def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:
         """Hold a failure against a leg's pool."""

@@ -49,7 +49,11 @@ class Flight:
     legs: dict[str, ReservedLeg] = field(default_factory=dict)
     """By dispatch id: the current one, and those kept for the leg after them."""
     excluded: dict[str, list[WorkerRank]] = field(default_factory=dict)
-    """By pool, the workers that failed this request or refused it."""
+    """By pool, the workers that failed this request."""
+    unable: dict[str, list[WorkerRank]] = field(default_factory=dict)
+    """By pool, the workers that cannot do what it asks for: they are not asked again."""
+    waits_since_ms: float | None = None
+    """Since when it has found no room; ``None`` once a worker has begun with it."""
     paths: dict[tuple[str, int], bytes] = field(default_factory=dict)
     """The prompt's packed sequence hashes, by hash spec and block size."""
     lane: str = ""

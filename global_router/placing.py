@@ -40,7 +40,7 @@ from poolgrid.runtime.tracing.record import SpanKind, SpanRecord, TraceRecord
 from poolgrid.wire.hashing import HASH_SPEC, hash_seed, pack_hashes, stable_u64
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
-from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused
+from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused, WorkerRank
 from poolgrid.wire.trace_context import TraceContext
 
 WORKERS_TRIED_PER_POOL_MAX = 4
@@ -321,6 +321,8 @@ class Placing:
             select_ms = self._clock.monotonic_ms() - asked_ms
             self._metrics.select_seconds.observe(select_ms / 1000)
             if isinstance(answer, SelectRefused):
+                if answer.code in NOBODY_LEFT and self._full_in(flight, pool):
+                    return Refusal(pool.name, PoolStanding.SATURATED.value, answer.message)
                 if answer.code is SelectRefusal.BUSY:
                     pool.note_full(request.model, work, asked)
                 elif asked.counted_on:
@@ -365,13 +367,25 @@ class Placing:
             work,
             len(request.token_ids) // 4 + machine.delivery.tokens,
             self._path(flight, pool),
-            tuple(flight.excluded.get(pool.name, [])[-WORKERS_EXCLUDED_MAX:]),
+            self._excluded(flight, pool),
             request.priority,
             media_hashes=pack_hashes(media_hashes(request)),
             media_kinds=() if work is Stage.DECODE else media_kinds(request),
             trace=trace,
             seed=hash_seed(request.lora_name, request.cache_salt) if request.lora_name or request.cache_salt else 0,
         )
+
+    def _excluded(self, flight: Flight, pool: PoolConnection) -> tuple[WorkerRank, ...]:
+        """Return the workers of a pool that a flight must not get."""
+        failed, unable = flight.excluded.get(pool.name, ()), flight.unable.get(pool.name, ())
+        excluded = (*self._full_in(flight, pool), *failed, *unable)
+        return tuple(dict.fromkeys(excluded))[-WORKERS_EXCLUDED_MAX:]
+
+    def _full_in(self, flight: Flight, pool: PoolConnection) -> list[WorkerRank]:
+        """Return the workers of a pool that have no room for the moment, and could do what a flight asks for."""
+        full = self._books.full_workers.at(self._clock.monotonic_ms())
+        unable = flight.unable.get(pool.name, ())
+        return [worker for name, worker in full if name == pool.name and worker not in unable]
 
 
 def _tell_answer(trace: TraceRecord, span: SpanRecord, pool: str, answer: Selected | SelectRefused) -> None:
@@ -386,6 +400,9 @@ def _tell_answer(trace: TraceRecord, span: SpanRecord, pool: str, answer: Select
         }
     span.end(trace.now_ms(), answer.code.value if isinstance(answer, SelectRefused) else "")
 
+
+NOBODY_LEFT = (SelectRefusal.NO_WORKER, SelectRefusal.DRAINING)
+"""Refusals that may be due to the workers that were excluded."""
 
 STATE_OF = {
     SelectRefusal.BUSY: PoolStanding.SATURATED,

@@ -110,6 +110,7 @@ class GlobalRouterService:
         """End what is left with an error."""
         self._stopping = True
         self.waiting_room.close(Refused(503, "not_ready", SHUTTING_DOWN))
+        self.books.full_workers.close()
         for flight in list(self.books.flights.values()):
             self._end(flight, Happened.SHUTDOWN, SHUTTING_DOWN)
 
@@ -165,7 +166,9 @@ class GlobalRouterService:
         delivery = TokenDelivery(request.request_id, self._on_client_left)
         machine = RequestMachine(request, delivery, self._settings.migration_limit)
         now_ms = self._clock.monotonic_ms()
-        return Flight(machine, config, hints, expected, record, now_ms, LegWatch(perf_counter()))
+        flight = Flight(machine, config, hints, expected, record, now_ms, LegWatch(perf_counter()))
+        flight.waits_since_ms = now_ms
+        return flight
 
     def _place_in_line(self, flight: Flight, attempt: Attempt, kind: object) -> Place:
         request = flight.machine.request
@@ -225,11 +228,13 @@ class GlobalRouterService:
                 flight.stage, flight.work = "decode", Stage.DECODE
             elif place.after.stage is Stage.ENCODE:
                 flight.stage, flight.work = flight.after_encode
-            self._start_placing(flight, place.why, flight.stage, flight.work, None)
+            move_timeout_ms = self._settings.move_timeout_ms
+            self._start_placing(flight, place.why, flight.stage, flight.work, None, move_timeout_ms)
             return
         machine.delivery.pool = ""
         output = machine.delivery.tokens > 0
-        self._metrics.moves.labels("amid_output" if output else "before_output").inc()
+        if not place.for_room:
+            self._metrics.moves.labels("amid_output" if output else "before_output").inc()
         stage, work = flight.stage, flight.work
         if work is Stage.ENCODE:
             stage, work = flight.after_encode
@@ -240,17 +245,35 @@ class GlobalRouterService:
         if stage == flight.stage:
             faster_first = not output and flight.config.document.enable_priority_retry
             after_loss = (flight.record.placements[-1].pool, faster_first)
-        self._start_placing(flight, place.why, stage, work, after_loss)
+        timeout_ms = self._settings.move_timeout_ms
+        if place.for_room:
+            now_ms = self._clock.monotonic_ms()
+            if flight.waits_since_ms is None:
+                flight.waits_since_ms = now_ms
+            timeout_ms = max(0.0, self._settings.queue_timeout_ms - (now_ms - flight.waits_since_ms))
+        self._start_placing(flight, place.why, stage, work, after_loss, timeout_ms)
 
     def _start_placing(
-        self, flight: Flight, why: str, stage: StageName, work: Stage, after_loss: tuple[str, bool] | None
+        self,
+        flight: Flight,
+        why: str,
+        stage: StageName,
+        work: Stage,
+        after_loss: tuple[str, bool] | None,
+        timeout_ms: float,
     ) -> None:
         flight.moving = detached(
-            self._place_again(flight, why, stage, work, after_loss), f"moving {flight.record.request_id}"
+            self._place_again(flight, why, stage, work, after_loss, timeout_ms), f"moving {flight.record.request_id}"
         )
 
     async def _place_again(
-        self, flight: Flight, why: str, stage: StageName, work: Stage, after_loss: tuple[str, bool] | None
+        self,
+        flight: Flight,
+        why: str,
+        stage: StageName,
+        work: Stage,
+        after_loss: tuple[str, bool] | None,
+        timeout_ms: float,
     ) -> None:
         """Place a flight whose client is being served already; waits a bounded time for a pool that can take it."""
 
@@ -264,15 +287,18 @@ class GlobalRouterService:
                 else:
                     await self.placing.place(flight, stage, work, why, after_loss)
             except Refused as refusal:
+                if flight.machine.refusal is not None and refusal.status != 429:
+                    raise  # every worker that is there was asked, and refused
                 flight.excluded.clear()  # a worker of the same name may be a new life by now
                 return refusal
             return None
 
         try:
             place = self._place_in_line(flight, attempt, (stage, work))
-            await self.waiting_room.resume(place, self._settings.move_timeout_ms)
+            await self.waiting_room.resume(place, timeout_ms)
         except Refused as refusal:
-            self._end(flight, Happened.NOWHERE, f"{why}; {refusal}")
+            retry_after_s = refusal.retry_after_s if refusal.status == 429 else None
+            self._end(flight, Happened.NOWHERE, f"{why}; {refusal}", retry_after_s)
         except Exception as error:
             request = flight.machine.request
             log.exception("moving request %s failed: this is a bug", request.request_id, extra=request.named())
@@ -286,8 +312,8 @@ class GlobalRouterService:
         if flight is not None and flight.machine.delivery is delivery:
             self._end(flight, Happened.CLIENT_LEFT)
 
-    def _end(self, flight: Flight, happened: Happened, why: str = "") -> None:
-        self.in_flight.carry_out(flight.machine, flight.machine.end(happened, why))
+    def _end(self, flight: Flight, happened: Happened, why: str = "", retry_after_s: float | None = None) -> None:
+        self.in_flight.carry_out(flight.machine, flight.machine.end(happened, why, retry_after_s))
 
     def _on_ended(self, flight: Flight) -> None:
         machine = flight.machine

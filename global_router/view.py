@@ -45,11 +45,13 @@ class GlobalRouterView:
         chats: dict[str, ChatSpec] = {}
         lengths: dict[str, int] = {}
         loras: dict[str, dict[str, None]] = {}
+        aliases: dict[str, dict[str, None]] = {}
         media: dict[str, MediaSpec] = {}
         for pool in self._service.pools.all():
             for served in pool.status.models if pool.status is not None else ():
                 lengths[served.model] = max(lengths.get(served.model, 0), served.max_sequence_length)
                 loras.setdefault(served.model, {}).update(dict.fromkeys(served.loras))
+                aliases.setdefault(served.model, {}).update(dict.fromkeys(served.aliases))
                 if served.media.kinds:
                     media.setdefault(served.model, served.media)
                 if served.chat != NO_CHAT_SPEC:
@@ -62,6 +64,7 @@ class GlobalRouterView:
                 tuple(sorted(loras[name])),
                 media.get(name, MediaSpec()),
                 chats.get(name, NO_CHAT_SPEC),
+                tuple(sorted(aliases[name])),
             )
             for name, length in sorted(lengths.items())
         ]

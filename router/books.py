@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final
 
-from poolgrid.dispatch.effects import End, Heard
+from poolgrid.dispatch.effects import Avoid, End, Full, Heard
+from poolgrid.dispatch.full_workers import FullWorkers
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.reuse_sketch import ReuseSketch
@@ -24,7 +25,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.instruments import Counter
 from poolgrid.wire.hashing import TOKEN_BYTES
-from poolgrid.wire.identifiers import STAGE_WORD, Stage
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of
 
 # A compiled module looks up what it imports at each use.
@@ -43,6 +44,7 @@ class RequestBooks:
         clock: Clock,
         on_ended: Callable[[Routed | None], None],
         on_free: Callable[[], None],
+        full: FullWorkers[WorkerKey],
     ) -> None:
         """``on_ended`` is told of each request that is over; ``None`` for one that never was on a worker. ``on_free``
         is told, where requests wait for workers without a prompt to compute, when one was seen to be computed."""
@@ -60,6 +62,7 @@ class RequestBooks:
         self._clock = clock
         self._on_ended = on_ended
         self._on_free = on_free
+        self._full = full
         self._plans = state.selector.can_plan
         self.reservations = Reservations(state, clock, self._under_way)
         if state.projection.paces is not None:
@@ -146,6 +149,7 @@ class RequestBooks:
         routed = self.active.get(machine.request.request_id)
         if routed is not None:
             self._metrics.leg_times.heard(routed.watch, heard, _perf_counter())
+            routed.waits_since_ms = None
         cached_tokens = heard.delta.cached_tokens
         # The worker's own events come some milliseconds later: too late for whoever waits for a step, or asks at once
         # about the same prompt again.
@@ -163,10 +167,18 @@ class RequestBooks:
         """Take a leg off its worker's books."""
         self._state.apply(Released(dispatch.worker, dispatch.id))
 
-    def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
-        """Have a leg's worker come last when the request is placed again."""
+    def avoid(self, machine: RequestMachine, avoid: Avoid) -> None:
+        """Have a leg's worker come last when the request is placed again, or not at all."""
         routed = self.active[machine.request.request_id]
-        routed.tried[dispatch.worker] = why
+        (routed.unable if avoid.for_good else routed.tried)[avoid.dispatch.worker] = avoid.why
+        self._metrics.leg_times.withdrawn(routed.watch, _perf_counter())
+
+    def full(self, machine: RequestMachine, full: Full) -> None:
+        """Send a leg's worker nothing for the time that it reported."""
+        routed = self.active[machine.request.request_id]
+        if routed.waits_since_ms is None:
+            routed.waits_since_ms = self._clock.monotonic_ms()
+        self._full.note(full.dispatch.worker, full.retry_after_ms)
         self._metrics.leg_times.withdrawn(routed.watch, _perf_counter())
 
     def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from poolgrid.dispatch.full_workers import FullWorkers
 from poolgrid.dispatch.legs import LegPlan
 from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
 from poolgrid.dispatch.tenant_paths import TenantPaths
@@ -20,7 +21,7 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
-from poolgrid.router.core.selector import PROMPT_STAGES, PolicyFailed
+from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
     ENCODE_LEG,
@@ -50,6 +51,9 @@ PROMPT_ROLES: Final = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
 LONG_PROMPT_BYTES: Final = 8192 * 4
 """Token bytes of a prompt that is hashed in one go: 8,192 tokens are a quarter of a millisecond."""
 
+NO_ADAPTER: Final = "it does not serve the adapter"
+"""Filter reason of a worker for requests with an adapter that others of its model serve."""
+
 STRETCHES_PER_TURN: Final = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
@@ -64,8 +68,11 @@ class Chooser:
         links: FleetLinks,
         clock: Clock,
         behind_records: Callable[[], int],
+        full: FullWorkers[WorkerKey],
     ) -> None:
         self.paths = TenantPaths(settings.path_cache_bytes)
+        self.full = full
+        """Workers that refused requests for lack of room: they get nothing for a while."""
         self._settings = settings
         self._state = state
         self._selector = state.selector
@@ -130,14 +137,14 @@ class Chooser:
         forgiven = False
         queued_ms = 0.0 if routed.queued is None else now_ms - routed.queued.entered_ms
         while True:
-            unreachable = self._links.unreachable
+            full = self.full.at(now_ms)
             found = self._state.apply(
                 WorkerWanted(
                     _routing(request, output_tokens, block_size, leg, seed),
                     routed.path,
                     now_ms,
                     self._clock.wall_ms(),
-                    {**unreachable, **routed.tried} if routed.tried else unreachable,
+                    self._unavailable(request, full, routed),
                     machine.plan.dispatches,
                     leg.roles,
                     self._behind_records(),
@@ -161,11 +168,12 @@ class Chooser:
             elif leg.stage is Stage.ENCODE and not found.busy:
                 machine.plan.encodes_itself = True
                 leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
-            elif found.busy or self._links.away & (found.reasons.keys() - routed.tried.keys()):
-                return NotPlaced(Lack.BUSY, found)
+            elif found.busy or self._may_come(found, full, routed):
+                return NotPlaced(Lack.BUSY, found, bool(full))
             elif routed.tried and not forgiven:
-                # Who failed it once comes last, not never: it may have been another's fault (a prefill worker that
-                # died before its KV moved), or be a new life by now. The migration limit ends what does not end.
+                # A worker that failed it once comes last, not never, unlike one that cannot do it. It may have been
+                # another's fault (a prefill worker that died before its KV moved), or be a new life by now. The
+                # migration limit ends what does not end.
                 forgiven = True
                 routed.tried.clear()
             else:
@@ -209,13 +217,13 @@ class Chooser:
         leg = self._next_leg(machine.plan, machine.delivery.tokens, routed.path, block_size)
         if leg.stage not in PROMPT_STAGES:
             return None
-        unreachable = self._links.unreachable
+        now_ms = self._clock.monotonic_ms()
         return WorkerWanted(
             _routing(request, machine.delivery.tokens, block_size, leg, 0),
             routed.path,
-            self._clock.monotonic_ms(),
+            now_ms,
             0,
-            {**unreachable, **routed.tried} if routed.tried else unreachable,
+            self._unavailable(request, self.full.at(now_ms), routed),
             roles=leg.roles,
         )
 
@@ -225,13 +233,15 @@ class Chooser:
         path = self.path_now(request)
         leg = self._next_leg(LegPlan(request), 0, path, block_size)
         seed = hash_seed(request.lora_name, request.cache_salt) if self._learns else 0
+        now_ms = self._clock.monotonic_ms()
+        full = self.full.at(now_ms)
         found = self._state.preview(
             WorkerWanted(
                 _routing(request, 0, block_size, leg, seed),
                 path,
-                self._clock.monotonic_ms(),
+                now_ms,
                 self._clock.wall_ms(),
-                self._links.unreachable,
+                self._unavailable(request, full, None),
                 roles=leg.roles,
                 behind_records=self._behind_records(),
             )
@@ -240,7 +250,33 @@ class Chooser:
             return found
         if isinstance(found, PolicyFailed):
             return NotPlaced(Lack.POLICY_FAILED, found)
-        return NotPlaced(Lack.BUSY if found.busy else Lack.NO_WORKER, found)
+        busy = found.busy or not full.keys().isdisjoint(found.reasons.keys())
+        return NotPlaced(Lack.BUSY if busy else Lack.NO_WORKER, found, bool(full))
+
+    def _unavailable(
+        self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: Routed | None
+    ) -> Mapping[WorkerKey, str]:
+        """Return who is not asked for a request, and why."""
+        found = self._links.unreachable
+        if full:
+            found = {**found, **full}
+        if request.lora_name:
+            found = {**found, **self._without_adapter(request)}
+        if routed is not None and (routed.tried or routed.unable):
+            found = {**found, **routed.tried, **routed.unable}
+        return found
+
+    def _without_adapter(self, request: InferenceRequest) -> dict[WorkerKey, str]:
+        """Return the workers that do not list a request's adapter, unless none does: then each says so itself."""
+        workers = self._projection.fleet.models().get(request.model, ())
+        name = request.lora_name
+        missing = {worker.key: NO_ADAPTER for worker in workers if name not in worker.card.loras}
+        return missing if len(missing) < len(workers) else {}
+
+    def _may_come(self, found: NoWorker, full: Mapping[WorkerKey, str], routed: Routed) -> bool:
+        """Tell whether a worker could serve a request that is full, or out of reach, only for the moment."""
+        coming = self._links.away | full.keys() if full else self._links.away
+        return bool(coming & (found.reasons.keys() - routed.tried.keys() - routed.unable.keys()))
 
     def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> Leg:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""

@@ -36,11 +36,13 @@ class NotPlaced(msgspec.Struct, frozen=True):
 
     lack: Lack
     none: NoWorker | PolicyFailed
+    full: bool = False
+    """Whether some worker that could serve it has refused others for lack of room."""
 
     @property
     def wait_cause(self) -> WaitCause:
         """Return for what a request waits that may wait."""
-        full = isinstance(self.none, NoWorker) and self.none.busy
+        full = self.full or (isinstance(self.none, NoWorker) and self.none.busy)
         return WaitCause.WORKERS_FULL if full else WaitCause.UNREACHABLE
 
     def __str__(self) -> str:

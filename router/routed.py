@@ -19,7 +19,18 @@ class Routed:
     """A request at this router, from its arrival to its end."""
 
     # Not a struct: what is asked for so often is a plain place in memory where it is compiled.
-    __slots__ = ("behind", "dispatched", "machine", "path", "queued", "resumed_for", "tried", "watch")
+    __slots__ = (
+        "behind",
+        "dispatched",
+        "machine",
+        "path",
+        "queued",
+        "resumed_for",
+        "tried",
+        "unable",
+        "waits_since_ms",
+        "watch",
+    )
 
     def __init__(self, machine: RequestMachine, path: array[int], watch: LegWatch) -> None:
         self.machine = machine
@@ -28,7 +39,11 @@ class Routed:
         self.watch = watch
         """Where it stands among the times of its legs."""
         self.tried: dict[WorkerKey, str] = {}
-        """Workers that failed this request or refused it, and how: they come last."""
+        """Workers that failed this request, and how: they come last."""
+        self.unable: dict[WorkerKey, str] = {}
+        """Workers that cannot do what it asks for, and why: they are not asked again."""
+        self.waits_since_ms: float | None = None
+        """Since when it has found no room; ``None`` once a worker has begun with it."""
         self.queued: QueuedRequest[Routed] | None = None
         """Its place in the queue, while it waits."""
         self.behind: Mapping[WorkerKey, int] = {}

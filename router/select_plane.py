@@ -293,6 +293,9 @@ class SelectPlane:
                     tuple(loras),
                     media_of(workers),
                     chat_of(workers),
+                    tuple(sorted({alias for worker in workers for alias in worker.card.aliases}))[
+                        :LORAS_PER_WORKER_MAX
+                    ],
                 )
             )
         return PoolStatus(

@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Final
 
 from poolgrid.dispatch.effects import PlaceNext
+from poolgrid.dispatch.full_workers import FullWorkers
 from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.in_flight import InFlight
 from poolgrid.dispatch.leg_spans import begin_leg
@@ -52,6 +53,7 @@ from poolgrid.runtime.figures import counted
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 from poolgrid.runtime.tracing.record import TraceRecord
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
+from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.trace_context import TraceContext
 
 log: Final = logging.getLogger(__name__)
@@ -96,6 +98,7 @@ class RouterService:
         self._not_kept = not_kept
         self._choosing_ms = 0.0
         """When the choice that is being made began, of a request whose trace is kept."""
+        self._full: FullWorkers[WorkerKey] = FullWorkers(clock)
         self.books = RequestBooks(
             settings,
             state,
@@ -103,6 +106,7 @@ class RouterService:
             clock,
             self._on_ended,
             lambda: self.line.pump_soon(),  # noqa: PLW0108  (the line is made below)
+            self._full,
         )
         self.in_flight = InFlight(
             self.books,
@@ -122,8 +126,9 @@ class RouterService:
         self.catching_up = CatchingUp(state, clock, BulkWork(clock), self._on_applied, self._on_loaded, feed.resync)
         catching_up = self.catching_up
         self._behind_records: Callable[[], int] = lambda: catching_up.behind() + feed.behind()
-        self.chooser = Chooser(settings, state, self.links, clock, self._behind_records)
+        self.chooser = Chooser(settings, state, self.links, clock, self._behind_records, self._full)
         self.line = WaitingLine(settings, self.chooser, metrics, clock, self._dispatch, self._give_up)
+        self._full.observe(self.line.pump)
         self._fleet_version = -1
         self._housekeeping: asyncio.Task[None] | None = None
         self.view = RouterView(self, clock)
@@ -154,6 +159,7 @@ class RouterService:
         if self._housekeeping is not None:
             await cancel_all([self._housekeeping])
         self.books.reservations.stop()
+        self._full.close()
         self.links.close()
         await self._feed.stop()
 
@@ -296,7 +302,7 @@ class RouterService:
 
     def _place_next(self, machine: RequestMachine, place: PlaceNext) -> None:
         """Dispatch a request whose client is being served already; it queues when every worker is busy."""
-        if place.moved:
+        if place.moved and not place.for_room:
             cause = "amid_output" if machine.delivery.tokens else "before_output"
             self._metrics.migrations.labels(cause).inc()
             self.line.pump_soon()  # the worker that it left may have room for another
@@ -305,7 +311,8 @@ class RouterService:
         if missing is None:
             return
         if missing.lack is Lack.BUSY:
-            self.line.resume(routed, WaitCause.WORKER_LOST if place.moved else WaitCause.NEXT_LEG)
+            waits_for = missing.wait_cause if place.for_room else WaitCause.WORKER_LOST
+            self.line.resume(routed, waits_for if place.moved else WaitCause.NEXT_LEG)
         else:
             self._give_up(routed, f"{place.why}; {missing}")
 
@@ -316,11 +323,13 @@ class RouterService:
             self.line.finished(routed)
         self.line.pump()
 
-    def _give_up(self, routed: Routed, why: str) -> None:
-        self._end(routed.machine, Happened.NOWHERE, why)
+    def _give_up(self, routed: Routed, why: str, retry_after_s: float | None = None) -> None:
+        self._end(routed.machine, Happened.NOWHERE, why, retry_after_s)
 
-    def _end(self, machine: RequestMachine, happened: Happened, why: str = "") -> None:
-        self.in_flight.carry_out(machine, machine.end(happened, why))
+    def _end(
+        self, machine: RequestMachine, happened: Happened, why: str = "", retry_after_s: float | None = None
+    ) -> None:
+        self.in_flight.carry_out(machine, machine.end(happened, why, retry_after_s))
 
     def _link_of(self, endpoint: str) -> Link | None:
         return self.links.get(endpoint)

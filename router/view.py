@@ -110,6 +110,7 @@ class RouterView:
                     tuple(sorted({lora for worker in workers for lora in worker.card.loras})),
                     media_of(workers),
                     chat_of(workers),
+                    tuple(sorted({alias for worker in workers for alias in worker.card.aliases})),
                 )
                 for name, workers in fleet.models().items()
             ]

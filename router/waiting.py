@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
 
 from poolgrid.admission.admission_queue import AdmissionQueue
 from poolgrid.admission.drain_rate import DrainRate
@@ -32,8 +31,6 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.figures import counted
 from poolgrid.wire.identifiers import WorkerKey
 
-NO_ROOM: Final = "no other worker had room in time"
-
 
 def queue_span(request_id: str) -> str:
     """Return the name under which a trace has the span of a request's waiting, while it lasts."""
@@ -50,7 +47,7 @@ class WaitingLine:
         metrics: RouterMetrics,
         clock: Clock,
         place: Callable[[Routed], NotPlaced | None],
-        give_up: Callable[[Routed, str], None],
+        give_up: Callable[[Routed, str, float | None], None],
     ) -> None:
         """``place`` puts a request on a worker or says why not; ``give_up`` ends one that was served before."""
         self._settings = settings
@@ -59,6 +56,7 @@ class WaitingLine:
         self._clock = clock
         self._place = place
         self._give_up = give_up
+        self._no_room = f"no worker had room within {settings.queue_timeout_ms:.0f} ms"
         self._order = QueueOrder(settings.queue_order)
         self._queue: AdmissionQueue[Routed] = AdmissionQueue(
             settings.queue_limit, settings.queue_prompt_tokens, self._order, settings.queue_aging_tokens_per_s
@@ -89,7 +87,7 @@ class WaitingLine:
                 self.pump_soon()
             await within(self._settings.queue_timeout_ms, self._clock, dispatched)
         except TimeoutError:
-            raise self._busy(f"no worker had room within {self._settings.queue_timeout_ms:.0f} ms") from None
+            raise self._busy(self._no_room) from None
         finally:
             # Once it is placed it is no longer waited for here: its worker may be lost, and it in the line again as a
             # resumed one, before this task has its turn.
@@ -101,7 +99,8 @@ class WaitingLine:
     def resume(self, routed: Routed, cause: WaitCause) -> None:
         """Have a request whose client is being served already wait for its next worker."""
         routed.resumed_for = cause
-        self._queue.enter(self._queued(routed, self._clock.monotonic_ms()))
+        since_ms = routed.waits_since_ms
+        self._queue.enter(self._queued(routed, self._clock.monotonic_ms() if since_ms is None else since_ms))
 
     def leave(self, routed: Routed) -> None:
         """Take a request out of the line, wherever it is; one that is not in it stays as it is."""
@@ -182,7 +181,7 @@ class WaitingLine:
                 routed = queued.item
                 if routed.queued is not queued:
                     continue  # it left, or was placed, while others were
-                kind = (queued.lane, routed.machine.plan.wants_decode, frozenset(routed.tried))
+                kind = (queued.lane, routed.machine.plan.wants_decode, frozenset((*routed.tried, *routed.unable)))
                 if kind not in stuck and not self._try(routed):
                     stuck.add(kind)
             for lane in self._queue.lanes():
@@ -200,7 +199,8 @@ class WaitingLine:
         for queued in self._queue.resumed():
             if queued.entered_ms < overdue_ms:
                 self.leave(queued.item)
-                self._give_up(queued.item, NO_ROOM)
+                refusal = self._busy(self._no_room)
+                self._give_up(queued.item, str(refusal), refusal.retry_after_s)
 
     def _scheduled_pump(self) -> None:
         self._pump_scheduled = False
@@ -216,6 +216,8 @@ class WaitingLine:
         missing = self._place(routed)
         if missing is None:
             routed.queued = None
+            if routed.waits_since_ms is None and not queued.resumed:
+                routed.waits_since_ms = queued.entered_ms  # its worker may refuse it, and the time goes on
             self._queue.leave(queued, dispatched=True)
             if queued.resumed:
                 self._waited(queued.entered_ms, routed.resumed_for)
@@ -229,7 +231,7 @@ class WaitingLine:
         if dispatched is not None:
             dispatched.set_exception(self.refusal(missing))
         else:
-            self._give_up(routed, str(missing))
+            self._give_up(routed, str(missing), None)
         return True
 
     # -- refusals --------------------------------------------------------------------------------------------------
@@ -263,7 +265,8 @@ class WaitingLine:
 
     def retry_after_s(self) -> float:
         """Return when a refused asker should come back."""
-        return self._drain.retry_after_s(len(self._queue), self._clock.monotonic_ms())
+        now_ms = self._clock.monotonic_ms()
+        return max(self._drain.retry_after_s(len(self._queue), now_ms), self._chooser.full.retry_after_s(now_ms))
 
     def backlog_s(self) -> float:
         """Return how long those that wait will take."""

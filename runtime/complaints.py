@@ -35,17 +35,24 @@ class Complaints:
 
     def about(self, peer: str, what: object) -> None:
         """Say that a message of ``peer`` was dropped and why, unless that was said of this peer a moment ago."""
+        self.note(peer, "a message from %s was dropped: %s%s", peer, what)
+
+    def note(self, about: str, line: str, *what: object) -> None:
+        """Log a line about something, unless there was one about it a moment ago.
+
+        The line's last ``%s`` is for how many were left out since.
+        """
         now_ms = self._clock.monotonic_ms()
-        said = self._said.get(peer)
+        said = self._said.get(about)
         if said is not None and now_ms - said.at_ms < PERIOD_MS:
             said.left_out += 1
             return
         more = f" (and {said.left_out} more since the last line about it)" if said is not None and said.left_out else ""
-        self._said[peer] = _Said(now_ms)
-        self._said.move_to_end(peer)
+        self._said[about] = _Said(now_ms)
+        self._said.move_to_end(about)
         if len(self._said) > PEERS_MAX:
             self._said.popitem(last=False)
-        self._log.warning("a message from %s was dropped: %s%s", peer, what, more)
+        self._log.warning(line, *what, more)
 
 
 def shown_peer(identity: bytes) -> str:

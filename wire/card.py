@@ -162,6 +162,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     serving_endpoints: Annotated[tuple[Identifier, ...], Meta(max_length=SERVING_ENDPOINTS_MAX)] = ()
     """``ip:port`` of the HTTP server that the engine itself has, for gateways that send requests straight there: one
     for each data-parallel rank in their order, or one for all of them; empty = it has none, or that is not known."""
+    aliases: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
+    """Further names of the model, as clients may write them."""
 
 
 SHOWN_CHARS = 60

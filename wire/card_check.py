@@ -44,6 +44,7 @@ def card_problem(card: WorkerCard) -> str | None:
     """Name the first field of a card that is wrong, with its value and what is allowed; ``None`` when none is."""
     names = [("model", card.model, True), ("engine", card.engine, False), ("endpoint_name", card.endpoint_name, False)]
     names += [(f"loras[{position}]", lora, True) for position, lora in enumerate(card.loras)]
+    names += [(f"aliases[{position}]", alias, True) for position, alias in enumerate(card.aliases)]
     for field, name, needed in names:
         problem = name_problem(f"the card's {field}", name, needed)
         if problem is not None:

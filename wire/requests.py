@@ -285,6 +285,10 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Of the prompt's tokens from the second on; with the first delta, when asked for."""
     booked_prefill_tokens: U32 | None = None
     """With the refusal ``crowded``: what the rank has really promised to compute."""
+    retry_after_ms: U32 | None = None
+    """With the refusal ``busy``: the worker will refuse further requests for this long."""
+    unknown_model: bool = False
+    """With the refusal ``cannot-do``: the worker does not serve the model or adapter that the request names."""
 
 
 class TokenBatch(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

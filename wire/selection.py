@@ -195,6 +195,8 @@ class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
     """Media that it takes, as its workers' cards say."""
     chat: ChatSpec = NO_CHAT_SPEC
     """How its chats are written and read, as its workers' cards say."""
+    aliases: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
+    """Further names of the model."""
 
 
 class PoolStatus(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -132,6 +132,15 @@ async def serve(
             await unless(stop, _ended(following), "connection to NATS")
         if names is not None:
             await _register(opened, settings, names, card)
+        if engine.observe_card is not None:
+
+            def introduce(changed: WorkerCard) -> None:
+                card = named_card(told_card(changed, settings, chat), settings)
+                service.card = card
+                for dp_rank, publisher in enumerate(publishers):
+                    publisher.introduce(card_of_rank(card, dp_rank))
+
+            engine.observe_card(introduce)
         _announce_when_registered(opened, publishers, start, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
         await service.run(publishers, stop)

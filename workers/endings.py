@@ -54,7 +54,12 @@ def cancelled_delta(request_id: str) -> TokenDelta:
 
 
 def refused_delta(
-    request_id: str, error: str, kind: RefusalKind | None, booked_prefill_tokens: int | None = None
+    request_id: str,
+    error: str,
+    kind: RefusalKind | None,
+    booked_prefill_tokens: int | None = None,
+    retry_after_ms: int | None = None,
+    unknown_model: bool = False,
 ) -> TokenDelta:
     """Return the only delta of a leg that was not taken, or that was given up before its first token."""
     return TokenDelta(
@@ -65,4 +70,6 @@ def refused_delta(
         error=error[:TEXT_CHARS_MAX],
         refusal=kind,
         booked_prefill_tokens=booked_prefill_tokens,
+        retry_after_ms=retry_after_ms,
+        unknown_model=unknown_model,
     )

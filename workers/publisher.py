@@ -14,6 +14,7 @@ import zmq
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints
 from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, LoadReported
 from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
@@ -87,6 +88,12 @@ class EventPublisher:
         self._socket = DealerSocket(self._context, CONSOLIDATOR, endpoint, self._on_frames) if endpoint else None
         if self._started and endpoint:
             self._do(self._stream.greet_again(self._clock.monotonic_ms()))
+
+    def introduce(self, card: WorkerCard) -> None:
+        """Greet the consolidator with another card."""
+        effects = self._stream.introduce(card, self._clock.monotonic_ms())
+        if self._started:
+            self._do(effects)
 
     def publish(self, events: list[AnyEvent], load: LoadReported | None = None) -> None:
         """Publish a step's events as one batch, with the load when it is time to report it."""

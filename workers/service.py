@@ -54,7 +54,14 @@ from poolgrid.wire.requests import Drain as DrainOrder
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.core.joined_output import JoinedOutput
-from poolgrid.workers.core.refusal import BrokenError, BusyError, CrowdedError, DrainingError, RefusedError, UnableError
+from poolgrid.workers.core.refusal import (
+    BrokenError,
+    BusyError,
+    CrowdedError,
+    DrainingError,
+    RefusedError,
+    UnknownModelError,
+)
 from poolgrid.workers.drain import Drain
 from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
@@ -107,7 +114,8 @@ class WorkerService:
     ) -> None:
         self._worker_id = worker_id
         self._membership = Membership(epoch)
-        self._card = card
+        self.card = card
+        """What the worker says of itself now; adapters come and go."""
         self._engine = engine
         self._requests = requests
         self._limits = limits
@@ -167,10 +175,10 @@ class WorkerService:
             else "registering",
             "worker_id": self._worker_id,
             "epoch": self._membership.epoch,
-            "model": self._card.model,
-            "role": self._card.role.name.lower(),
-            "endpoint": self._card.endpoint_name,
-            "request_endpoint": self._card.request_endpoint,
+            "model": self.card.model,
+            "role": self.card.role.name.lower(),
+            "endpoint": self.card.endpoint_name,
+            "request_endpoint": self.card.request_endpoint,
             "running_requests": sum(load.running_requests for load in loads),
             "waiting_requests": sum(load.waiting_requests for load in loads),
             "fetching_requests": len(self._transfers.fetching),
@@ -264,7 +272,7 @@ class WorkerService:
             why = self._engine.unhealthy_reason
             reason = f"the engine of {self._worker_id} does not answer: {why}"[:TEXT_CHARS_MAX]
             log.error("leaving the pool until it is well again: %s", reason)
-            ending = Ending(reason, FinishReason.ERROR, RefusalKind.BROKEN)
+            ending = Ending(f"the engine of {self._worker_id} does not answer", FinishReason.ERROR, RefusalKind.BROKEN)
             for request_id in list(self._transfers.fetching):
                 self._end_elsewhere(request_id, ending)
             self._membership.leave(reason)
@@ -314,7 +322,15 @@ class WorkerService:
                 traces.end(request.request_id, "invalid" if refusal.kind is None else refusal.kind.value)
             self._metrics.refusals.labels("final" if refusal.kind is None else refusal.kind.value).inc()
             booked = refusal.booked_tokens if isinstance(refusal, CrowdedError) else None
-            self._peers.send_tokens(peer_id, [refused_delta(request.request_id, refusal.reason, refusal.kind, booked)])
+            delta = refused_delta(
+                request.request_id,
+                refusal.reason,
+                refusal.kind,
+                booked,
+                refusal.retry_after_ms if isinstance(refusal, BusyError) else None,
+                isinstance(refusal, UnknownModelError),
+            )
+            self._peers.send_tokens(peer_id, [delta])
             return
         except Exception as error:
             # The socket would drop the message, and its router would wait for ever.
@@ -332,15 +348,15 @@ class WorkerService:
 
     def _check(self, peer_id: bytes, request: Generate) -> None:
         """Refuse what the service itself cannot honour."""
-        if request.stage not in STAGES[self._card.role]:
+        if request.stage not in STAGES[self.card.role]:
             raise BrokenError(
-                f"worker {self._worker_id} has the role {self._card.role.name.lower()}, it does not take the stage "
+                f"worker {self._worker_id} has the role {self.card.role.name.lower()}, it does not take the stage "
                 f"{STAGE_WORD[request.stage]}"
             )
         if self._drain.is_on:
             raise DrainingError(f"worker {self._worker_id} is draining and takes no new requests")
         if self._engine.unhealthy_reason:
-            raise BrokenError(f"worker {self._worker_id} is not well: {self._engine.unhealthy_reason}")
+            raise BrokenError(f"the engine of worker {self._worker_id} is not well")
         owners = self._peers.owners
         if request.request_id in self._kept and owners[request.request_id] == peer_id:
             # Nobody dispatches a leg again while its first result is of use.
@@ -351,7 +367,7 @@ class WorkerService:
             raise (BusyError if leaving else RefusedError)(
                 f"request id {request.request_id!r} is already active on worker {self._worker_id}"
             )
-        _check_routing(self._worker_id, self._card, request.routing)
+        _check_routing(self._worker_id, self.card, request.routing)
         expected = request.routing.expected_prefill_tokens
         if expected is None or request.stage not in PROMPT_STAGES:
             return
@@ -505,7 +521,7 @@ def _check_routing(worker_id: str, card: WorkerCard, routing: Routing) -> None:
     if routing.dp_rank >= card.dp_size:
         raise RefusedError(f"dp_rank is {routing.dp_rank}, worker {worker_id} has ranks 0 to {card.dp_size - 1}")
     if routing.lora_name and routing.lora_name not in card.loras:
-        raise UnableError(
+        raise UnknownModelError(
             f"lora_name is {routing.lora_name!r}, worker {worker_id} serves {', '.join(card.loras[:20]) or 'none'}"
         )
 

@@ -177,6 +177,20 @@ def test_a_model_without_room_does_not_hold_up_another() -> None:
     assert drained(queue, "one") == ["a"]
 
 
+def test_a_resumed_request_holds_up_newcomers_of_its_own_lane_only() -> None:
+    queue: AdmissionQueue[str] = AdmissionQueue(10, 1000)
+    waiting = [request(name, resumed=1) for name in ("one", "two")]
+    for each in waiting:
+        queue.enter(each)
+        assert queue.waiting(each.lane)
+        assert not queue.waiting("another model")
+    for each in waiting:
+        assert queue.waiting(each.lane)
+        queue.leave(each)
+    assert not queue.waiting(waiting[0].lane)
+    assert queue.is_empty
+
+
 def test_resumed_requests_stand_before_all_and_never_give_way() -> None:
     queue: AdmissionQueue[str] = AdmissionQueue(1, 10)
     queue.enter(request("new"))

@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from poolgrid.cli.request_life_page import page
-from poolgrid.dispatch.effects import NOTHING, Avoid, Blame, Cancel, Crowded, Effect, End, Heard, PlaceNext, Release
+from poolgrid.dispatch.effects import (
+    NOTHING,
+    Avoid,
+    Blame,
+    Cancel,
+    Crowded,
+    Effect,
+    End,
+    Full,
+    Heard,
+    PlaceNext,
+    Release,
+)
 from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import ANY, DRAINS_MAX, LEGS, TABLE, Do, RequestMachine, Standing
@@ -135,14 +147,60 @@ def test_workers_that_leave_or_are_lost_after_the_first_token_make_no_poison() -
         leg = place(made, Stage.WHOLE)
 
 
-@pytest.mark.parametrize("kind", [RefusalKind.BUSY, RefusalKind.DRAINING, RefusalKind.CANNOT_DO])
-def test_who_is_busy_draining_or_unable_is_avoided_and_not_blamed(kind: RefusalKind) -> None:
+@pytest.mark.parametrize("kind", [RefusalKind.DRAINING, RefusalKind.CANNOT_DO])
+def test_who_is_draining_or_unable_is_avoided_and_not_blamed(kind: RefusalKind) -> None:
     made = machine()
     leg = place(made, Stage.WHOLE)
 
     effects = made.on_delta(delta(leg, finish_reason=FinishReason.ERROR, error="no", refusal=kind))
 
     assert kinds(effects) == ["Avoid", "Release", "PlaceNext"], "it has nothing of the leg that one could cancel"
+
+
+def test_a_worker_that_cannot_do_it_is_avoided_for_good_and_its_refusal_is_the_clients() -> None:
+    made = machine(migration_limit=1)
+
+    def refused(worker: str, unknown: bool) -> Effect:
+        leg = place(made, Stage.WHOLE, worker)
+        refusal = RefusalKind.CANNOT_DO
+        said = delta(
+            leg, finish_reason=FinishReason.ERROR, error=f"no {worker}", refusal=refusal, unknown_model=unknown
+        )
+        effects = made.on_delta(said)
+        assert effects[0] == Avoid(leg, f"no {worker}", for_good=True)
+        return effects[-1]
+
+    assert isinstance(refused("one", False), PlaceNext)
+    end = refused("two", True)
+
+    assert isinstance(end, End)
+    assert (end.last.error, end.last.unsupported, end.last.unknown_model) == ("no two", True, True)
+
+
+def test_a_busy_worker_is_left_alone_for_its_time_and_costs_no_migration_however_often() -> None:
+    made = machine(migration_limit=0)
+    for retry_after_ms in [None, *[2000] * 100]:
+        leg = place(made, Stage.WHOLE)
+        refusal = delta(
+            leg,
+            finish_reason=FinishReason.ERROR,
+            error="full",
+            refusal=RefusalKind.BUSY,
+            retry_after_ms=retry_after_ms,
+        )
+
+        effects = made.on_delta(refusal)
+
+        assert effects == (
+            Full(leg, retry_after_ms),
+            Release(leg),
+            PlaceNext("full", leg, moved=True, for_room=True),
+        )
+    assert made.migrations == 0
+
+    end = made.end(Happened.NOWHERE, "no room in time", 7.0)[-1]
+
+    assert end == End(StreamDelta(b"", FinishReason.ERROR, error="no room in time", retry_after_s=7.0), False)
 
 
 def test_workers_that_drain_cost_no_migration_up_to_a_bound() -> None:
@@ -194,7 +252,7 @@ def test_a_worker_that_was_told_no_expectation_cannot_call_itself_crowded_for_ev
     leg = place(made, Stage.WHOLE)
     refusal = delta(leg, finish_reason=FinishReason.ERROR, refusal=RefusalKind.CROWDED, booked_prefill_tokens=900)
 
-    assert isinstance(made.on_delta(refusal)[-1], End)
+    assert made.on_delta(refusal)[0] == Full(leg, None), "it counts as busy"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +326,7 @@ class EveryOrderOfEvents(RuleBasedStateMachine):
                 assert place == len(effects) - 1
                 self.ends += 1
                 self.placing = False
-            elif isinstance(effect, Heard | Cancel | Avoid | Blame):
+            elif isinstance(effect, Heard | Cancel | Avoid | Full | Blame):
                 assert effect.dispatch in self.booked, "it is about a leg that is on the books"
 
     def running(self) -> Dispatch | None:

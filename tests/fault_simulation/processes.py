@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -52,8 +52,10 @@ from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.leadership import Leader
+from poolgrid.wire.requests import Generate
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.core.refusal import BusyError
 from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel
@@ -508,6 +510,20 @@ class RouterProcess(Process):
         return self.alive and self.service is not None and self.service.ready
 
 
+class _SometimesFull(RealTimeSimulatedEngine):
+    """An engine that has no room for a while, like one behind a server that answers 429."""
+
+    def __init__(self, process: WorkerProcess, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._process = process
+
+    def submit(self, request: Generate) -> None:
+        process = self._process
+        if asyncio.get_running_loop().time() < process.full_until_s:
+            raise BusyError("the engine is full", process.retry_after_ms)
+        super().submit(request)
+
+
 class WorkerProcess(Process):
     """``poolgrid worker`` with the simulated engine."""
 
@@ -525,6 +541,9 @@ class WorkerProcess(Process):
         self.fetcher: KvFetcher | None = None
         self.epoch = 0
         self.card: WorkerCard | None = None
+        self.full_until_s = 0.0
+        """Until when its engine refuses whatever is new for lack of room."""
+        self.retry_after_ms: int | None = None
 
     async def run(self, life: Life) -> None:
         """Serve until stopped, and drain."""
@@ -559,7 +578,8 @@ class WorkerProcess(Process):
             eos_token_ids=(2,),
             vocabulary_size=VOCABULARY_SIZE,
         )
-        self.engine = engine = RealTimeSimulatedEngine(
+        self.engine = engine = _SometimesFull(
+            self,
             limits,
             world.vocabulary,
             ScaledTiming(PolynomialTiming(), plan.speedup),

@@ -28,6 +28,7 @@ PROFILES = (
     "pauses",
     "stalls",
     "streams",
+    "full",
 )
 
 STRICT = ("calm", "pauses")
@@ -65,6 +66,7 @@ FaultKind = Literal[
     "slow-disk",
     "silence",
     "leaderless",
+    "full",
 ]
 
 
@@ -206,6 +208,7 @@ _MIXES: dict[str, _Mix] = {
             "drain": 1,
         },
     ),
+    "full": _Mix((2, 8), {"full": 8, "crash": 2, "drain": 1, "break": 1}),
     "everything": _Mix(
         (3, 9),
         {
@@ -234,9 +237,9 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
         raise ValueError(f"making a scenario: the profile is {profile!r}, allowed are {', '.join(PROFILES)}")
     rng = Random(f"{seed}/{profile}")
     disaggregated = profile == "disaggregated" or (
-        profile in ("pools", "everything", "pauses", "stalls", "streams") and rng.random() < 0.5
+        profile in ("pools", "everything", "pauses", "stalls", "streams", "full") and rng.random() < 0.5
     )
-    global_router = profile == "pools" or (profile in ("everything", "stalls") and rng.random() < 0.3)
+    global_router = profile == "pools" or (profile in ("everything", "stalls", "full") and rng.random() < 0.3)
     block_size = rng.choice((4, 8, 16))
     pools = _pools(rng, profile, disaggregated, global_router)
     entrances = len(pools[0].routers)
@@ -447,6 +450,10 @@ def _faults(
         elif kind == "pause":
             # Longer than a lease: another one takes over, and then this one goes on.
             for_s = min(left_s, rng.choice((0.4, 1.5, 3.0) if servers else (0.05, 0.4, 1.5)))
+        elif kind == "full":
+            target = rng.choice(workers)
+            for_s = min(left_s, rng.choice((0.1, 0.7, 2.0)))
+            amount_ms = rng.choice((0, 50, 400, 3_000))
         elif kind == "clock-jump":
             amount_ms = rng.choice((-3_600_000, -5_000, 5_000, 3_600_000))
         faults.append(Fault(at_s, kind, target, other, for_s, amount_ms))

@@ -73,7 +73,6 @@ SNAPSHOTS_SPARSE = 1000
 REFUSALS = frozenset({"busy", "no_worker", "not_ready"})
 ERRORS = (
     "moved ",
-    "no other worker had room in time",
     "no worker",
     "worker",
     "no pool",
@@ -410,6 +409,8 @@ class Simulation:
             network.break_connections(fault.target, fault.other)
         elif fault.kind == "pause" and process.life is not None:
             process.life.paused_until_s = max(process.life.paused_until_s, until_s)
+        elif fault.kind == "full" and isinstance(process, WorkerProcess):
+            process.full_until_s, process.retry_after_ms = until_s, fault.amount_ms or None
         elif fault.kind == "clock-jump":
             process.machine.wall_offset_ms += fault.amount_ms
         elif fault.kind == "disk-full":

@@ -72,6 +72,7 @@ class FakeStream:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     unread_tokens: int = 0
+    waits_for_room: bool = False
 
     async def next(self, until_end: bool = False) -> list[StreamDelta]:
         while self.steps:

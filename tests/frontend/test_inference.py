@@ -529,6 +529,67 @@ def test_what_a_worker_cannot_do_is_the_requests_fault_with_the_workers_reason(n
     assert "guided_regex is set, and this engine has no guides" in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_that_found_no_room_is_a_429_with_a_time_to_come_back(n: int, stream: bool) -> None:
+    backend = FakeBackend(lambda request: [[StreamDelta(b"", "error", error="no room", retry_after_s=6.2)]])
+
+    response = post(backend, COMPLETIONS, prompt="hi", stream=stream, n=n)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (429, "busy", "rate_limit_error")
+    assert (response.headers["retry-after"], response.headers["x-poolgrid-refusal"]) == ("7", "busy")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_room_and_an_unknown_model_keep_their_meaning_on_every_api(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    last = [StreamDelta(b"", "error", error="no room", retry_after_s=2.0)]
+    full = post(FakeBackend(lambda request: [last]), path, **body, stream=stream)
+    gone = [StreamDelta(b"", "error", error="no such adapter", unsupported=True, unknown_model=True)]
+    unknown = post(FakeBackend(lambda request: [gone]), path, **body, stream=stream)
+
+    told = full.json()["error"]
+    assert (full.status_code, told["code"], full.headers["retry-after"]) == (429, "busy", "2")
+    assert told["type"] == ("overloaded_error" if path == "/v1/messages" else "rate_limit_error")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_stream_that_waits_in_the_queue_has_no_status_before_it_has_a_worker() -> None:
+    room, full = asyncio.Event(), [StreamDelta(b"", "error", error="no room", retry_after_s=2.0)]
+    backend = FakeBackend(lambda request: [room, full])
+
+    async def scenario() -> httpx.Response:
+        async with in_process(application(backend, keep_alive_interval_s=0.05)) as client:
+            fields = {"model": "tiny", "prompt": "hi", "stream": True}
+            answer = asyncio.ensure_future(client.post(COMPLETIONS, json=fields))
+            await backend.submitted.wait()
+            backend.streams[0].waits_for_room = True
+            await asyncio.sleep(0.4)  # longer than a head waits, and than several comments
+            room.set()
+            return await answer
+
+    assert asyncio.run(scenario()).status_code == 429
+
+
+def test_no_room_amid_a_stream_is_an_event() -> None:
+    full = [StreamDelta(b"", "error", error="no room", retry_after_s=2.0)]
+    backend = FakeBackend(lambda request: [*speak("Hel")[:1], full])
+
+    response = post(backend, COMPLETIONS, prompt="hi", stream=True)
+
+    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "busy")
+
+
 def test_what_a_worker_cannot_do_is_an_event_of_a_stream_that_has_begun() -> None:
     backend = FakeBackend(lambda request: [*speak("Hel")[:1], *refusing(request)])
 

@@ -8,6 +8,7 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
+from poolgrid.dispatch.full_workers import FullWorkers
 from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
@@ -44,11 +45,11 @@ class Scene:
         self.line = WaitingLine(
             settings,
             # Asked for nothing in this order of the queue, and neither are its links.
-            Chooser(settings, state, cast("FleetLinks", None), clock, lambda: 0),
+            Chooser(settings, state, cast("FleetLinks", None), clock, lambda: 0, FullWorkers(clock)),
             RouterMetrics(self.registry),
             clock,
             self._place,
-            lambda routed, why: self.given_up.append(why),
+            lambda routed, why, retry_after_s: self.given_up.append(why),
         )
 
     def _place(self, routed: Routed) -> NotPlaced | None:

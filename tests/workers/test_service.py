@@ -641,7 +641,7 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
                 await router.until_finished("r")
                 last = router.last("r")
                 assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
-                assert "is not well: nothing has moved" in (last.error or "")
+                assert "is not well" in (last.error or "")
                 status, _, body = api.answer("GET", "/health", b"")
                 assert (status, json.loads(body)["status"]) == (503, "unhealthy")
                 assert json.loads(body)["reason"] == engine.unhealthy_reason

@@ -161,6 +161,11 @@ class PubFollower:
         self.counts = dict.fromkeys(COUNTED, 0)
 
     @property
+    def other_block_size(self) -> int:
+        """Return the size of reported blocks that does not fit the pool's, so that none of them is known; 0 = none."""
+        return self._translator.other_block_size
+
+    @property
     def health(self) -> tuple[StreamState, str]:
         """Return how far the stream can be trusted, and why."""
         if self.state is SourceState.ABSENT:

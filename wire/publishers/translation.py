@@ -52,6 +52,8 @@ class EngineTranslator:
         """By tier: the groups that have lost an engine hash, which others still hold."""
         self._other_groups: set[int] = set()
         self.ignored_blocks = 0
+        self.other_block_size = 0
+        """Tokens in a block of the last stored event whose blocks have another size; 0 = none had."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -100,6 +102,8 @@ class EngineTranslator:
             seed = None if told == BASE_SEED else told
         groups = self._on[event.tier]
         unfit = unfit or (event.group not in groups and len(groups) >= FULL_GROUPS_MAX)
+        if event.block_size != self._block_size:
+            self.other_block_size = event.block_size
         if unfit or len(self._known) + len(hashes) > self._blocks_max:
             self.ignored_blocks += len(event.hashes)
             return

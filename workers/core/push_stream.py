@@ -188,6 +188,11 @@ class PushStream:
         self._refused_retry_ms = self._timing.refused_retry_ms
         return self._greet(now_ms)
 
+    def introduce(self, card: WorkerCard, now_ms: float) -> list[Effect]:
+        """Greet with another card: the consolidator takes the rank out and in again, and has all of it restated."""
+        self._card = card
+        return self.greet_again(now_ms)
+
     def publish(self, events: list[AnyEvent], time_ms: int, now_ms: float) -> list[Effect]:
         """Send a batch, or keep it for later; ``time_ms`` is wall-clock time."""
         return self._publish(events, time_ms, now_ms, counts=True)

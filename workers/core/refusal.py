@@ -18,9 +18,13 @@ class RefusedError(WireError):
 
 
 class BusyError(RefusedError):
-    """There is no room now; another worker may have some."""
+    """There is no room now; another worker may have some. ``retry_after_ms``: for how long, where that is known."""
 
     kind = RefusalKind.BUSY
+
+    def __init__(self, reason: str, retry_after_ms: int | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_ms = retry_after_ms
 
 
 class DrainingError(RefusedError):
@@ -43,6 +47,10 @@ class UnableError(RefusedError):
     """This worker lacks what the request asks for; another one may have it."""
 
     kind = RefusalKind.CANNOT_DO
+
+
+class UnknownModelError(UnableError):
+    """This worker does not serve the model or adapter that the request names."""
 
 
 class UnsupportedError(RefusedError):

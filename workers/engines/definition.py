@@ -59,6 +59,8 @@ class OpenedEngine:
     """The worker's part in handing KV over; ``None`` for an engine that talks to its peers by itself."""
     embeddings: EmbeddingExchange | None = None
     """The worker's part in taking embeddings from encode workers; ``None`` for an engine that takes none that way."""
+    observe_card: Callable[[Callable[[WorkerCard], None]], None] | None = None
+    """Has a callable told of each new card, of an engine that may serve other names later."""
 
 
 @dataclass(frozen=True, slots=True)

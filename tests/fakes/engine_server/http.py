@@ -31,15 +31,20 @@ class Reply:
         self._writer = writer
         self.streaming = False
 
-    async def whole(self, status: int, value: Any, kind: str = "application/json") -> None:
+    async def whole(self, status: int, value: Any, kind: str = "application/json", headers: str = "") -> None:
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        head = f"HTTP/1.1 {status} said\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"HTTP/1.1 {status} said\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
         self._writer.write(head.encode() + body)
         await self._writer.drain()
 
-    async def begin(self) -> None:
+    async def begin(self, status: int = 200) -> None:
         self.streaming = True
-        self._writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        head = f"HTTP/1.1 {status} said\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        self._writer.write(head.encode())
+
+    async def chunk(self, data: bytes) -> None:
+        self._writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        await self._writer.drain()
 
     async def event(self, value: Any, torn: bool = False) -> None:
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -47,8 +52,7 @@ class Reply:
         # Torn: a piece of an event a packet, as slow networks deliver it.
         parts = [data[: len(data) // 2], data[len(data) // 2 :]] if torn else [data]
         for part in parts:
-            self._writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-            await self._writer.drain()
+            await self.chunk(part)
             await asyncio.sleep(0)
 
     async def end(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,10 @@ class Faults:
 
     statuses: deque[tuple[int, Any]] = field(default_factory=deque)
     """Answers instead of completions."""
+    scripts: deque[Callable[[Reply], Awaitable[None]]] = field(default_factory=deque)
+    """What answers instead of completions."""
+    every: Callable[[Reply], Awaitable[None]] | None = None
+    """What answers every completion, until it is taken away."""
     errors_after: deque[int] = field(default_factory=deque)
     """An error event after so many tokens."""
     cuts_after: deque[int] = field(default_factory=deque)
@@ -91,6 +95,10 @@ class Options:
     blocks: int = 512
     model: str = "tiny"
     adapters: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """Further names after ``--served-model-name``."""
+    key: str = ""
+    """``--api-key``."""
     max_model_len: int = 4096
     tokens_per_chunk: int = 1
     torn: bool = False
@@ -109,6 +117,8 @@ class Options:
     """Events as arrays, as old versions write them."""
     ranks: int = 1
     step_s: float = 0.0
+    health_s: float = 0.0
+    """How long ``/health`` takes to answer."""
     kv_connector: bool = False
     scale_out: bool = False
     """``--enable-scale-out``: ``/inference/v1/generate`` is there."""
@@ -213,7 +223,11 @@ class VllmServer:
     async def _handle(self, request: Request, reply: Reply) -> None:
         path = request.path
         options = self.options
+        if options.key and path.startswith("/v1") and request.headers.get("authorization") != f"Bearer {options.key}":
+            await reply.whole(401, {"error": "Unauthorized"})
+            return
         if path == "/health":
+            await asyncio.sleep(options.health_s)
             await reply.whole(200, b"")
         elif path == "/version":
             await reply.whole(200, {"version": "0.32.0"})
@@ -223,7 +237,8 @@ class VllmServer:
                 {"id": each, "owned_by": "vllm", "root": f"/loras/{each}", "parent": options.model}
                 for each in options.adapters
             ]
-            listed = [{**base, "max_model_len": options.max_model_len}, *adapters]
+            names = (options.model, *options.aliases)
+            listed = [*({**base, "id": each, "max_model_len": options.max_model_len} for each in names), *adapters]
             await reply.whole(200, {"object": "list", "data": listed})
         elif path == "/metrics":
             await reply.whole(200, self._metrics().encode(), "text/plain")
@@ -306,6 +321,12 @@ class VllmServer:
     ) -> None:
         self.bodies.append(body)
         self.headers.append(request.headers)
+        if self.faults.every is not None:
+            await self.faults.every(reply)
+            return
+        if self.faults.scripts:
+            await self.faults.scripts.popleft()(reply)
+            return
         if self.faults.statuses:
             await reply.whole(*self.faults.statuses.popleft())
             return

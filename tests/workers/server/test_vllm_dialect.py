@@ -23,6 +23,7 @@ from poolgrid.wire.requests import (
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers.core.refusal import RefusedError, UnableError
 from poolgrid.workers.engines.server.core.calls import Piece
+from poolgrid.workers.engines.server.core.openai_words import retry_after_ms
 from poolgrid.workers.engines.vllm.core.dialect import VllmDialect
 
 DIALECT = VllmDialect("m")
@@ -193,7 +194,10 @@ def test_log_probabilities_of_a_prompt_begin_with_its_second_token() -> None:
     ("line", "kind", "words"),
     [
         ('{"error":{"message":"bad","type":"BadRequestError","code":400}}', RefusalKind.CANNOT_DO, "bad"),
-        ('{"error":{"message":"dead","type":"InternalServerError","code":500}}', RefusalKind.BROKEN, "dead"),
+        ('{"error":{"message":"bad","type":"BadRequestError"}}', RefusalKind.CANNOT_DO, "bad"),
+        ('{"error":{"message":"no such model","code":"404"}}', RefusalKind.CANNOT_DO, "no such model"),
+        ('{"error":{"message":"later","type":"x","code":503}}', RefusalKind.BUSY, "no room"),
+        ('{"error":{"message":"dead","type":"InternalServerError","code":500}}', RefusalKind.BROKEN, "failed"),
         ('{"choices":[{"index":0,"text":"a","finish_reason":null}]}', RefusalKind.BROKEN, "0.10.2 or newer"),
         ('{"choices":[{"index":0,"token_ids":[],"finish_reason":"abort"}]}', RefusalKind.BROKEN, "'abort'"),
     ],
@@ -226,19 +230,60 @@ def test_what_is_no_answer_is_a_decode_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "kind", "words"),
+    ("status", "body", "kind", "reason"),
     [
-        (400, b'{"error":{"message":"too long","code":400}}', RefusalKind.CANNOT_DO, "too long"),
-        (404, b'{"detail":"Not Found"}', RefusalKind.CANNOT_DO, "Not Found"),
-        (422, b'{"detail":[{"loc":["body"]}]}', RefusalKind.CANNOT_DO, "body"),
-        (429, b"", RefusalKind.BUSY, "no reason given"),
-        (503, b"later", RefusalKind.BUSY, "later"),
-        (401, b'{"error":"Unauthorized"}', RefusalKind.BROKEN, "engine_api_key"),
-        (500, b"\xff<html>", RefusalKind.BROKEN, "<html>"),
+        (400, b'{"error":{"message":"too long","code":400}}', RefusalKind.CANNOT_DO, "(status 400): too long"),
+        (400, b'{"message":"a\\r\\nb","code":400}', RefusalKind.CANNOT_DO, "(status 400): a b"),
+        (400, b'{"error":{"message":"see http://10.0.0.3:8000/x"}}', RefusalKind.CANNOT_DO, ": see (address)"),
+        (400, b'{"error":{"message":"<!DOCTYPE html><p>no"}}', RefusalKind.CANNOT_DO, "(status 400)"),
+        (404, b'{"detail":"Not Found"}', RefusalKind.CANNOT_DO, "(status 404)"),
+        (422, b'{"detail":[{"loc":["body"],"input":"secret"}]}', RefusalKind.CANNOT_DO, "(status 422)"),
+        (408, b"", RefusalKind.BUSY, "has no room (status 408)"),
+        (429, b"", RefusalKind.BUSY, "has no room (status 429)"),
+        (503, b"later", RefusalKind.BUSY, "has no room (status 503)"),
+        (401, b'{"error":"Unauthorized"}', RefusalKind.BROKEN, "vLLM does not serve its worker"),
+        (500, b"\xff<html>", RefusalKind.BROKEN, "failed (status 500)"),
+        (502, b'{"error":{"message":"upstream http://10.0.0.3 is down"}}', RefusalKind.BROKEN, "failed (status 502)"),
     ],
 )
-def test_other_statuses_say_who_is_to_blame(status: int, body: bytes, kind: RefusalKind, words: str) -> None:
+def test_other_statuses_have_a_kind_and_only_messages_for_clients_reach_them(
+    status: int, body: bytes, kind: RefusalKind, reason: str
+) -> None:
     failure = DIALECT.refusal(status, body)
 
     assert failure.kind is kind
-    assert words in failure.reason
+    assert failure.reason.endswith(reason)
+    assert failure.unknown_model is False
+
+
+def test_a_long_message_is_cut() -> None:
+    failure = DIALECT.refusal(400, msgspec.json.encode({"error": {"message": "x" * 100_000}}))
+
+    assert len(failure.reason) < 600
+
+
+def test_a_404_with_a_message_says_that_the_model_is_unknown() -> None:
+    failure = DIALECT.refusal(404, b'{"error":{"message":"The model `sql` does not exist.","code":404}}')
+
+    assert failure.unknown_model
+
+
+@pytest.mark.parametrize(
+    ("value", "pause_ms"),
+    [
+        ("2", 2000),
+        ("0", 0),
+        ("1.5", 1500),
+        ("-3", 0),
+        ("1e9", 60_000),
+        ("Thu, 01 Jan 1970 00:16:45 GMT", 5_000),
+        ("Thu, 01 Jan 1970 00:00:05 GMT", 0),
+        ("inf", None),
+        ("nan", None),
+        ("soon", None),
+        ("", None),
+        ("Thu, 99 Jan 1970 00:16:45 GMT", None),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date_and_bounded(value: str, pause_ms: int | None) -> None:
+    assert retry_after_ms(value, now_s=1000.0) == pause_ms

@@ -8,7 +8,8 @@ Rules:
 3. A request's last delta goes out when its answer is whole: how much was reused may come after the last token.
 4. What the server refuses, another worker may be able to do (``CANNOT_DO``). A connection that ends, a stream without
    an end, and an error amid an answer are the server's fault: the request moves (``BROKEN``), and the server is asked
-   how it is.
+   how it is. A server without room is left alone for the time that it asks for (``BUSY``).
+   An answer ends with its end mark, or a moment after its finish reason, whether or not its connection does.
 5. A server that is silent has its requests taken away, each ending as broken.
 6. A prefill leg whose KV stays is *kept* until its router says that it is over, or for ``kv_transfer_timeout_ms``.
    Nobody can give such KV up: the server lets go of it by its own time-out. Where both legs run at the same time
@@ -23,11 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints
 from poolgrid.runtime.http_client import RequestFailed
 from poolgrid.runtime.tasks import cancel_all, owned
 from poolgrid.wire.events import (
@@ -44,11 +47,13 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
-from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
+from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor, Stall
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.server.answer import Answer
 from poolgrid.workers.engines.server.core.calls import Call, Dialect, Failure, Piece
+from poolgrid.workers.engines.server.core.openai_words import retry_after_ms
+from poolgrid.workers.engines.server.core.room import Room
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.pending_report import PendingReport
 from poolgrid.workers.engines.server.server_client import ServerClient
@@ -62,8 +67,28 @@ EXPIRED = FinishReason.EXPIRED
 ERROR = FinishReason.ERROR
 BROKEN = RefusalKind.BROKEN
 
-EXPIRY_CHECK_S = 1.0
-"""Time between two looks at kept prefill legs."""
+SILENT = "the engine server does not do its work"
+"""What clients get while it does not; the worker's log and its ``/health`` have the reason."""
+
+FAILED_WORDS = {
+    "connect": "the engine server cannot be reached",
+    "disconnect": "the engine server closed the connection",
+    "stream-cut": "the engine server's answer ended before its end",
+    "protocol": "the engine server's answer cannot be read",
+}
+"""What clients get of an exchange that failed, by its kind."""
+
+EXPIRY_CHECK_S = 0.5
+"""Time between two looks at kept prefill legs, and at answers that are over."""
+
+END_WAIT_MS = 500.0
+"""How long an answer may take to end after its finish reason or its error status: usage and end mark follow at once."""
+
+LIFE_FACTOR = 10.0
+"""Signs of life without a token count for so many times the progress time-out: then a rank is stalled all the same."""
+
+PREFILL_TOKENS_PER_S_MIN = 250.0
+"""Slowest rate at which an engine is believed to compute a prompt, where nothing shows its progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +172,10 @@ class _Active:
         return self.request.routing.dp_rank
 
     @property
+    def leaves_kv(self) -> bool:
+        return self.request.stage is Stage.PREFILL and self.request.sampling.max_tokens > 1
+
+    @property
     def transfers(self) -> bool:
         return self.request.stage is Stage.DECODE
 
@@ -163,13 +192,14 @@ class ServerEngine:
         total_blocks: int,
         limits: ServerLimits,
         events: CacheEvents,
-        confirm: Callable[[], Awaitable[str]],
+        confirm: Callable[[bool], Awaitable[str]],
         about: Callable[[], dict[str, object]],
         clock: Clock,
         metrics: WorkerMetrics,
         server: OwnServer | None = None,
     ) -> None:
-        """``confirm`` says in what a server that came back differs from before; ``about`` is for people.
+        """``confirm`` asks what the server serves, or all that it is, and says in what it differs from before;
+        ``about`` is for people.
 
         ``server`` is one that the worker has started.
         """
@@ -192,6 +222,7 @@ class ServerEngine:
             confirm,
             events.is_current,
             self._stalled,
+            self._lives_since,
             limits.health_interval_ms,
             limits.health_timeout_ms,
             clock,
@@ -203,7 +234,11 @@ class ServerEngine:
         self._active: dict[str, _Active] = {}
         self._kept: dict[str, _Active] = {}
         """In order of their deadlines: all wait equally long."""
-        self._exchanges: set[asyncio.Task[None]] = set()
+        self._exchanges: dict[asyncio.Task[None], _Active] = {}
+        self._room = Room()
+        self._cache_ms = [0.0] * dp_size
+        """When the last cache event of each rank came."""
+        self._said = Complaints(log, clock)
         self._watching: list[asyncio.Task[None]] = []
         self._pending = PendingReport()
         self._flushing: asyncio.Handle | None = None
@@ -272,14 +307,14 @@ class ServerEngine:
         prompt_tokens = self._admit(request)
         call = self._dialect.call(request)
         active = _Active(request, call, prompt_tokens)
-        active.answer = Answer(call, lambda piece: self._on_piece(active, piece))
+        active.answer = Answer(call, lambda piece: self._on_piece(active, piece), lambda: self._on_end(active, None))
         request_id = request.request_id
         self._active[request_id] = active
         self._loads[active.rank].entered(request_id, prompt_tokens, computes=not active.transfers)
         self._progress[active.rank].entered(request_id, active.transfers, self._clock.monotonic_ms())
         active.exchange = exchange = owned(self._ask(active), "request to the server")
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(self._exchanges.discard)
+        self._exchanges[exchange] = active
+        exchange.add_done_callback(self._exchanges.pop)
         if call.left_at_once is not None:
             self._leave(active, call.left_at_once)
 
@@ -298,9 +333,12 @@ class ServerEngine:
     def _admit(self, request: Generate) -> int:
         """Refuse what the adapter itself cannot take; return the tokens of the prompt."""
         if self._health.is_silent:
-            raise BrokenError(f"the engine server is silent: {self._health.unhealthy_reason}")
+            raise BrokenError(SILENT)
         if request.request_id in self._active or request.request_id in self._kept:
             raise RefusedError(f"request id {request.request_id!r} is already active on this worker")
+        wait_ms = self._room.wait_ms(self._clock.monotonic_ms())
+        if wait_ms:
+            raise BusyError("the engine server has no room", wait_ms)
         prompt_tokens = len(request.token_ids) // 4
         if prompt_tokens < 1:
             raise RefusedError("the prompt has 0 tokens, allowed are integers from 1")
@@ -329,19 +367,25 @@ class ServerEngine:
         try:
             await self._client.http.send("POST", call.path, call.body, answer, call.headers)
         except RequestFailed as failed:
-            if failed.kind.startswith("http-"):
-                failure = self._dialect.refusal(answer.status, answer.error_body)
-            else:
-                failure = Failure(f"the engine server failed: {failed.detail}", BROKEN)
+            failure = self._refusal(answer)
+            if failure is None:
+                failure = Failure(FAILED_WORDS.get(failed.kind, "the engine server failed"), BROKEN, failed.detail)
                 if failed.kind in ("connect", "disconnect"):
-                    self._health.doubt()
+                    self._health.doubt_facts()  # it may have been started again, as another one
         except Exception as error:
             log.exception("request %s failed", active.request_id)
-            failure = Failure(repr(error), BROKEN)
+            failure = Failure("the engine server's answer cannot be read", BROKEN, repr(error))
         try:
             self._on_end(active, failure)
         except Exception as error:
             self._break(active, error)
+
+    def _refusal(self, answer: Answer) -> Failure | None:
+        """Return what an answer with another status than 200 means."""
+        if answer.status in (0, 200):
+            return None
+        pause_ms = retry_after_ms(answer.retry_after, time.time()) if answer.retry_after else None
+        return self._dialect.refusal(answer.status, answer.error_body, pause_ms)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -364,7 +408,7 @@ class ServerEngine:
             self._on_end(active, piece.failure)
             return
         if active.held is not None:
-            return  # behind the end only counts are of interest
+            return  # nothing but counts comes after the finish reason
         left = active.request.sampling.max_tokens - active.taken
         if len(piece.tokens) > left:
             self._cut(active, piece, left)
@@ -452,15 +496,41 @@ class ServerEngine:
             return
         if self._active.get(request_id) is not active:
             return
-        if failure is not None:
-            kind = failure.kind
-            if kind is RefusalKind.CANNOT_DO and active.taken:
-                kind = BROKEN  # it could, up to here
-            self._finish(active, ERROR, error=failure.reason, refusal=kind)
-            return
         held = active.held
-        assert held is not None, "an answer without an end is a failure"
+        if held is None:
+            failure = failure or self._without_reason(active)
+            if failure is not None:
+                self._fail(active, failure)
+                return
+            whole = active.taken >= active.request.sampling.max_tokens
+            held = Piece(finish=FinishReason.LENGTH if whole else FinishReason.STOP)
         self._finish(active, held.finish or ERROR, held)
+
+    def _without_reason(self, active: _Active) -> Failure | None:
+        """Return why an answer that ended without a finish reason is a failure; ``None`` = it ends with what came."""
+        if active.taken and not active.leaves_kv:
+            return None
+        return Failure("the engine server's answer ended without a finish reason", BROKEN)
+
+    def _fail(self, active: _Active, failure: Failure) -> None:
+        """End a request with the kind of the server's failure; the server's own words are for the log."""
+        kind, pause_ms = failure.kind, None
+        if kind is RefusalKind.CANNOT_DO and active.taken:
+            kind = BROKEN  # it could, up to here
+        elif kind is RefusalKind.BUSY:
+            pause_ms = self._room.refused(self._clock.monotonic_ms(), failure.retry_after_ms)
+        if failure.unknown_model or failure.key_refused:
+            self._health.doubt_facts()
+        self._said.note(
+            "" if kind is None else kind.value,
+            "the engine server did not serve request %s: %s%s%s",
+            active.request_id,
+            failure.reason,
+            f" ({' '.join(failure.words.split())})" if failure.words else "",
+        )
+        self._finish(
+            active, ERROR, error=failure.reason, refusal=kind, pause_ms=pause_ms, unknown=failure.unknown_model
+        )
 
     def _leave(self, active: _Active, params: bytes) -> None:
         """Tell the router that another worker may go on, while the server still computes the prompt."""
@@ -482,6 +552,8 @@ class ServerEngine:
         *,
         error: str | None = None,
         refusal: RefusalKind | None = None,
+        pause_ms: int | None = None,
+        unknown: bool = False,
     ) -> None:
         """Give out a request's last delta, and take it off the books, or keep it."""
         request_id = active.request_id
@@ -501,6 +573,8 @@ class ServerEngine:
                     reason,
                     error=None if error is None else error[:TEXT_CHARS_MAX],
                     refusal=refusal,
+                    retry_after_ms=pause_ms,
+                    unknown_model=unknown,
                 )
             )
         if reason == PREFILLED:
@@ -565,6 +639,7 @@ class ServerEngine:
                 self._fault.set_exception(error)
 
     def _on_cache(self, dp_rank: int, events: Sequence[AnyEvent]) -> None:
+        self._cache_ms[dp_rank] = self._clock.monotonic_ms()
         self._pending.of_rank(dp_rank).extend(events)
         # At once: a restatement must not know more than the reports have told.
         self._flush()
@@ -575,19 +650,37 @@ class ServerEngine:
         """Return what has not moved for too long; empty = nothing."""
         silent_ms = max(each.silent_ms(now_ms) for each in self._progress)
         self._metrics.engine_silence_seconds.set(silent_ms / 1e3)
-        for monitor in self._progress:
+        for dp_rank, monitor in enumerate(self._progress):
             stall = monitor.stall(now_ms)
-            if stall is not None and stall.certain:
+            if stall is not None and stall.certain and not (stall.total and self._lives(dp_rank, stall, now_ms)):
                 return stall.reason
         return ""
+
+    def _lives(self, dp_rank: int, stall: Stall, now_ms: float) -> bool:
+        """Tell whether a rank without output is at work: on a long prompt, or its events or answers show it."""
+        timeout_ms = self._limits.progress_timeout_ms
+        life_ms, prompt_tokens = self._cache_ms[dp_rank], 0
+        for active in self._active.values():
+            if active.rank == dp_rank:
+                assert active.answer is not None, "it was made with the request"
+                life_ms = max(life_ms, active.answer.now_ms)
+                if not active.taken:
+                    prompt_tokens = max(prompt_tokens, active.prompt_tokens)
+        if now_ms - life_ms <= timeout_ms and stall.silent_ms <= LIFE_FACTOR * timeout_ms:
+            return True
+        return stall.silent_ms <= timeout_ms + prompt_tokens / PREFILL_TOKENS_PER_S_MIN * 1e3
+
+    def _lives_since(self, since_ms: float) -> bool:
+        """Tell whether anything came from the server after a time: of an answer, or of its cache."""
+        answers = (active.answer.now_ms for active in self._active.values() if active.answer is not None)
+        return max(*self._cache_ms, *answers, 0.0) > since_ms
 
     def _on_health(self) -> None:
         """Take the requests away from a server that has become silent; tell the worker."""
         if self._health.is_silent:
-            error = f"the engine server is silent: {self._health.unhealthy_reason}"
             for active in list(self._active.values()):
                 self._close(active)
-                self._finish(active, ERROR, error=error, refusal=BROKEN)
+                self._finish(active, ERROR, error=SILENT, refusal=BROKEN)
             for active in list(self._kept.values()):
                 self._release(active, EXPIRED)
             # At once: what the worker says next is that it leaves.
@@ -595,11 +688,23 @@ class ServerEngine:
         if self._observer is not None:
             self._observer()
 
+    def _end_answers(self, now_ms: float) -> None:
+        """End answers that are over while their connections stay open."""
+        for exchange, active in list(self._exchanges.items()):
+            answer = active.answer
+            assert answer is not None, "it was made with the request"
+            if not answer.ended_ms and answer.status not in (0, 200):
+                answer.ended_ms = now_ms
+            if answer.ended_ms and now_ms - answer.ended_ms > END_WAIT_MS:
+                self._on_end(active, self._refusal(answer))
+                exchange.cancel()
+
     async def _expire(self) -> None:
-        """Give up kept KV that nobody came for."""
+        """Give up kept KV that nobody came for, and answers that do not end."""
         while True:
             await asyncio.sleep(EXPIRY_CHECK_S)
             now_ms = self._clock.monotonic_ms()
+            self._end_answers(now_ms)
             for active in list(self._kept.values()):
                 if active.deadline_ms > now_ms:
                     break

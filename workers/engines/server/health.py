@@ -8,7 +8,10 @@ Rules:
    its cache events are read up to date (``is_current``): until then nobody knows what it holds.
 3. A server that comes back as another one, with another model or block size, is broken: what the worker said of itself
    is not true any more, so it ends and is started again.
-4. Requests that are in it and do not move for ``progress_timeout_ms`` make it silent as well.
+4. The same is asked now and then of a server that is well: its adapters come and go, and a quick restart is not noticed
+   otherwise. A server that does not take the API key any more is silent.
+5. A server whose answer to the question is late is well all the same while it shows signs of life.
+6. Requests that are in it and do not move for ``progress_timeout_ms`` make it silent as well.
 """
 
 from __future__ import annotations
@@ -21,13 +24,20 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
 """Time between two questions to a server that is silent: a restart takes a minute, coming back should cost no more."""
+
+
+MODELS_INTERVAL_MS = 4_000.0
+"""Time between two questions what a server that is well serves: a new adapter is served within seconds."""
+
+FACTS_INTERVAL_MS = 10_000.0
+"""Time between two questions what it is, block size included: that reads a page of metrics."""
 
 
 class ServerHealth:
@@ -37,16 +47,19 @@ class ServerHealth:
         self,
         client: ServerClient,
         path: str,
-        confirm: Callable[[], Awaitable[str]],
+        confirm: Callable[[bool], Awaitable[str]],
         is_current: Callable[[], bool],
         stalled: Callable[[float], str],
+        lives_since: Callable[[float], bool],
         interval_ms: float,
         timeout_ms: float,
         clock: Clock,
         metrics: WorkerMetrics,
         excuse: Callable[[], str] | None = None,
     ) -> None:
-        """``confirm`` says in what a server that came back differs; ``stalled`` what has not moved for too long.
+        """``confirm`` asks a server what it serves, or with ``True`` all that it is, and says in what it differs from
+        before; ``stalled`` says what has not
+        moved for too long, ``lives_since`` whether there was a sign of life after a time.
 
         ``excuse`` says why a server does not answer, where that is known.
         """
@@ -55,6 +68,7 @@ class ServerHealth:
         self._confirm = confirm
         self._is_current = is_current
         self._stalled = stalled
+        self._lives_since = lives_since
         self._interval_s = interval_ms / 1e3
         self._timeout_s = timeout_ms / 1e3
         self._clock = clock
@@ -62,6 +76,7 @@ class ServerHealth:
         self._excuse = excuse
         self._changed: Callable[[], None] = _nobody
         self._doubted = asyncio.Event()
+        self._models_due_ms = self._facts_due_ms = 0.0
         self.unhealthy_reason = ""
 
     @property
@@ -77,6 +92,11 @@ class ServerHealth:
         """Ask the server at once: something that it should have done has failed."""
         self._doubted.set()
 
+    def doubt_facts(self) -> None:
+        """Ask the server at once what it is: something contradicts what is known."""
+        self._models_due_ms = self._facts_due_ms = 0.0
+        self._doubted.set()
+
     async def run(self) -> None:
         """Look after the server until cancelled; raises ``EngineBrokenError`` when it came back as another."""
         while True:
@@ -90,9 +110,12 @@ class ServerHealth:
             self._doubted.clear()
 
     async def _look(self) -> None:
+        asked_ms = self._clock.monotonic_ms()
         try:
             await self._client.ask(self._path, timeout_s=self._timeout_s)
         except ServerError as error:
+            if error.is_late and not self.is_silent and self._lives_since(asked_ms):
+                return
             self._metrics.health_checks.labels("failed").inc()
             known = "" if self._excuse is None else self._excuse()
             self._set((known or str(error))[:TEXT_CHARS_MAX])
@@ -103,16 +126,23 @@ class ServerHealth:
             self._set(stalled)
             return
         self._metrics.health_checks.labels("passed").inc()
-        if not self.is_silent:
+        now_ms = self._clock.monotonic_ms()
+        if not self.is_silent and now_ms < self._models_due_ms:
             return
+        all_facts = self.is_silent or now_ms >= self._facts_due_ms
+        self._models_due_ms = now_ms + MODELS_INTERVAL_MS
+        if all_facts:
+            self._facts_due_ms = now_ms + FACTS_INTERVAL_MS
         try:
-            other = await self._confirm()
+            other = await self._confirm(all_facts)
         except (ServerError, DecodeError, ValueError) as error:
-            self._set(str(error)[:TEXT_CHARS_MAX])
+            passes = isinstance(error, ServerError | DecodeError) and not isinstance(error, KeyRefused)
+            if self.is_silent or not passes:
+                self._set(str(error)[:TEXT_CHARS_MAX])
             return
         if other:
-            raise EngineBrokenError(f"the server came back as another one: {other}")
-        if self._is_current():
+            raise EngineBrokenError(f"the server is another one than before: {other}")
+        if self.is_silent and self._is_current():
             self._set("")
 
     def _set(self, reason: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import msgspec
+
 from poolgrid.runtime.http_target import Target
 from poolgrid.runtime.security import is_loopback
 from poolgrid.wire.addresses import ip_endpoint_problem
@@ -18,12 +20,19 @@ from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.core.calls import Dialect
 from poolgrid.workers.engines.server.core.launching import Launch
-from poolgrid.workers.engines.server.core.server_facts import EventSource, ServerFacts
+from poolgrid.workers.engines.server.core.server_facts import (
+    EventSource,
+    ModelList,
+    ServerFacts,
+    adapters_of,
+    aliases_of,
+    choose_model,
+)
 from poolgrid.workers.engines.server.draining import DrainedEvents, ParseEvent
 from poolgrid.workers.engines.server.engine import CacheEvents, ServerEngine, ServerLimits
 from poolgrid.workers.engines.server.following import FollowedEvents
-from poolgrid.workers.engines.server.kinds import ServerKind, learn
-from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, learn
+from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import ROLES, EngineServerSettings
 from poolgrid.workers.engines.server.started_server import StartedServer, start_server
 
@@ -91,9 +100,21 @@ async def _asked(
         else:
             events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake)
 
-        async def confirm() -> str:
-            again = completed(await learn(client, {kind.name: kind}, kind.name, facts.model), settings, kind)
-            return again.differs_from(facts)
+        async def confirm(all_facts: bool) -> str:
+            listed = await client.ask_for(MODELS, ModelList)
+            try:
+                model = choose_model(listed, facts.model)
+            except ValueError as error:
+                if settings.served_model_name:
+                    raise
+                return str(error)
+            again = replace(facts, loras=adapters_of(listed, model), aliases=aliases_of(listed, model))
+            if all_facts:
+                again = completed(await kind.learn(client, listed, model), settings, kind)
+            difference = again.differs_from(facts)
+            if not difference:
+                served.follow(again.loras, again.aliases)
+            return difference
 
         def about() -> dict[str, object]:
             known = {"url": client.target.url, "kind": facts.kind, "version": facts.version}
@@ -117,11 +138,39 @@ async def _asked(
         around.metrics.engine_healthy.set(1)
         try:
             card = make_card(settings, facts, kind, around.request_port, around.http_port, server is not None)
-            yield OpenedEngine(engine, card)
+            served = _ServedNames(card)
+            yield OpenedEngine(engine, card, observe_card=served.observe)
         finally:
             await engine.close()
     finally:
         client.close()
+
+
+class _ServedNames:
+    """The card of a worker whose server loads and unloads adapters."""
+
+    def __init__(self, card: WorkerCard) -> None:
+        self._card = card
+        self._changed: Callable[[WorkerCard], None] = lambda card: None
+
+    def observe(self, changed: Callable[[WorkerCard], None]) -> None:
+        """Call ``changed`` from now on with each new card."""
+        self._changed = changed
+
+    def follow(self, loras: tuple[str, ...], aliases: tuple[str, ...]) -> None:
+        """Take note of what the server lists now."""
+        card = msgspec.structs.replace(self._card, loras=loras, aliases=aliases)
+        if card == self._card:
+            return
+        log.warning(
+            "the server serves other names: adapters %s (before: %s), aliases %s (before: %s)",
+            ", ".join(loras) or "none",
+            ", ".join(self._card.loras) or "none",
+            ", ".join(aliases) or "none",
+            ", ".join(self._card.aliases) or "none",
+        )
+        self._card = card
+        self._changed(card)
 
 
 async def _first_facts(client: ServerClient, kind: ServerKind, settings: EngineServerSettings) -> ServerFacts:
@@ -130,6 +179,8 @@ async def _first_facts(client: ServerClient, kind: ServerKind, settings: EngineS
     while True:
         try:
             return await learn(client, {kind.name: kind}, kind.name, settings.served_model_name)
+        except KeyRefused as error:
+            raise ValueError(str(error)) from None
         except (ServerError, DecodeError) as error:
             if str(error) != said:
                 said = str(error)
@@ -203,6 +254,7 @@ def make_card(
         request_endpoint=f"tcp://{settings.advertised_host}:{request_port}",
         http_endpoint=f"{settings.http_scheme}://{settings.advertised_host}:{http_port}",
         loras=facts.loras,
+        aliases=facts.aliases,
         dp_size=facts.ranks,
         # How many tokens a picture becomes is not said: a router compares the blocks before the first one.
         media=MediaSpec((MediaKind.IMAGE,), settings.image_placeholder) if settings.image_placeholder else MediaSpec(),

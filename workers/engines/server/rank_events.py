@@ -67,6 +67,9 @@ class RankEvents:
             f"of rank {source.dp_rank}", source, context, clock, LEASE_MS, self._follower, self._on_effects
         )
         self._said = ""
+        self._block_size = block_size
+        self._unfit = ""
+        """Why the blocks that the server stores are not taken; empty = they are."""
 
     @property
     def is_current(self) -> bool:
@@ -94,7 +97,7 @@ class RankEvents:
             "endpoint": self._source.endpoint,
             "replay_endpoint": self._source.replay_endpoint,
             "state": state.name.lower(),
-            "reason": reason,
+            "reason": reason or self._unfit,
             "blocks": sum(self.told.count_on(tier) for tier in Tier),
             **self.counts,
         }
@@ -112,6 +115,7 @@ class RankEvents:
         self._sockets.close()
 
     def _on_effects(self, effects: Sequence[PubEffect]) -> None:
+        self._note_block_size()
         events: list[AnyEvent] = []
         for effect in effects:
             if isinstance(effect, EventBatch):
@@ -126,3 +130,13 @@ class RankEvents:
         if events:
             self.told.apply(events)
             self._tell(self._dp_rank, events)
+
+    def _note_block_size(self) -> None:
+        """Log once that blocks of the server have another size than those of this worker."""
+        size = self._follower.other_block_size
+        if size and not self._unfit:
+            self._unfit = (
+                f"rank {self._source.dp_rank} stores blocks of {size} tokens, this worker's have {self._block_size}: "
+                f"none of them is known to routers. Give kv_block_size {size}"
+            )
+            log.error("cache events do not fit: %s", self._unfit)

@@ -10,6 +10,7 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.http_client import Exchange, HttpClient, RequestFailed, bearer
 from poolgrid.runtime.http_target import Target
 from poolgrid.wire.errors import DecodeError
+from poolgrid.workers.engines.server.core.openai_words import KEY_REFUSED
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Largest answer to a question; a page of metrics has some 200 KB."""
@@ -17,16 +18,25 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 QUESTION_TIMEOUT_S = 10.0
 """How long an answer to a question may take: servers under load answer late, dead ones never."""
 
+NOT_THERE = frozenset({400, 401, 403, 404, 405, 410, 422, 501})
+"""Statuses of a path that a server does not have, or does not show; any other one may pass."""
+
 T = TypeVar("T")
 
 
 class ServerError(Exception):
     """The server did not answer a question as it should have."""
 
-    def __init__(self, reason: str, status: int = 0) -> None:
+    def __init__(self, reason: str, status: int = 0, is_late: bool = False) -> None:
         self.status = status
         """Of the answer; 0 = none came."""
+        self.is_late = is_late
+        """Whether none came in time."""
         super().__init__(reason)
+
+
+class KeyRefused(ServerError):
+    """The server does not take the API key, or asks for one."""
 
 
 class _Answer(Exchange):
@@ -54,6 +64,7 @@ class ServerClient:
     def __init__(self, url: str, clock: Clock, api_key: str = "") -> None:
         self.target = Target(url)
         headers = ["Content-Type: application/json", "User-Agent: poolgrid"]
+        self._has_key = bool(api_key)
         if api_key:
             headers.append(bearer(api_key))
         self.http = HttpClient(self.target, clock, headers)
@@ -66,7 +77,13 @@ class ServerClient:
         try:
             await self.http.send(method, path, body, answer, timeout_s=timeout_s)
         except RequestFailed as failure:
-            raise ServerError(f"asking {self.target.url}{path}: {failure.detail}") from None
+            late = failure.kind == "timeout"
+            raise ServerError(f"asking {self.target.url}{path}: {failure.detail}", is_late=late) from None
+        if answer.status in KEY_REFUSED:
+            given = "is not the one that the engine's server asks for" if self._has_key else "is missing"
+            raise KeyRefused(
+                f"engine_api_key {given}: {self.target.url}{path} answers with status {answer.status}", answer.status
+            )
         if answer.status != 200:
             said = answer.body[:300].decode(errors="replace")
             raise ServerError(f"asking {self.target.url}{path}: status {answer.status}: {said}", answer.status)
@@ -87,7 +104,7 @@ class ServerClient:
         except DecodeError:
             return None
         except ServerError as error:
-            if error.status:
+            if error.status in NOT_THERE:
                 return None
             raise
 

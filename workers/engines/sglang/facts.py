@@ -19,6 +19,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     ModelList,
     ServerFacts,
     adapters_of,
+    aliases_of,
     reachable,
 )
 from poolgrid.workers.engines.server.kinds import ServerKind
@@ -90,6 +91,7 @@ async def learn(client: ServerClient, listed: ModelList, model: ListedModel) -> 
         max_batch_size=info.max_running_requests,
         max_num_tokens=info.chunked_prefill_size if (info.chunked_prefill_size or 0) > 0 else None,
         loras=adapters_of(listed, model),
+        aliases=aliases_of(listed, model),
         ranks=max(1, info.dp_size),
         sources=sources,
         events_missing="; ".join(each.problem for each in sources if each.problem)

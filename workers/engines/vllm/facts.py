@@ -23,10 +23,11 @@ from poolgrid.workers.engines.server.core.server_facts import (
     ModelList,
     ServerFacts,
     adapters_of,
+    aliases_of,
     reachable,
 )
 from poolgrid.workers.engines.server.kinds import ServerKind
-from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.workers.engines.server.server_client import NOT_THERE, ServerClient, ServerError
 from poolgrid.workers.engines.vllm.core.dialect import GENERATE
 
 CACHE_CONFIG = "vllm:cache_config_info"
@@ -85,6 +86,7 @@ async def learn(client: ServerClient, listed: ModelList, model: ListedModel) -> 
         max_sequence_length=model.max_model_len,
         total_blocks=total_blocks,
         loras=adapters_of(listed, model),
+        aliases=aliases_of(listed, model),
         ranks=max(1, engines, len(sources or ())),
         sources=sources or (),
         events_missing=missing,
@@ -96,7 +98,7 @@ async def _cache_config(client: ServerClient) -> tuple[int | None, int | None, i
     try:
         page = (await client.ask("/metrics")).decode(errors="replace")
     except ServerError as error:
-        if error.status:
+        if error.status in NOT_THERE:
             return None, None, 0  # started with --disable-metrics, or behind something that has them elsewhere
         raise
     lines = [line for line in page.splitlines() if line.startswith(CACHE_CONFIG)]

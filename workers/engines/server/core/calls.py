@@ -14,8 +14,17 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
     """Why the server does not go on with a request."""
 
     reason: str
+    """For the client: nothing of it is the server's own text, unless the server wrote it for clients."""
     kind: RefusalKind | None
     """What the router may do next; ``None`` = nothing."""
+    words: str = ""
+    """What the server said, for the log."""
+    retry_after_ms: int | None = None
+    """With ``BUSY``: how long the server asks to be left alone."""
+    unknown_model: bool = False
+    """With ``CANNOT_DO``: whether the server does not know the model."""
+    key_refused: bool = False
+    """Whether the server does not take the worker's API key."""
 
 
 class Piece(msgspec.Struct, gc=False):
@@ -64,6 +73,6 @@ class Dialect(Protocol):
         """Return how to ask for a request; raises ``RefusedError`` for what the server cannot do."""
         ...
 
-    def refusal(self, status: int, body: bytes) -> Failure:
+    def refusal(self, status: int, body: bytes, retry_after_ms: int | None = None) -> Failure:
         """Return what an answer with another status than 200 means."""
         ...

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import msgspec
@@ -19,6 +22,24 @@ BUSY_STATUSES = frozenset({408, 429, 503})
 
 OF_THE_REQUEST = frozenset({400, 404, 413, 422})
 """Statuses of a request that this server does not take; another kind of server may."""
+
+KEY_REFUSED = frozenset({401, 403})
+"""Statuses of a server that does not take the API key it was given."""
+
+STATUS_OF_TYPE = {
+    "BadRequestError": 400,
+    "invalid_request_error": 400,
+    "NotFoundError": 404,
+    "RateLimitError": 429,
+    "ServiceUnavailableError": 503,
+}
+"""Status that an error event without a code stands for."""
+
+WORDS_CHARS_MAX = 500
+"""How much of a server's own message clients get."""
+
+RETRY_AFTER_MAX_MS = 60_000
+"""Longest ``Retry-After`` that is believed: a server that is gone for longer is asked again meanwhile."""
 
 NEVER = -100.0
 """Logit bias of a token that is not to be generated: OpenAI's own way to say so."""
@@ -38,6 +59,8 @@ class _Wrapped(msgspec.Struct, gc=False):
     detail: Any = None
 
 
+_ADDRESS = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://\S+")
+
 _decode_error = msgspec.json.Decoder(_Wrapped, strict=False).decode
 
 
@@ -53,16 +76,41 @@ def error_text(body: bytes) -> str:
     return said[:TEXT_CHARS_MAX] or "no reason given"
 
 
-def refusal_of(title: str, status: int, body: bytes) -> Failure:
+def message_for_clients(body: bytes) -> str:
+    """Return the message of an error in OpenAI's form, as one line; empty for any other form."""
+    try:
+        wrapped = _decode_error(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    return _one_line(wrapped.error.message if wrapped.error is not None else wrapped.message)
+
+
+def _one_line(message: str) -> str:
+    """Return a message that was written for clients, without addresses; empty for a page."""
+    begin = message[:WORDS_CHARS_MAX].lower()
+    if "<html" in begin or "<!doctype" in begin:
+        return ""
+    line = " ".join("".join(each if each.isprintable() else " " for each in message[:TEXT_CHARS_MAX]).split())
+    return _ADDRESS.sub("(address)", line)[:WORDS_CHARS_MAX]
+
+
+def retry_after_ms(value: str, now_s: float) -> int | None:
+    """Return a ``Retry-After`` header, seconds or a date, as a time from now; ``None`` where it is neither."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - now_s
+        except (ValueError, OverflowError, OSError):
+            return None
+    if not math.isfinite(seconds):
+        return None
+    return round(min(RETRY_AFTER_MAX_MS, max(0.0, seconds * 1000)))
+
+
+def refusal_of(title: str, status: int, body: bytes, retry_after_ms: int | None = None) -> Failure:
     """Return what an answer with another status than 200 means."""
-    text = error_text(body)
-    if status in BUSY_STATUSES:
-        return Failure(f"{title} has no room (status {status}): {text}", RefusalKind.BUSY)
-    if status in OF_THE_REQUEST:
-        return Failure(f"{title} refuses the request (status {status}): {text}", RefusalKind.CANNOT_DO)
-    if status in (401, 403):
-        return Failure(f"{title} does not take the API key (engine_api_key): {text}", RefusalKind.BROKEN)
-    return Failure(f"{title} failed (status {status}): {text}", RefusalKind.BROKEN)
+    return _failure(title, status, message_for_clients(body), error_text(body), retry_after_ms)
 
 
 def failure_amid(title: str, error: ErrorInfo, has_output: bool) -> Failure:
@@ -71,10 +119,34 @@ def failure_amid(title: str, error: ErrorInfo, has_output: bool) -> Failure:
         code = int(error.code) if error.code is not None else 0
     except ValueError:
         code = 0
-    text = error.message or error.type or "no reason given"
-    if code in OF_THE_REQUEST and not has_output:
-        return Failure(f"{title} refuses the request: {text}"[:TEXT_CHARS_MAX], RefusalKind.CANNOT_DO)
-    return Failure(f"{title} failed amid its answer: {text}"[:TEXT_CHARS_MAX], RefusalKind.BROKEN)
+    if not code:
+        code = STATUS_OF_TYPE.get(error.type or "", 0)
+    words = (error.message or error.type or "no reason given")[:TEXT_CHARS_MAX]
+    if code in BUSY_STATUSES or (code in OF_THE_REQUEST and not has_output):
+        return _failure(title, code, _one_line(error.message), words)
+    return Failure(f"{title} failed amid its answer", RefusalKind.BROKEN, words)
+
+
+def failure_of_status(title: str, status: int, message: str) -> Failure:
+    """Return what a status within an answer means."""
+    return _failure(title, status, _one_line(message), message[:TEXT_CHARS_MAX])
+
+
+def _failure(title: str, status: int, message: str, words: str, retry_after_ms: int | None = None) -> Failure:
+    if status in BUSY_STATUSES:
+        return Failure(f"{title} has no room (status {status})", RefusalKind.BUSY, words, retry_after_ms)
+    if status in OF_THE_REQUEST:
+        detail = f": {message}" if message else ""
+        unknown = status == 404 and bool(message)  # without a message it is the path that the server does not know
+        return Failure(
+            f"{title} refuses the request (status {status}){detail}",
+            RefusalKind.CANNOT_DO,
+            words,
+            unknown_model=unknown,
+        )
+    if status in KEY_REFUSED:
+        return Failure(f"{title} does not serve its worker", RefusalKind.BROKEN, words, key_refused=True)
+    return Failure(f"{title} failed (status {status})", RefusalKind.BROKEN, words)
 
 
 def prompt_of(request: Generate) -> list[int]:

@@ -5,13 +5,14 @@ A fact is ``None``, or empty, where the server does not tell and nobody said: wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
 from poolgrid.workers.core.vetting import count_of
 
 RANKS_MAX = 1024
@@ -54,6 +55,8 @@ class ServerFacts:
     max_num_tokens: int | None = None
     """Tokens in one step of a rank."""
     loras: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """Further names of the model."""
     ranks: int = 1
     """Data-parallel ranks behind the one URL."""
     sources: tuple[EventSource, ...] = ()
@@ -127,7 +130,20 @@ def choose_model(listed: ModelList, wanted: str) -> ListedModel:
 
 def adapters_of(listed: ModelList, model: ListedModel) -> tuple[str, ...]:
     """Return the names of the adapters of a model, as the server lists them."""
-    return tuple(each.id for each in listed.data if each.parent in (model.id, model.root) and each.parent is not None)
+    parents = {model.id, *aliases_of(listed, model), model.root} - {None}
+    return _names(each.id for each in listed.data if each.parent in parents)
+
+
+def aliases_of(listed: ModelList, model: ListedModel) -> tuple[str, ...]:
+    """Return the further names of a model: entries of the same files that are no adapters."""
+    same = (each for each in listed.data if each.parent is None and each.root == model.root and each.root)
+    return _names(each.id for each in same if each.id != model.id)
+
+
+def _names(listed: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that a card can carry, each once."""
+    fitting = (each for each in listed if 0 < len(each.encode()) <= IDENTIFIER_BYTES_MAX)
+    return tuple(dict.fromkeys(fitting))[:LORAS_PER_WORKER_MAX]
 
 
 def reachable(endpoint: str, server_host: str) -> str:

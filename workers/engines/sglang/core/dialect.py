@@ -31,13 +31,12 @@ from poolgrid.workers.core.vetting import TokenCount, TokenId, count_of, logprob
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
 from poolgrid.workers.engines.server.core.left_kv import left_for
 from poolgrid.workers.engines.server.core.openai_words import (
-    BUSY_STATUSES,
     FINISH_REASONS,
-    OF_THE_REQUEST,
     ErrorInfo,
     best_of,
     bias_of,
     failure_amid,
+    failure_of_status,
     guide_text,
     prompt_of,
     refusal_of,
@@ -145,9 +144,9 @@ class SglangDialect:
         reader = _Reader(sampling.logprobs, sampling.prompt_logprobs)
         return Call(GENERATE, _encode(body), reader.read, not whole, headers, left)
 
-    def refusal(self, status: int, body: bytes) -> Failure:
+    def refusal(self, status: int, body: bytes, retry_after_ms: int | None = None) -> Failure:
         """Return what an answer with another status than 200 means."""
-        return refusal_of(TITLE, status, body)
+        return refusal_of(TITLE, status, body, retry_after_ms)
 
     def _prompt(self, request: Generate) -> tuple[list[int], list[str]]:
         """Return the token ids, and the pictures as URLs."""
@@ -278,11 +277,8 @@ def _end(piece: Piece, finish: _Finish) -> None:
     if finish.type in FINISH_REASONS:
         piece.finish = FINISH_REASONS[finish.type]
         return
-    reason = f"{TITLE} ended the request with {finish.type!r}: {finish.message or 'no reason given'}"
-    status = finish.status_code or 500
-    if status in BUSY_STATUSES:
-        piece.failure = Failure(reason, RefusalKind.BUSY)
-    elif status in OF_THE_REQUEST:
-        piece.failure = Failure(reason, RefusalKind.CANNOT_DO)
+    if finish.status_code is not None:
+        piece.failure = failure_of_status(TITLE, finish.status_code, finish.message or "")
     else:
-        piece.failure = Failure(reason, RefusalKind.BROKEN)
+        words = finish.message or "no reason given"
+        piece.failure = Failure(f"{TITLE} ended the request with {finish.type[:40]!r}", RefusalKind.BROKEN, words)

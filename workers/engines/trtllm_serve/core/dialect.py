@@ -111,9 +111,9 @@ class TrtllmServeDialect:
         reader = _Reader(sampling.logprobs is not None, leaves_kv)
         return Call(COMPLETIONS, _encode(body), reader.read, not leaves_kv, headers)
 
-    def refusal(self, status: int, body: bytes) -> Failure:
+    def refusal(self, status: int, body: bytes, retry_after_ms: int | None = None) -> Failure:
         """Return what an answer with another status than 200 means."""
-        return refusal_of(TITLE, status, body)
+        return refusal_of(TITLE, status, body, retry_after_ms)
 
 
 def _refuse(request: Generate) -> None:

@@ -191,9 +191,9 @@ class VllmDialect:
             headers += [f"{name}: {value}" for name, value in request.trace.headers.items()]
         return tuple(headers)
 
-    def refusal(self, status: int, body: bytes) -> Failure:
+    def refusal(self, status: int, body: bytes, retry_after_ms: int | None = None) -> Failure:
         """Return what an answer with another status than 200 means."""
-        return refusal_of(TITLE, status, body)
+        return refusal_of(TITLE, status, body, retry_after_ms)
 
 
 def _header_text(text: str) -> str:
