@@ -272,6 +272,7 @@ def _make_feed(
         from poolgrid.runtime.nats_connection import NatsConnection
 
         connection = NatsConnection(settings, f"poolgrid router {settings.router_id}", clock)
+        connection.foreign.count_in(registry)
         # Of this life: what a process needs that was killed and started again is not what it needed before.
         life = f"{settings.router_id.replace('.', '_')}-{os.urandom(4).hex()}"
         stream = RouterStream(JetStreamJournal(connection), life)

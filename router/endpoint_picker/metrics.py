@@ -47,8 +47,8 @@ class PickerMetrics:
         )
         self.bookings_lost = Counter(
             "poolgrid_router_gateway_bookings_lost_total",
-            "Bookings that no open stream of a gateway held, a fault of the endpoint picker. Each was ended at the next "
-            "renewal and logged.",
+            "Bookings that no open stream of a gateway held, a fault of the endpoint picker. Each was ended at the "
+            "next renewal and logged.",
             registry=registry,
         )
         self.streams = Gauge(
