@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.fleet import all_available, assert_serves, pools
-from tests.e2e.processes import Process, eventually, is_settled
+from tests.e2e.processes import Process, eventually, is_settled, ready_workers
 from tests.e2e.screen import screen_of
 from tests.naming.api_server import ApiServer, in_a_thread
 from tests.naming.slices import endpoint, endpoint_slice
@@ -191,18 +191,20 @@ def test_an_entry_moves_nobody_who_is_connected_and_the_next_consolidator_is_fou
     pool: NamedPool,
 ) -> None:
     """It names an address at which nothing listens, and its life is the latest there can be."""
-    router = pool.routers[0]
+    router = pool.routers[-1]
+    worker = pool.begin("worker", "--worker-id", "stays", "--model", "tiny", "--speedup", "50").wait_ready()
     life, dead = "f" * 24, "tcp://127.0.0.1:9"
     entry = {
         "namespace": POOL, "component": "consolidator", "instance": "forged", "life": life, "lease_ms": 600_000,
         "endpoints": {"ingest": dead, "feed": dead, "query": dead},
     }  # fmt: skip
     file = pool.names / f"{POOL}.consolidator.{life}.json"
-    said = {process: "" for process in (pool.worker, router)}
+    both = f"{POOL}.consolidator.{life} is registered as well at {dead}"
+    said = dict.fromkeys((worker, router), "")
 
-    def names_both(process: Process) -> bool:
+    def has_said(process: Process, text: str) -> bool:
         said[process] += process.errors_so_far()
-        return f"{POOL}.consolidator.{life} is registered as well at {dead}" in said[process]
+        return text in said[process]
 
     for process in said:
         process.errors_so_far()
@@ -212,11 +214,15 @@ def test_an_entry_moves_nobody_who_is_connected_and_the_next_consolidator_is_fou
         with pool.begin("worker", "--worker-id", "joins", "--model", "tiny", "--speedup", "50") as late:
             late.wait_ready()
             for process in said:
-                eventually("the log names both entries", partial(names_both, process))
+                eventually("the log names both entries", partial(has_said, process, both))
                 assert f"is at {dead}" not in said[process]
         pool.consolidator.kill()
         pool.consolidator = pool.begin("consolidator", "--http-port", "0").wait_ready()
-        eventually("the worker has joined it", lambda: is_settled(router.url))
-        assert_serves(router.url)
+        for process, plane in ((worker, "ingest"), (router, "feed")):
+            eventually("it is found", partial(has_said, process, f"is at {pool.consolidator.word(plane)}"))
+        eventually("the worker has joined it", lambda: ready_workers(router.url) == ["stays"])
+        eventually("it is settled", lambda: is_settled(router.url))
+        eventually("the pool is available", lambda: all_available(pool.front.url))
+        assert_serves(pool.front.url)
     finally:
         file.unlink()
