@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from attacks import connections, engine, frames, guides, media, pauses, slow_disk, timing, up
+from attacks import connections, engine, frames, guides, media, names, nats, pauses, picker, slow_disk, timing, up
 from attacks.attack import Part
 
 PARTS: dict[str, Part] = {
     module.PART.name: module.PART
-    for module in (connections, guides, media, frames, engine, timing, slow_disk, pauses, up)
+    for module in (connections, guides, media, frames, engine, timing, slow_disk, pauses, up, picker, nats, names)
 }

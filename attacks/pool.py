@@ -30,6 +30,7 @@ from benchmarks.soak_pool import JOURNAL_BOUNDS, ROUTER_BOUNDS
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
+from tests.nats.servers import NatsServer
 
 Topology = Literal["own", "embedded", "disaggregated", "fleet", "up", "front"]
 """Consolidator of its own and two whole workers; consolidator inside the router; two prefill and two decode workers;
@@ -41,6 +42,7 @@ ATTACKER_HOST = "127.0.0.3"
 """Source address of attackers, so that limits per address are the attacker's and not the bystanders'."""
 
 JOIN_TIMEOUT_S = 90.0
+NAMESPACE = "attacked"
 LEASE_EXPIRIES = "poolgrid_consolidator_lease_expiries_total"
 MEDIA_CACHED_BYTES = "poolgrid_frontend_media_cached_bytes"
 TENANTS = ("attacker", "bystander", "neighbour")
@@ -79,6 +81,9 @@ class Shape:
     speedup: float = 8.0
     takes_media: bool = False
     """Whether its workers take pictures: what decodes them is loaded before anything is measured."""
+    finds: Literal["addresses", "names", "nats"] = "addresses"
+    """How processes of the topology ``own`` find each other: by addresses, by a directory of names, or over NATS, where
+    the journal and the names are then, with two consolidators."""
     slow_disk: bool = False
     """Run what writes journals under the shim that delays writes (``attacks.slow_disk``)."""
 
@@ -105,6 +110,8 @@ class AttackedPool:
         self.model = PromptModel.load(TINY_MODEL_PATH)
         self.keys: dict[str, str] = {}
         self._environment = environment or {}
+        self._found_by: list[str] = []
+        self.nats: NatsServer | None = None
         self._http: httpx.AsyncClient | None = None
         self._kinds: dict[str, str] = {}
         self._logs: dict[str, int] = {}
@@ -173,6 +180,9 @@ class AttackedPool:
             up = await self._start("up", "up", [*options, "--data-dir", str(self.directory / "data")])
             await self.until_ready(up.url, 2)
             return
+        if shape.finds != "addresses":
+            await self._start_finding()
+            return
         data = ["--data-dir", str(self.directory / "data")]
         planes: list[str] = []
         if shape.topology != "embedded":
@@ -190,6 +200,34 @@ class AttackedPool:
             )
         )
         await self.until_ready(router.url, len(roles))
+
+    async def _start_finding(self) -> None:
+        self._found_by = ["--names", "directory", "--names-dir", str(self.names), "--names-lease-s", "2"]
+        planes = [f"--{plane}-endpoint=dyn://{NAMESPACE}.consolidator.{plane}" for plane in ("feed", "query")]
+        journal = ["--data-dir", str(self.directory / "data"), *_flags(JOURNAL_BOUNDS)]
+        consolidators = ["consolidator"]
+        decisions: list[str] = []
+        if self.shape.finds == "nats":
+            directory = self.directory / "nats"
+            directory.mkdir()
+            self.nats = NatsServer(directory, "attacked")
+            await asyncio.to_thread(self.nats.start)
+            self._found_by = ["--event-plane", "nats", "--names", "nats", "--nats-url", self.nats.url]
+            planes, journal = [], ["--leader-lease-s", "2"]
+            consolidators.append("consolidator-2")
+            decisions = ["--decision-stream-bytes", "16777216"]
+        self._found_by += ["--namespace", NAMESPACE]
+        for name in consolidators:
+            await self._start(name, "consolidator", [*journal, *self._found_by])
+        arguments = [*self._router(), "--router-id", "router", *decisions, *planes, *self._found_by]
+        router = await self._start("router", "router", arguments)
+        await asyncio.gather(*(self.start_worker(f"worker-{number}", "") for number in range(2)))
+        await self.until_ready(router.url, 2)
+
+    @property
+    def names(self) -> Path:
+        """Return the directory of names."""
+        return self.directory / "names"
 
     async def _start_fleet(self) -> None:
         names = ("one", "two")
@@ -232,7 +270,8 @@ class AttackedPool:
         """Return the options of a worker of this pool."""
         first = max(self.model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
         return [
-            *("--worker-id", name, "--role", role, "--model", self.model.name, "--consolidator", ingest),
+            *("--worker-id", name, "--role", role, "--model", self.model.name),
+            *(("--consolidator", ingest) if ingest else self._found_by),
             *(
                 "--speedup",
                 str(self.shape.speedup),
@@ -298,6 +337,8 @@ class AttackedPool:
             engine.stop()
         if self._http is not None:
             await self._http.aclose()
+        if self.nats is not None:
+            self.nats.kill()
 
     @staticmethod
     def resume(service: Service) -> None:

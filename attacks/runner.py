@@ -31,6 +31,7 @@ from attacks.pool import ATTACKER_HOST, AttackedPool, Look, Shape
 from attacks.table import Row
 from attacks.verdict import Seen, judge, unsettled
 from benchmarks.services import PoolFailed
+from tests.nats.servers import BINARY, MISSING
 
 SETTLE_S = 20.0
 """How long memory, descriptors and requests may take to come back."""
@@ -184,6 +185,8 @@ async def run_parts(
                 stage = None
             started = time.monotonic()
             reason = slow_disk.missing() if attack.shape.slow_disk else ""
+            if attack.shape.finds == "nats" and not BINARY:
+                reason = MISSING
             if reason:
                 row = Row(part.name, attack.name, "skipped", reason)
             else:

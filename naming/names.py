@@ -58,6 +58,7 @@ class Names:
         self._complained_ms: dict[str, float] = {}
         self._scopes: list[Scope] = []
         self._listeners: list[Callable[[], None]] = []
+        self._after_look: list[Callable[[], None]] = []
         self._own: dict[str, tuple[Registration, bytes]] = {}
         self._changed = asyncio.Event()
         self._listing = asyncio.Lock()
@@ -142,6 +143,10 @@ class Names:
         if len(self._listeners) == 1:
             self._tasks.append(supervised(self._look, "look at names", Restart(limit=None)))
 
+    def after_each_look(self, call: Callable[[], None]) -> None:
+        """Have something called after every look at the scopes that are followed, whether it succeeded or not."""
+        self._after_look.append(call)
+
     async def _look(self) -> None:
         was_away = False
         while True:
@@ -164,6 +169,8 @@ class Names:
                     for listener in self._listeners:
                         listener()
                     self._changed.set()
+            for call in self._after_look:
+                call()
             self._looked.set()
             await asyncio.sleep(self.store.look_s)
 

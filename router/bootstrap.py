@@ -127,7 +127,7 @@ async def serve(
         shared = _open_shared(opened, settings, frontend, clock, registry)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         if names is not None and isinstance(feed, RemoteFeed):
-            _follow_by_name(settings, names, feed)
+            _follow_by_name(settings, names, feed, awake)
         context = _open_context(opened, make_context)
         recorder = _open_recorder(opened, settings, consolidator, state, awake, registry)
         tracing = open_tracing(opened, settings, clock, "poolgrid-router", settings.router_id)
@@ -272,6 +272,7 @@ def _make_feed(
         from poolgrid.runtime.nats_connection import NatsConnection
 
         connection = NatsConnection(settings, f"poolgrid router {settings.router_id}", clock)
+        connection.foreign.count_in(registry)
         # Of this life: what a process needs that was killed and started again is not what it needed before.
         life = f"{settings.router_id.replace('.', '_')}-{os.urandom(4).hex()}"
         stream = RouterStream(JetStreamJournal(connection), life)
@@ -280,7 +281,7 @@ def _make_feed(
     return EmbeddedFeed(embedded), embedded
 
 
-def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed) -> None:
+def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed, clock: Clock) -> None:
     """Follow the journal of a consolidator wherever it is, when it was given by name."""
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
@@ -290,7 +291,7 @@ def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed) ->
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")
 
-    NamedConsolidator(names, [feed_name, query_name], move).start()
+    NamedConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
 
 
 async def _register(

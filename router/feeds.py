@@ -122,6 +122,11 @@ class RemoteFeed:
         if self._follower is not None:
             self._follower.resync()
 
+    def answers(self) -> bool:
+        """Return whether the consolidator was heard a moment ago."""
+        heard_ms = None if self._follower is None else self._follower.heard_ms
+        return heard_ms is not None and self._clock.monotonic_ms() - heard_ms <= SILENCE_MS
+
     def trouble(self, now_ms: float) -> str:
         """Return how long the consolidator has been silent, when that is longer than it should be."""
         heard_ms = self._follower.heard_ms if self._follower is not None else None

@@ -203,8 +203,7 @@ class HeldConnection(HttpToolsProtocol):
         """Return when the body that began at ``since_s`` must be whole, given what has come of it."""
         if self.flow.read_paused:
             self._paused_s = now_s  # it waits for its endpoint
-        limits = self.table.limits
-        return max(since_s, self._paused_s) + limits.body_timeout_s + self._received_bytes() / limits.body_bytes_per_s
+        return max(since_s, self._paused_s) + self.table.limits.body_time_s(self._received_bytes())
 
     def is_writing(self) -> bool:
         """Return whether the client has taken some of what waits for it since this was last asked."""

@@ -33,6 +33,10 @@ class HttpLimits:
     connections_per_address: int = 0
     unfinished_bytes: int = 512 * MIB
 
+    def body_time_s(self, received_bytes: int) -> float:
+        """Return how long a body may take of which so much has come."""
+        return self.body_timeout_s + received_bytes / self.body_bytes_per_s
+
 
 _DEFAULTS = HttpLimits()
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.nats_foreign import ForeignMessages
 from poolgrid.runtime.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.runtime.tasks import end_process
 
@@ -93,6 +94,8 @@ class NatsConnection:
         self._closing = False
         self.timeout_s = settings.nats_timeout_ms / 1000
         self.reconnects = 0
+        self.foreign = ForeignMessages(clock)
+        """What was found in streams of poolgrid's that poolgrid did not write."""
 
     @property
     def pool(self) -> str:

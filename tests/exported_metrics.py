@@ -39,6 +39,7 @@ from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
 from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
 from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.nats_foreign import foreign_counter
 from poolgrid.runtime.planes import PlaneMetrics
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.tls import Tls
@@ -134,6 +135,7 @@ async def _registered() -> list[Exported]:
     open_link = link_opener(context, settings, metrics, clock)
     service = RouterService(settings, state, EmbeddedFeed(consolidator), metrics, clock, open_link)
     PickerMetrics(registry)
+    foreign_counter(registry)
     register_views(registry, service.view)
     recorder = DecisionRecorder(DecisionSegments(FakeDisk(), 1, 1), state, settings_noted("r", "", {}), clock, 1, 1)
     registry.register(DecisionRecordCollector(recorder))

@@ -92,7 +92,7 @@ async def serve(
         # Before the engine, too: a worker that loads says so to the consolidator.
         following = _follow_consolidator(opened, settings, place, clock) if settings.on_nats else None
         if names is not None and settings.consolidator_name:
-            _follow_by_name(names, settings.consolidator_name, place)
+            _follow_by_name(names, settings.consolidator_name, place, clock)
         requests = _open_requests(opened, settings, context)
         start = StartPhases(metrics, clock, api.say_start)
         around = EngineHost(
@@ -275,11 +275,11 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await task
 
 
-def _follow_by_name(names: Names, name: str, place: ConsolidatorPlace) -> None:
+def _follow_by_name(names: Names, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
     """Push to the consolidator of the namespace, wherever it is."""
     from poolgrid.naming.consolidators import NamedConsolidator
 
-    NamedConsolidator(names, [name], lambda where: place.move(where[0])).start()
+    NamedConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()
 
 
 async def _register(opened: AsyncExitStack, settings: WorkerProcessSettings, names: Names, card: WorkerCard) -> None:

@@ -13,6 +13,12 @@ class ConsolidatorPlace:
         self.publishers: list[EventPublisher] = []
         """Who pushes there; they come once the engine is there."""
 
+    def answers(self) -> bool | None:
+        """Return whether the consolidator there has a publisher of this worker as a member; ``None`` without any."""
+        if not self.publishers:
+            return None
+        return any(publisher.is_registered for publisher in self.publishers)
+
     def move(self, endpoint: str) -> None:
         """Push there from now on."""
         self.endpoint = endpoint

@@ -130,6 +130,7 @@ async def _serve_in_turn(
     planes = PlaneMetrics(registry)
     metrics = SuccessionMetrics(registry)
     connection = NatsConnection(settings, "poolgrid consolidator", clock)
+    connection.foreign.count_in(registry)
     opened.push_async_callback(connection.close)
     bytes_max = bytes_max_of(settings.retention_bytes)
     journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, bytes_max))

@@ -19,7 +19,7 @@ from poolgrid.router.consolidator.stream.ports import StreamUnavailable
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.opening import make_recorder
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
-from poolgrid.router.decision_journal.stream_segments import StreamSegments
+from poolgrid.router.decision_journal.stream_segments import StreamSegments, begins_unit
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
@@ -41,7 +41,9 @@ class JetStreamDecisions(JetStreamMessages):
         """The bounds are for who writes."""
         pool = connection.pool
         name = router.replace(".", "=")
-        super().__init__(connection, f"poolgrid-{pool}=decisions={name}", f"poolgrid.{pool}.decisions.{name}")
+        super().__init__(
+            connection, f"poolgrid-{pool}=decisions={name}", f"poolgrid.{pool}.decisions.{name}", begins_unit
+        )
         self._bytes_max = bytes_max
         self._age_s = age_ms / 1000
 

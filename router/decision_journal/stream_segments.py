@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,9 @@ from poolgrid.router.decision_journal.entries import DECISIONS
 
 UNIT = struct.Struct("<4sQQQQ")
 MAGIC = b"PGDU"
+
+FOREIGN_ATTEMPTS = 10
+"""How often a unit is sent again at once because a foreign message was stored before it."""
 
 SEGMENTS_KEPT = 2
 """Segments whose content is kept by a reader, who asks for their size and reads them then."""
@@ -62,7 +65,9 @@ class DecisionStream(Protocol):
         """Return the stream as whoever orders it knows it."""
         ...
 
-    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+    def append(
+        self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False, own_sequence: int | None = None
+    ) -> None:
         """Store messages as ``stream.ports.RecordStream`` does."""
         ...
 
@@ -92,9 +97,14 @@ class Unit:
         return UNIT.pack(MAGIC, self.segment, self.begin, self.position, self.next_number) + data
 
 
+def begins_unit(data: bytes) -> bool:
+    """Return whether the first piece of a unit begins so."""
+    return len(data) >= UNIT.size and data[: len(MAGIC)] == MAGIC
+
+
 def unit_of(sequence: int, body: bytes) -> Unit:
     """Return the header at the front of a unit; raises ``Damaged``. ``sequence`` is of its first piece."""
-    if len(body) < UNIT.size or body[: len(MAGIC)] != MAGIC:
+    if not begins_unit(body):
         raise Damaged(f"message {sequence}: it begins with {body[:4]!r}, decisions begin with {MAGIC!r}")
     unit = Unit(*UNIT.unpack_from(body)[1:])
     if not 0 < unit.begin <= sequence:
@@ -119,6 +129,8 @@ class StreamSegments:
         self._begins = True
         """Whether the stream holds no message of this life."""
         self._end = (0, "")
+        self._last = 0
+        """Sequence of the last message behind it that is known, all of them foreign; else its own."""
         self._next = 0
         self._unanswered = False
         self._fenced = ""
@@ -145,11 +157,12 @@ class StreamSegments:
         self._stream.open()
         facts = self._stream.facts()
         self._end = (facts.last_sequence, "")
-        if facts.messages:
-            history = MessageHistory(self._stream)
-            last = history.message(facts.last_sequence)
-            first = history.first_piece(facts.last_sequence, facts.first_sequence)
-            self._end = (facts.last_sequence, last.message_id)
+        self._last = facts.last_sequence
+        history = MessageHistory(self._stream)
+        last = history.last_own(facts) if facts.messages else None
+        if last is not None:
+            first = history.first_piece(last.sequence, facts.first_sequence)
+            self._end = (last.sequence, last.message_id)
             if first is not None:
                 try:
                     self._next = unit_of(first.sequence, first.body).next_number
@@ -169,9 +182,19 @@ class StreamSegments:
             self._open()
             return
         self._begins = self._begins or facts.first_sequence > self._end[0]
+        self._take_stored(facts)
+        self._unanswered = False
+        if self._segment is not None:
+            self._store(lambda: self._at(self._size, self._next), b"")
+
+    def _take_stored(self, facts: StreamFacts) -> None:
+        """Look at what is stored behind the last known message; raises ``StreamUnavailable`` for another router's."""
         for message in MessageHistory(self._stream).messages(
-            max(self._end[0] + 1, facts.first_sequence), facts.last_sequence
+            max(self._last + 1, facts.first_sequence), facts.last_sequence
         ):
+            self._last = message.sequence
+            if message.is_foreign:
+                continue
             if message.message_id.rpartition(".")[0] != self._life:
                 self._fenced = (
                     f"another router of this id records its decisions in stream {self._stream.name} since message "
@@ -180,16 +203,11 @@ class StreamSegments:
                 raise StreamUnavailable(self._fenced)
             self._end = (message.sequence, message.message_id)
             self._begins = False
-        self._unanswered = False
-        if self._segment is not None:
-            self._store(self._at(self._size, self._next), b"")
 
     def begin(self, payloads: Sequence[bytes], now_ms: int) -> None:
         """Begin a segment with these entries."""
         data = file_header(DECISIONS.magic, self._next, now_ms) + self._framed(payloads)
-        unit = Unit(self._next, self._end[0] + 1, 0, self._next + len(payloads))
-        self._store(unit, data)
-        self._segment = unit
+        self._segment = self._store(lambda: Unit(self._next, self._last + 1, 0, self._next + len(payloads)), data)
         self._size = self._begun_with = len(data)
         self._next += len(payloads)
         self._begun += 1
@@ -197,7 +215,7 @@ class StreamSegments:
     def append(self, payloads: Sequence[bytes]) -> None:
         """Append entries to the newest segment, all of them or none."""
         data = self._framed(payloads)
-        self._store(self._at(self._size, self._next + len(payloads)), data)
+        self._store(lambda: self._at(self._size, self._next + len(payloads)), data)
         self._size += len(data)
         self._next += len(payloads)
 
@@ -208,7 +226,24 @@ class StreamSegments:
         assert self._segment is not None, "a segment is begun before it is appended to"
         return Unit(self._segment.segment, self._segment.begin, position, next_number)
 
-    def _store(self, unit: Unit, data: bytes) -> None:
+    def _store(self, place: Callable[[], Unit], data: bytes) -> Unit:
+        """Store a unit behind what is there, and return it; again at once where foreign messages came before it."""
+        for _ in range(FOREIGN_ATTEMPTS):
+            last, own = self._last, self._end
+            unit = place()
+            try:
+                self._store_unit(unit, data)
+                return unit
+            except OutOfTurn as error:
+                facts = self._stream.facts()
+                if facts.last_sequence > last:
+                    self._take_stored(facts)
+                    if self._end == own:
+                        continue
+                raise StreamUnavailable(f"writing decisions to stream {self._stream.name}: {error}") from None
+        raise StreamUnavailable(f"writing decisions to stream {self._stream.name}: others store messages there")
+
+    def _store_unit(self, unit: Unit, data: bytes) -> None:
         messages: list[Outgoing] = []
         after = self._end[1]
         for piece, more, body in pieces(unit.encode(data), self._stream.body_bytes_max):
@@ -216,12 +251,13 @@ class StreamSegments:
             messages.append(Outgoing(f"{self._life}.{self._number}", after, piece, more, body))
             after = messages[-1].message_id
         self._unanswered = True
-        try:
-            self._stream.append(messages, self._end[0], self._begins)
-        except OutOfTurn as error:
-            raise StreamUnavailable(f"writing decisions to stream {self._stream.name}: {error}") from None
+        if self._begins or self._last == self._end[0]:
+            self._stream.append(messages, self._last, self._begins)
+        else:
+            self._stream.append(messages, self._last, own_sequence=self._end[0])
         self._unanswered = self._begins = False
-        self._end = (self._end[0] + len(messages), after)
+        self._end = (self._last + len(messages), after)
+        self._last = self._end[0]
         self._stored_bytes += sum(len(message.body) for message in messages)
 
     def sync(self) -> None:

@@ -14,13 +14,14 @@ Nothing here knows of gRPC, and nothing waits but the choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, Protocol
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.answer_reading import AnswerReader
 from poolgrid.router.endpoint_picker.picker import Asked, Booking, Picked, Shed
+from poolgrid.router.endpoint_picker.stream_table import StreamTable, bodies_full
 
 DESTINATION = "x-gateway-destination-endpoint"
 """Header and metadata key of the answer."""
@@ -40,6 +41,18 @@ RANK_HEADER = "x-data-parallel-rank"
 
 SHOWN_BODY_MODES = (envoy.FULL_DUPLEX_STREAMED, envoy.BUFFERED, envoy.BUFFERED_PARTIAL)
 """Modes in which a body is there before the request goes on."""
+
+READ_HEADERS = frozenset((":method", ":path", "content-encoding", "content-length", "x-request-id"))
+"""Request headers that are kept until the choice."""
+
+VALUE_OVERHEAD_BYTES = 64
+"""What a string costs beside its characters."""
+
+CONTENT_LENGTH_DIGITS_MAX = 18
+"""Longer ones are no length of anything."""
+
+HEADERS, BODY, TRAILERS, END = range(1, 5)
+"""How far one side has come."""
 
 Response = Any
 """A ``ProcessingResponse``."""
@@ -73,109 +86,193 @@ class Picks(Protocol):
         ...
 
 
-class BodyBudget:
-    """Memory for bodies that are gathered, over all requests; who comes beyond it is shed."""
+class _Phases:
+    """How far the request or the answer of an exchange has come."""
 
-    def __init__(self, body_bytes_max: int, total_bytes_max: int) -> None:
-        """``body_bytes_max`` is for one body."""
-        self.body_bytes_max = body_bytes_max
-        self.total_bytes_max = total_bytes_max
-        self.used_bytes = 0
+    _ORDER = ("", "headers", "body", "trailers", "end")
+
+    def __init__(self, of: str) -> None:
+        self._of = of
+        self.reached = 0
+
+    def take(self, phase: int, ends: bool) -> None:
+        """Take the next message; raises ``ProtocolError`` for one that cannot come here."""
+        if phase < self.reached or (phase == self.reached and phase != BODY):
+            raise ProtocolError(
+                f"the gateway sent {self._of}_{self._ORDER[phase]} after {self._of} {self._ORDER[self.reached]}"
+            )
+        self.reached = END if ends or phase == TRAILERS else phase
 
 
 class Exchange:
-    """The phases of one request."""
+    """The phases of one request. Implements ``poolgrid.router.endpoint_picker.stream_table.Held``."""
 
-    def __init__(self, picks: Picks, bodies: BodyBudget) -> None:
+    def __init__(self, picks: Picks, table: StreamTable) -> None:
         self._picks = picks
-        self._bodies = bodies
+        self._table = table
         self._headers: dict[str, str] = {}
         self._candidates: frozenset[str] | None = None
         self._request_mode = envoy.BUFFERED
+        self._is_mode_known = False
         self._response_mode = envoy.NONE
         self._parts: list[bytes] = []
         self._held_bytes = 0
+        """Of headers, metadata and body."""
+        self._body_bytes = 0
         self._picked: Picked | None = None
-        self._is_over = False
-        self._status = ""
+        self._request, self._response = _Phases("request"), _Phases("response")
         self._answer = AnswerReader()
+        self._status = ""
+        self.is_over = False
+        """Whether the stream is to end: nothing more is read."""
+        self.parting: Response | None = None
+        """Answer that is written before that."""
+        self.wake: Callable[[], None] = _asleep
+        """Called when the exchange is over while its stream waits for the gateway."""
+        self.reset: Callable[[], None] = _asleep
+        """Called to end the stream while something is being written."""
+
+    @property
+    def booking(self) -> Booking | None:
+        """Return what is booked."""
+        return None if self._picked is None else self._picked.booking
+
+    @property
+    def body_bytes(self) -> int:
+        """Return how much of the body counts as received: all of it where the gateway gathers it."""
+        if self._request_mode == envoy.FULL_DUPLEX_STREAMED:
+            return self._body_bytes
+        return self._announced_bytes() or self._table.body_bytes_max
 
     async def on(self, said: Any) -> list[Response]:
         """Return the answers to a ``ProcessingRequest``, in order; raises ``ProtocolError``.
 
-        An empty list means that the answer comes with a later message, as full duplex allows.
+        An empty list means that the answer comes with a later message, as full duplex allows. Call ``sent`` once they
+        are written.
         """
-        kind = said.WhichOneof(envoy.SAID)
-        if self._is_over:
+        if self.is_over:
             return []
+        taken = self._take(said)
+        del said  # a message is as large as what is kept of it, and a choice takes a while
+        return taken if isinstance(taken, list) else await taken
+
+    def _take(self, said: Any) -> list[Response] | Coroutine[Any, Any, list[Response]]:
+        kind = said.WhichOneof(envoy.SAID)
         if kind == "request_headers":
-            return await self._on_request_headers(said)
+            return self._on_request_headers(said)
         if kind == "request_body":
-            return await self._on_request_body(said.request_body)
+            return self._on_request_body(said.request_body)
         if kind == "request_trailers":
-            return await self._on_request_trailers()
+            return self._on_request_trailers()
         if kind == "response_headers":
             return self._on_response_headers(said)
         if kind == "response_body":
             return self._on_response_body(said.response_body)
         if kind == "response_trailers":
+            self._response.take(TRAILERS, True)
             self._end()
             return [_response("response_trailers")]
         raise ProtocolError(f"the gateway sent a message of the kind {kind}, which ext-proc does not have here")
 
+    def sent(self) -> None:
+        """The answers are written; what was held for them is released."""
+        if self._picked is not None or self.is_over:
+            self._let_go()
+
+    def end(self, shed: Shed | None) -> None:
+        """Forget the request, and answer ``shed`` where a request has come and has no answer yet."""
+        self._let_go()
+        self._table.settle(self)
+        self.is_over = True
+        if shed is not None and self._request.reached and not self._response.reached:
+            self._picks.count_shed(shed)
+            self.parting = _shed(shed)
+        self.wake()
+
     def close(self) -> None:
         """End what the gateway's stream was for: the request is over, or its client has gone."""
-        self._let_go()
+        self.is_over = True
         self._end()
-        self._is_over = True
+        self._table.leave(self)
 
     # -- the request -----------------------------------------------------------------------------------------------
 
-    async def _on_request_headers(self, said: Any) -> list[Response]:
+    def _on_request_headers(self, said: Any) -> list[Response] | Coroutine[Any, Any, list[Response]]:
         head = said.request_headers
-        self._headers = dict(_headers(head.headers.headers))
+        if self._response.reached:
+            raise ProtocolError("the gateway sent request_headers after those of the response")
+        self._request.take(HEADERS, head.end_of_stream)
+        self._headers = {name: value for name, value in _headers(head.headers.headers) if name in READ_HEADERS}
         self._candidates = _candidates(said.metadata_context.filter_metadata)
         if said.HasField("protocol_config"):
+            self._is_mode_known = True
             self._request_mode = said.protocol_config.request_body_mode
             self._response_mode = said.protocol_config.response_body_mode
-        if head.end_of_stream:
-            return await self._pick_with_headers("no_body")
-        announced = self._headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._bodies.body_bytes_max:
+        head_bytes = _size(self._headers.values())
+        head_bytes_max = self._table.limits.head_bytes
+        if head_bytes > head_bytes_max:
+            message = f"the request's path and headers have {head_bytes} bytes, allowed are {head_bytes_max}"
+            return [self._shed_at_once(Shed(431, "head_too_large", f"{message} (setting http_head_bytes)"))]
+        if self._announced_bytes() > self._table.body_bytes_max:
             return [self._shed_at_once(self._too_large())]
+        self._table.await_body(self)
+        shed = self._hold(head_bytes + _size(self._candidates or ()))
+        if shed is not None:
+            return [self._shed_at_once(shed)]
+        if head.end_of_stream:
+            return self._pick_with_headers("no_body")
         if self._request_mode == envoy.FULL_DUPLEX_STREAMED:
             return []
         if self._request_mode in SHOWN_BODY_MODES:
             return [_response("request_headers")]
-        return await self._pick_with_headers("streamed" if self._request_mode == envoy.STREAMED else "no_body")
+        return self._pick_with_headers("streamed" if self._request_mode == envoy.STREAMED else "no_body")
 
     async def _pick_with_headers(self, why: str) -> list[Response]:
         found = await self._pick(None, why)
         return [_shed(found)] if isinstance(found, Shed) else [_told(found, "request_headers")]
 
-    async def _on_request_body(self, body: Any) -> list[Response]:
+    def _on_request_body(self, body: Any) -> list[Response] | Coroutine[Any, Any, list[Response]]:
+        if not self._request.reached:
+            raise ProtocolError("the gateway sent request_body before request_headers")
+        self._request.take(BODY, body.end_of_stream)
         if self._request_mode not in SHOWN_BODY_MODES:
             return [_response("request_body")]
-        shed = self._hold(body.body)
+        if self._picked is not None:
+            # Gateways that do not name their mode (before Envoy 1.33) may stream; the others have sent it all.
+            if self._is_mode_known:
+                raise ProtocolError("the gateway sent request_body again after the whole body")
+            return [_response("request_body")]
+        if self._response.reached:
+            return []  # answered without an engine: the client's connection is over
+        part = bytes(body.body)
+        if self._body_bytes + len(part) > self._table.body_bytes_max:
+            return [self._shed_at_once(self._too_large())]
+        shed = self._hold(len(part))
         if shed is not None:
             return [self._shed_at_once(shed)]
+        self._body_bytes += len(part)
+        self._parts.append(part)
         if self._request_mode == envoy.FULL_DUPLEX_STREAMED:
-            return await self._pick_duplex(True) if body.end_of_stream else []
+            return self._pick_duplex(True) if body.end_of_stream else []
+        return self._pick_buffered()
+
+    async def _pick_buffered(self) -> list[Response]:
         found = await self._pick(b"".join(self._parts), "no_body")
-        self._let_go()
+        self._parts = []
         return [_shed(found)] if isinstance(found, Shed) else [_told(found, "request_body")]
 
-    async def _on_request_trailers(self) -> list[Response]:
-        if self._request_mode != envoy.FULL_DUPLEX_STREAMED or self._picked is not None:
+    def _on_request_trailers(self) -> list[Response] | Coroutine[Any, Any, list[Response]]:
+        if not self._request.reached:
+            raise ProtocolError("the gateway sent request_trailers before request_headers")
+        self._request.take(TRAILERS, True)
+        if self._request_mode != envoy.FULL_DUPLEX_STREAMED or self._picked is not None or self._response.reached:
             return [_response("request_trailers")]
-        answers = await self._pick_duplex(False)
-        return answers if self._is_over else [*answers, _response("request_trailers")]
+        return self._pick_duplex(False)
 
     async def _pick_duplex(self, ends: bool) -> list[Response]:
         """Choose by the whole body, then give headers and body back; ``ends``: no trailers come."""
-        parts = [part for part in self._parts if part]
+        parts, self._parts = [part for part in self._parts if part], []
         found = await self._pick(b"".join(parts), "no_body")
-        self._let_go()
         if isinstance(found, Shed):
             return [_shed(found)]
         answers = [_told(found, "request_headers")]
@@ -184,17 +281,20 @@ class Exchange:
             answers.append(_given_back("request_body", part, ends and position == last))
         if ends and not parts:
             answers.append(_given_back("request_body", b"", True))
-        return answers
+        return answers if ends else [*answers, _response("request_trailers")]
 
     async def _pick(self, body: bytes | None, why: str) -> Picked | Shed:
-        headers = self._headers
+        assert self._picked is None, "an exchange that has an endpoint wants another one"
+        self._table.settle(self)
+        headers, self._headers = self._headers, {}
+        candidates, self._candidates = self._candidates, None
         found = await self._picks.pick(
             Asked(
                 headers.get("x-request-id", ""),
                 headers.get(":path", ""),
                 # What is packed only the engine reads.
                 body if "content-encoding" not in headers else None,
-                self._candidates,
+                candidates,
                 headers.get(":method", "POST") == "POST",
                 "content-encoding" if body and "content-encoding" in headers else why,
             )
@@ -202,40 +302,47 @@ class Exchange:
         if isinstance(found, Picked):
             self._picked = found
         else:
-            self._is_over = True
+            self.is_over = True
         return found
 
-    def _hold(self, part: bytes) -> Shed | None:
-        """Keep a piece of the body, or say why not."""
-        bodies = self._bodies
-        if self._held_bytes + len(part) > bodies.body_bytes_max:
-            return self._too_large()
-        if bodies.used_bytes + len(part) > bodies.total_bytes_max:
-            return Shed(429, "bodies_full", "there is no room for the body now; try again later", 1.0)
-        self._held_bytes += len(part)
-        bodies.used_bytes += len(part)
-        self._parts.append(part)
+    def _announced_bytes(self) -> int:
+        announced = self._headers.get("content-length", "")
+        if not announced.isdecimal() or len(announced) > CONTENT_LENGTH_DIGITS_MAX:
+            return 0
+        return int(announced)
+
+    def _hold(self, size: int) -> Shed | None:
+        """Count what is kept of the request, or say why it cannot be."""
+        if not self._table.has_room(self, size):
+            return bodies_full()
+        self._held_bytes += size
+        self._table.used_bytes += size
         return None
 
     def _too_large(self) -> Shed:
-        most = self._bodies.body_bytes_max
+        most = self._table.body_bytes_max
         return Shed(413, "body_too_large", f"the body is longer than {most} bytes, the most that is read")
 
     def _shed_at_once(self, shed: Shed) -> Response:
         self._picks.count_shed(shed)
-        self._is_over = True
+        self.is_over = True
+        self._table.settle(self)
+        self._let_go()
         return _shed(shed)
 
     def _let_go(self) -> None:
-        self._bodies.used_bytes -= self._held_bytes
+        self._table.used_bytes -= self._held_bytes
         self._held_bytes = 0
         self._parts = []
+        self._headers = {}
+        self._candidates = None
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
     def _on_response_headers(self, said: Any) -> list[Response]:
-        booking = None if self._picked is None else self._picked.booking
+        booking = self.booking
         head = said.response_headers
+        self._response.take(HEADERS, head.end_of_stream)
         self._status = next((value for name, value in _headers(head.headers.headers) if name == ":status"), "")
         if booking is not None:
             served = _served(said)
@@ -251,7 +358,8 @@ class Exchange:
         return [answer]
 
     def _on_response_body(self, body: Any) -> list[Response]:
-        booking = None if self._picked is None else self._picked.booking
+        booking = self.booking
+        self._response.take(BODY, body.end_of_stream)
         if self._answer.take(body.body) and booking is not None and self._status == "200":
             self._picks.answer_began(booking)
         if body.end_of_stream:
@@ -261,9 +369,20 @@ class Exchange:
         return [_response("response_body")]
 
     def _end(self) -> None:
+        self._let_go()
+        self._table.settle(self)
+        self._table.await_end(self)
         picked, self._picked = self._picked, None
         if picked is not None and picked.booking is not None:
             self._picks.ended(picked.booking, self._answer.cached_tokens())
+
+
+def _asleep() -> None:
+    """Nobody waits."""
+
+
+def _size(values: Iterable[str]) -> int:
+    return sum(len(value) + VALUE_OVERHEAD_BYTES for value in values)
 
 
 # -- what Envoy says ---------------------------------------------------------------------------------------------------

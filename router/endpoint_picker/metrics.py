@@ -16,8 +16,8 @@ class PickerMetrics:
         self.picks = Counter(
             "poolgrid_router_gateway_requests_total",
             "Requests that gateways asked about over ext-proc, by what they were told: `picked`, or the code of the "
-            "error that the client got (`busy`, `no_worker`, `not_ready`, `body_too_large`, `bodies_full`, "
-            "`policy_failed`).",
+            "error that the client got (`busy`, `no_worker`, `not_ready`, `head_too_large`, `body_too_large`, "
+            "`bodies_full`, `body_timeout`, `streams_full`, `policy_failed`).",
             ["outcome"],
             registry=registry,
         )
@@ -45,9 +45,30 @@ class PickerMetrics:
             registry=registry,
             across="sum",
         )
+        self.bookings_lost = Counter(
+            "poolgrid_router_gateway_bookings_lost_total",
+            "Bookings that no open stream of a gateway held, a fault of the endpoint picker. Each was ended at the "
+            "next renewal and logged.",
+            registry=registry,
+        )
+        self.streams = Gauge(
+            "poolgrid_router_gateway_streams",
+            "Open streams of gateways, one for each of their requests. The limit is `ext_proc_streams`.",
+            registry=registry,
+            across="sum",
+        )
+        self.streams_ended = Counter(
+            "poolgrid_router_gateway_streams_ended_total",
+            "Streams that the endpoint picker ended without an answer for the client, by reason: `refused` (as many as "
+            "`ext_proc_streams` have a request in work), `silent` (no request came, or the gateway did not end the "
+            "stream after its answer), `protocol` (a message that cannot be read, or not at this place), "
+            "`write_timeout` (the gateway took nothing of an answer).",
+            ["reason"],
+            registry=registry,
+        )
         self.body_bytes = Gauge(
             "poolgrid_router_gateway_body_bytes",
-            "Bytes of request bodies that are gathered, against `ext_proc_body_bytes`.",
+            "Bytes of requests without an endpoint, headers and bodies. The limit is `ext_proc_body_bytes`.",
             registry=registry,
             across="sum",
         )

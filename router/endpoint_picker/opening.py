@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
@@ -12,11 +13,12 @@ from poolgrid.frontend.app import Application
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.endpoint_picker.exchange import BodyBudget, Exchange
+from poolgrid.router.endpoint_picker.exchange import Exchange
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader
 from poolgrid.router.endpoint_picker.server import EndpointPickerServer
+from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
@@ -38,8 +40,12 @@ async def open_endpoint_picker(
     """Serve ext-proc; returns where. Raises ``OSError``."""
     assert settings.ext_proc_port is not None, "nobody asks for a picker without a port"
     metrics = PickerMetrics(registry)
-    bodies = BodyBudget(frontend.max_body_bytes, settings.ext_proc_body_bytes)
-    metrics.body_bytes.set_function(lambda: float(bodies.used_bytes))
+    limits = replace(
+        settings.http_limits(), connections=settings.ext_proc_streams, unfinished_bytes=settings.ext_proc_body_bytes
+    )
+    table = StreamTable(limits, frontend.max_body_bytes)
+    metrics.body_bytes.set_function(lambda: float(table.used_bytes))
+    metrics.streams.set_function(lambda: float(len(table)))
     reader = PromptReader(
         app.state.preparation,
         app.state.tokenization,
@@ -59,11 +65,12 @@ async def open_endpoint_picker(
         clock,
     )
     server = EndpointPickerServer(
-        lambda: Exchange(picker, bodies),
+        table,
+        lambda: Exchange(picker, table),
         picker.renew,
         settings.reservation_ttl_ms / 1000 / RENEWALS_PER_LEASE,
-        frontend.max_body_bytes,
-        settings.ext_proc_streams,
+        metrics,
+        clock,
     )
     opened.push_async_callback(server.stop)
     return await server.start(settings.host, settings.ext_proc_port, settings.tls_pair(), settings.tls_client_ca)

@@ -3,7 +3,8 @@
 Rules
     1. Choose and book happen in one callback: two requests never see the same idle worker.
     2. A booking is an entry of the load ledger with a lease, renewed while the gateway's stream for the request lives.
-       It ends with the answer, or with that stream. Once the answer has begun, its prompt is no work any more.
+       It ends with the answer, or with that stream. Once the answer has begun, its prompt is no work any more. A
+       booking that no open stream holds is ended at the next renewal: that is a fault of ours, counted and logged.
     3. Nothing waits here: a request that finds every worker full is shed, and its client told when to come back.
     4. A worker whose own process cannot be reached, while its membership lasts, comes last: its engine may live.
     5. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
@@ -13,7 +14,7 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -68,7 +69,7 @@ class Shed(msgspec.Struct, frozen=True):
     retry_after_s: float | None = None
 
 
-class Booking(msgspec.Struct):
+class Booking(msgspec.Struct, eq=False):
     """A request on an engine, as the ledger has it."""
 
     worker: WorkerKey
@@ -160,7 +161,7 @@ class Picker:
         self._metrics = metrics
         self._clock = clock
         self._pods = Pods(state.projection.fleet)
-        self._bookings: dict[str, Booking] = {}
+        self._bookings: set[Booking] = set()
         metrics.in_flight.set_function(lambda: float(len(self._bookings)))
 
     # -- in --------------------------------------------------------------------------------------------------------
@@ -253,7 +254,8 @@ class Picker:
         name = dispatch_id(request_id, decision.attempt)
         self._state.apply(Booked(decision, wanted.path, name, wanted.now_ms))
         self._router.reserved(decision, wanted.path)
-        booking = self._bookings[request_id] = Booking(decision.worker, name, wanted)
+        booking = Booking(decision.worker, name, wanted)
+        self._bookings.add(booking)
         return booking
 
     def _in_order(self, worker: WorkerKey, wanted: WorkerWanted) -> tuple[str, ...]:
@@ -306,9 +308,7 @@ class Picker:
 
     def ended(self, booking: Booking, cached_tokens: int | None) -> None:
         """Take a request off the books, whatever ended it; ``cached_tokens`` as the engine said."""
-        for request_id in (booking.dispatch_id, booking.dispatch_id.rpartition("~")[0]):
-            if self._bookings.get(request_id) is booking:
-                del self._bookings[request_id]
+        self._bookings.discard(booking)
         if cached_tokens is not None:
             self._realised(booking.dispatch_id, cached_tokens)
         self._release(booking)
@@ -317,8 +317,19 @@ class Picker:
         self._state.apply(Released(booking.worker, booking.dispatch_id))
         self._router.load_changed()
 
-    def renew(self) -> None:
-        """Begin every lease anew: the gateway still holds the streams of these requests open."""
+    def renew(self, held: Iterable[Booking]) -> None:
+        """Begin the leases of the bookings that open streams hold anew, and end the others."""
         now_ms = self._clock.monotonic_ms()
-        for booking in self._bookings.values():
+        lost = set(self._bookings)
+        for booking in held:
+            lost.discard(booking)
             self._state.apply(Renewed(booking.worker, booking.dispatch_id, now_ms))
+        for booking in lost:
+            self._metrics.bookings_lost.inc()
+            log.error(
+                "booking %s on worker %s belongs to no open stream of a gateway: it is ended; this is a fault of the "
+                "endpoint picker",
+                booking.dispatch_id,
+                booking.worker,
+            )
+            self.ended(booking, None)

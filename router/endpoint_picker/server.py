@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import Exchange, ProtocolError
+from poolgrid.router.endpoint_picker.metrics import PickerMetrics
+from poolgrid.router.endpoint_picker.picker import Booking
+from poolgrid.router.endpoint_picker.stream_table import StreamTable
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 
 log = logging.getLogger(__name__)
 
 MESSAGE_OVERHEAD_BYTES = 1024 * 1024
 """What a message may be larger than the largest body: headers, metadata and attributes beside it."""
+
+TICK_S = 0.25
+"""How often times are looked at."""
+
+STOOD_STILL_S = 1.0
+"""A tick that comes later by as much: this process stood still, and read nothing."""
+
+STREAMS_ENDING = 2
+"""Streams that gRPC lets in for each that there may be: those beyond are being ended."""
 
 STOP_GRACE_S = 1.0
 """How long answers that are under way to a gateway have when the router ends; its streams are reset then."""
@@ -29,27 +44,33 @@ class EndpointPickerServer:
 
     def __init__(
         self,
+        table: StreamTable,
         make_exchange: Callable[[], Exchange],
-        renew: Callable[[], None],
+        renew: Callable[[Iterable[Booking]], None],
         renew_interval_s: float,
-        body_bytes_max: int,
-        streams_max: int,
+        metrics: PickerMetrics,
+        clock: Clock,
     ) -> None:
-        """``renew`` is called in intervals, for the leases of what is under way."""
+        """``renew`` is called in intervals, with what is booked for open streams."""
+        self._table = table
         self._make_exchange = make_exchange
         self._renew = renew
         self._renew_interval_s = renew_interval_s
-        self._renewing: asyncio.Task[None] | None = None
+        self._ended = metrics.streams_ended
+        self._complaints = Complaints(log, clock)
+        self._tasks: list[asyncio.Task[None]] = []
+        message_bytes_max = table.body_bytes_max + MESSAGE_OVERHEAD_BYTES
         self._server = grpc.aio.server(
-            maximum_concurrent_rpcs=streams_max,
+            maximum_concurrent_rpcs=STREAMS_ENDING * table.limits.connections,
             options=[
-                ("grpc.max_receive_message_length", body_bytes_max + MESSAGE_OVERHEAD_BYTES),
-                ("grpc.max_send_message_length", body_bytes_max + MESSAGE_OVERHEAD_BYTES),
+                ("grpc.max_receive_message_length", message_bytes_max),
+                ("grpc.max_send_message_length", message_bytes_max),
             ],
         )
         process = grpc.stream_stream_rpc_method_handler(
             self._process,
-            request_deserializer=envoy.ProcessingRequest.FromString,
+            # Read in ``_process``: what fails here would be a traceback in gRPC's log.
+            request_deserializer=None,
             response_serializer=envoy.ProcessingResponse.SerializeToString,
         )
         self._server.add_generic_rpc_handlers(
@@ -70,32 +91,122 @@ class EndpointPickerServer:
         if not bound:
             raise OSError(f"binding ext_proc_port: {place}: the address is in use, or none of this machine")
         await self._server.start()
-        self._renewing = supervised(self._renew_in_time, "leases of the endpoint picker", Restart())
+        self._tasks = [
+            supervised(self._renew_in_time, "leases of the endpoint picker", Restart()),
+            supervised(self._look_at_times, "time limits of the endpoint picker", Restart()),
+        ]
         return f"{shown}:{bound}"
 
     async def stop(self) -> None:
         """End; what is under way is reset after a moment."""
-        if self._renewing is not None:
-            await cancel_all([self._renewing])
+        await cancel_all(self._tasks)
         await self._server.stop(STOP_GRACE_S)
 
     async def _process(self, _: Any, context: Any) -> None:
         exchange = self._make_exchange()
+        if not self._table.enter(exchange):
+            self._ended.labels("refused").inc()
+            most = self._table.limits.connections
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} requests have an endpoint, the limit (ext_proc_streams)"
+            )
+        stream = _Stream(context, exchange, self._table)
         try:
-            while (said := await context.read()) is not grpc.aio.EOF:
-                for answer in await exchange.on(said):
-                    await context.write(answer)
-        except ProtocolError as error:
-            log.warning("%s", error)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await stream.serve()
+            if exchange.parting is None and stream.was_ended:
+                self._ended.labels("silent").inc()
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came, or its answer has ended")
+        except (ProtocolError, DecodeError) as error:
+            self._ended.labels("protocol").inc()
+            what = error if isinstance(error, ProtocolError) else f"a message that cannot be read: {error}"
+            self._complaints.about(f"gateway {context.peer().rpartition(':')[0]}", what)
+            exchange.close()
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(what))
         finally:
             # Also when the gateway resets the stream: then this task is cancelled.
+            if stream.was_reset:
+                self._ended.labels("write_timeout").inc()
             exchange.close()
+
+    async def _look_at_times(self) -> None:
+        now_s = asyncio.get_running_loop().time
+        looked_s = now_s()
+        while True:
+            await asyncio.sleep(TICK_S)
+            late_s = now_s() - looked_s - TICK_S
+            if late_s > STOOD_STILL_S:
+                self._table.leave_out(late_s)
+            looked_s = now_s()
+            self._table.tick()
 
     async def _renew_in_time(self) -> None:
         while True:
             await asyncio.sleep(self._renew_interval_s)
-            self._renew()
+            self._renew(self._table.bookings())
+
+
+class _Stream:
+    """Reads and answers one stream, until the gateway or its exchange ends it."""
+
+    def __init__(self, context: Any, exchange: Exchange, table: StreamTable) -> None:
+        self._context = context
+        self._exchange = exchange
+        self._table = table
+        self._task = asyncio.current_task()
+        self._is_reading = False
+        self.was_ended = False
+        """Whether the exchange was ended while it waited for the gateway."""
+        self.was_reset = False
+        """Whether the gateway took nothing of an answer."""
+        exchange.wake, exchange.reset = self._wake, self._reset
+
+    async def serve(self) -> None:
+        exchange = self._exchange
+        while not exchange.is_over:
+            data = await self._read()
+            if data is None:
+                break
+            said = envoy.ProcessingRequest.FromString(data)
+            del data
+            answering = exchange.on(said)
+            del said
+            answers = await answering
+            if answers:
+                await self._write(answers)
+                del answers
+                exchange.sent()
+        if exchange.parting is not None:
+            await self._write([exchange.parting])
+
+    async def _read(self) -> bytes | None:
+        """Return the next message; ``None`` after the last, or once the exchange is ended meanwhile."""
+        self._is_reading = True
+        try:
+            data = await self._context.read()
+        except asyncio.CancelledError:
+            if not self.was_ended or (self._task is not None and self._task.uncancel()):
+                raise
+            return None
+        finally:
+            self._is_reading = False
+        return None if data is grpc.aio.EOF else data
+
+    async def _write(self, answers: list[Any]) -> None:
+        for answer in answers:
+            self._table.writes(self._exchange)
+            await self._context.write(answer)
+        self._table.wrote(self._exchange)
+
+    def _wake(self) -> None:
+        self.was_ended = True
+        if self._is_reading and self._task is not None:
+            self._is_reading = False
+            self._task.cancel()
+
+    def _reset(self) -> None:
+        self.was_reset = True
+        if self._task is not None:
+            self._task.cancel()
 
 
 def _credentials(tls: tuple[Path, Path], client_ca: Path | None) -> Any:

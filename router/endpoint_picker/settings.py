@@ -38,15 +38,19 @@ class EndpointPickerSettings(Settings):
         4096,
         ge=1,
         le=1_000_000,
-        description="Requests of gateways at a time, each a gRPC stream until its answer ends; one more is refused, "
-        "and the gateway's failure mode says what becomes of it. As many as sixteen engines with 256 requests each.",
+        description="Most requests of gateways at a time, each a gRPC stream until its answer ends. At the limit the "
+        "one that has waited longest for the rest of its request is answered 429; when all have an endpoint, the new "
+        "one is refused, and the gateway's failure mode decides. As many as sixteen engines with 256 requests each. "
+        "Streams and bodies have the times of the HTTP server (http_header_timeout_ms, http_body_timeout_ms, "
+        "http_body_bytes_per_s, http_write_timeout_ms).",
     )
     ext_proc_body_bytes: int = Field(
         256 * 1024 * 1024,
         ge=1024,
         le=2**40,
-        description="Memory for request bodies that are gathered before the choice, over all requests; whose body does "
-        "not fit is answered 429. Sixteen of the largest (max_body_bytes, above which a body is answered 413).",
+        description="Memory for requests that are gathered before the choice, headers and bodies together; beyond it "
+        "the unfinished request that began first is answered 429. Sixteen of the largest bodies (max_body_bytes, above "
+        "which a body is answered 413).",
     )
 
     @model_validator(mode="after")

@@ -29,7 +29,8 @@ def test_names_are_unique_and_every_part_is_tried() -> None:
     names = [attack.name for part in PARTS.values() for attack in part.attacks]
 
     assert len(set(names)) == len(names)
-    assert set(PARTS) == {"connections", "guides", "media", "frames", "engine", "timing", "slow-disk", "pauses", "up"}
+    before = {"connections", "guides", "media", "frames", "engine", "timing", "slow-disk", "pauses", "up"}
+    assert set(PARTS) == before | {"picker", "nats", "names"}
     assert all(part.attacks for part in PARTS.values())
 
 

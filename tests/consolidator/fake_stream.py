@@ -69,7 +69,9 @@ class FakeStream:
         size = sum(len(message.body) for message in self.messages.values())
         return StreamFacts(self.first, self.last, len(self.messages), size)
 
-    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+    def append(
+        self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False, own_sequence: int | None = None
+    ) -> None:
         self._check()
         lost, self.answers_lost_after = self.answers_lost_after, None
         for number, message in enumerate(messages):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ import pytest
 
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.fleet import all_available, assert_serves, pools
-from tests.e2e.processes import Process, eventually, is_settled
+from tests.e2e.processes import Process, eventually, is_settled, ready_workers
 from tests.e2e.screen import screen_of
 from tests.naming.api_server import ApiServer, in_a_thread
 from tests.naming.slices import endpoint, endpoint_slice
@@ -55,7 +56,7 @@ class NamedPool:
         worker = self.begin("worker", "--worker-id", "w", "--model", "tiny", "--speedup", "50")
         for process in (consolidator, *routers, worker):
             process.wait_ready()
-        self.routers, self.worker = routers, worker
+        self.consolidator, self.routers, self.worker = consolidator, routers, worker
         self.front = self.begin("global-router", "--config", str(document), "--port", "0").wait_ready()
 
     def begin(self, *arguments: str) -> Process:
@@ -184,3 +185,44 @@ def test_who_ends_in_order_gives_its_name_back(pool: NamedPool) -> None:
 
     assert status == 0, errors
     assert not list(pool.names.glob(f"{POOL}.worker.*.json"))
+
+
+def test_an_entry_moves_nobody_who_is_connected_and_the_next_consolidator_is_found_in_spite_of_it(
+    pool: NamedPool,
+) -> None:
+    """It names an address at which nothing listens, and its life is the latest there can be."""
+    router = pool.routers[-1]
+    worker = pool.begin("worker", "--worker-id", "stays", "--model", "tiny", "--speedup", "50").wait_ready()
+    life, dead = "f" * 24, "tcp://127.0.0.1:9"
+    entry = {
+        "namespace": POOL, "component": "consolidator", "instance": "forged", "life": life, "lease_ms": 600_000,
+        "endpoints": {"ingest": dead, "feed": dead, "query": dead},
+    }  # fmt: skip
+    file = pool.names / f"{POOL}.consolidator.{life}.json"
+    both = f"{POOL}.consolidator.{life} is registered as well at {dead}"
+    said = dict.fromkeys((worker, router), "")
+
+    def has_said(process: Process, text: str) -> bool:
+        said[process] += process.errors_so_far()
+        return text in said[process]
+
+    for process in said:
+        process.errors_so_far()
+    file.write_text(json.dumps(entry))
+    try:
+        # Also one that comes now finds the consolidator that answers.
+        with pool.begin("worker", "--worker-id", "joins", "--model", "tiny", "--speedup", "50") as late:
+            late.wait_ready()
+            for process in said:
+                eventually("the log names both entries", partial(has_said, process, both))
+                assert f"is at {dead}" not in said[process]
+        pool.consolidator.kill()
+        pool.consolidator = pool.begin("consolidator", "--http-port", "0").wait_ready()
+        for process, plane in ((worker, "ingest"), (router, "feed")):
+            eventually("it is found", partial(has_said, process, f"is at {pool.consolidator.word(plane)}"))
+        eventually("the worker has joined it", lambda: ready_workers(router.url) == ["stays"])
+        eventually("it is settled", lambda: is_settled(router.url))
+        eventually("the pool is available", lambda: all_available(pool.front.url))
+        assert_serves(pool.front.url)
+    finally:
+        file.unlink()

@@ -19,10 +19,12 @@ from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.answer_reading import TAIL_BYTES, AnswerReader
-from poolgrid.router.endpoint_picker.exchange import BodyBudget, Exchange, ProtocolError
+from poolgrid.router.endpoint_picker.exchange import Exchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
 from poolgrid.router.endpoint_picker.prompt_reading import Reading
+from poolgrid.router.endpoint_picker.stream_table import StreamTable
+from poolgrid.runtime.http_settings import HttpLimits
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import WorkerDraining, WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerKey
@@ -76,8 +78,11 @@ class Gateway:
         self.view = View(self.pool)
         self.clock = TurnedClock()
         self.registry = CollectorRegistry()
+        self.metrics = PickerMetrics(self.registry)
         self.reused: dict[str, int] = {}
-        self.bodies = BodyBudget(1000, 1500)
+        self.table = StreamTable(
+            HttpLimits(unfinished_bytes=2000, head_bytes=500), 1000, lambda: self.clock.monotonic_ms() / 1000
+        )
         selector = self.pool.selector(make_policy("kv", CostWeights(), 0.0))
         self.picker = Picker(
             self.view,
@@ -87,7 +92,7 @@ class Gateway:
             self.reused.__setitem__,
             RequestIds("g"),
             fallbacks,
-            PickerMetrics(self.registry),
+            self.metrics,
             self.clock,
         )
 
@@ -97,7 +102,9 @@ class Gateway:
                 self.pool.say(worker_key(name, rank), WorkerJoined(card))
 
     def exchange(self) -> Exchange:
-        return Exchange(self.picker, self.bodies)
+        exchange = Exchange(self.picker, self.table)
+        assert self.table.enter(exchange)
+        return exchange
 
     def booked(self) -> dict[str, str]:
         return {name.partition("~")[0]: str(worker) for worker, name in self.pool.projection.ledger.entries()}
@@ -111,6 +118,7 @@ def say(exchange: Exchange, message: Any) -> list[Any]:
     """What it answers, after a journey over the wire."""
     given = envoy.ProcessingRequest.FromString(message.SerializeToString())
     answers = asyncio.run(exchange.on(given))
+    exchange.sent()
     return [envoy.ProcessingResponse.FromString(each.SerializeToString()) for each in answers]
 
 
@@ -281,6 +289,7 @@ def test_a_request_that_finds_every_engine_full_is_shed_with_429_and_when_to_com
     assert (status, code) == (429, "busy")
     assert headers["retry-after"] == "7"
     assert headers["x-poolgrid-refusal"] == "busy"
+    assert exchange.is_over
     assert say(exchange, body(b"late")) == []
     held[0].close()
     assert endpoints(asked(gateway, "again")[1]) == ["10.0.0.1:80"]
@@ -309,7 +318,7 @@ def test_a_lease_lasts_as_long_as_it_is_renewed() -> None:
     asked(gateway)
     for _ in range(3):
         gateway.clock.ms += 20_000
-        gateway.picker.renew()
+        gateway.picker.renew(gateway.table.bookings())
         gateway.pool.projection.ledger.expire(gateway.clock.monotonic_ms())
     assert gateway.booked() == {"r": "a"}
     gateway.clock.ms += 40_000
@@ -352,7 +361,7 @@ def test_pieces_of_a_body_are_given_back_as_they_came_and_trailers_end_them() ->
     assert say(exchange, request_headers()) == []
     for part in parts:
         assert say(exchange, body(part, False)) == []
-    assert gateway.bodies.used_bytes == 6
+    assert gateway.table.used_bytes > 6  # the headers count too
     trailers = envoy.ProcessingRequest()
     trailers.request_trailers.SetInParent()
 
@@ -361,28 +370,226 @@ def test_pieces_of_a_body_are_given_back_as_they_came_and_trailers_end_them() ->
     given = [each.request_body.response.body_mutation.streamed_response for each in answers[1:-1]]
     assert [(each.body, each.end_of_stream) for each in given] == [(b"abc", False), (b"de", False), (b"f", False)]
     assert answers[-1].WhichOneof("said") == "request_trailers"
-    assert gateway.bodies.used_bytes == 0
+    assert gateway.table.used_bytes == 0
 
 
-def test_bodies_have_one_budget_and_a_stream_that_is_reset_gives_its_part_back() -> None:
+def test_the_body_that_began_first_gives_way_and_a_reset_stream_gives_its_part_back() -> None:
     gateway = Gateway()
     gateway.joined(a=card_at("10.0.0.1:80"))
+    woken: list[str] = []
     first, second = gateway.exchange(), gateway.exchange()
-    say(first, request_headers())
-    say(first, body(bytes(1000), False))
-    say(second, request_headers())
-    assert shed(say(second, body(bytes(600), False)))[:2] == (429, "bodies_full")
-    assert shed(say(first, body(b"x", False)))[:2] == (413, "body_too_large")
+    first.wake, second.wake = (lambda: woken.append("first")), (lambda: woken.append("second"))
+    for exchange, size in ((first, 1000), (second, 900)):
+        say(exchange, request_headers())
+        assert say(exchange, body(bytes(size), False)) == []
+    assert woken == ["first"]
+    assert shed([first.parting])[:2] == (429, "bodies_full")
+    assert first.is_over
+    assert not second.is_over
+    assert shed(say(second, body(bytes(101), False)))[:2] == (413, "body_too_large")
     first.close()
     second.close()
-    assert gateway.bodies.used_bytes == 0
+    assert gateway.table.used_bytes == 0
     announced = gateway.exchange()
     assert shed(say(announced, request_headers(content_length="1001")))[:2] == (413, "body_too_large")
+    odd = gateway.exchange()
+    assert say(odd, request_headers(content_length="9" * 200)) == []
 
 
-def test_a_message_that_ext_proc_does_not_have_is_a_fault_of_the_gateway() -> None:
-    with pytest.raises(ProtocolError, match="does not have here"):
-        say(Gateway().exchange(), envoy.ProcessingRequest())
+def test_a_body_that_alone_has_no_room_is_the_one_that_gives_way() -> None:
+    gateway = Gateway()
+    gateway.table.limits = HttpLimits(unfinished_bytes=900)
+    exchange = gateway.exchange()
+    say(exchange, request_headers())
+    assert shed(say(exchange, body(bytes(900), False)))[:2] == (429, "bodies_full")
+    assert gateway.table.used_bytes == 0
+
+
+def test_headers_and_metadata_count_and_a_large_head_is_answered_431() -> None:
+    gateway = Gateway()
+    exchange = gateway.exchange()
+    assert shed(say(exchange, request_headers(x_request_id="r" * 600)))[:2] == (431, "head_too_large")
+    ignored = gateway.exchange()
+    assert say(ignored, request_headers(x_other="o" * 600)) == []
+    subset = [f"10.0.0.{number}:80" for number in range(20)]
+    several = [gateway.exchange() for _ in range(3)]
+    for each in several:
+        say(each, request_headers(subset=subset))
+    assert ignored.is_over
+    assert several[0].is_over
+    assert not several[2].is_over
+    assert gateway.table.used_bytes <= 2000
+
+
+def tick_after(gateway: Gateway, seconds: float) -> None:
+    gateway.clock.ms += seconds * 1000
+    gateway.table.tick()
+
+
+def test_a_body_has_the_time_and_the_lowest_rate_of_the_http_server() -> None:
+    gateway = Gateway()
+    gateway.table.limits = HttpLimits(body_timeout_s=20, body_bytes_per_s=10, unfinished_bytes=5000)
+    slow, faster = gateway.exchange(), gateway.exchange()
+    for exchange, size in ((slow, 10), (faster, 300)):
+        say(exchange, request_headers())
+        say(exchange, body(bytes(size), False))
+    tick_after(gateway, 20.5)
+    assert not slow.is_over
+    tick_after(gateway, 1)
+    assert shed([slow.parting])[:2] == (408, "body_timeout")
+    assert not faster.is_over
+    gateway.table.leave_out(100)
+    tick_after(gateway, 120)
+    assert not faster.is_over
+    tick_after(gateway, 10)
+    assert faster.is_over
+    assert gateway.table.used_bytes == 0
+
+
+@pytest.mark.parametrize(("announced", "time_s"), [("400", 60), ("", 120)])
+def test_a_body_that_the_gateway_gathers_has_the_time_of_what_is_announced(announced: str, time_s: float) -> None:
+    gateway = Gateway()
+    gateway.table.limits = HttpLimits(body_timeout_s=20, body_bytes_per_s=10, unfinished_bytes=5000)
+    exchange = gateway.exchange()
+    say(exchange, request_headers(envoy.BUFFERED, **({"content_length": announced} if announced else {})))
+    tick_after(gateway, time_s - 1)
+    assert not exchange.is_over
+    tick_after(gateway, 2)
+    assert shed([exchange.parting])[:2] == (408, "body_timeout")
+
+
+def test_a_stream_without_a_request_and_one_after_its_answer_have_the_time_of_a_head() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    silent = gateway.exchange()
+    working, _ = asked(gateway)
+    answered, _ = asked(gateway, "s")
+    say(answered, response_headers())
+    say(answered, body(b"{}", True, "response_body"))
+    tick_after(gateway, gateway.table.limits.header_timeout_s + 1)
+    assert (silent.is_over, silent.parting) == (True, None)
+    assert (answered.is_over, answered.parting) == (True, None)
+    assert not working.is_over
+    assert gateway.booked() == {"r": "a"}
+
+
+def test_at_the_limit_of_streams_those_without_a_pick_give_way_and_those_with_one_stay() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    gateway.table.limits = HttpLimits(connections=3)
+    working, _ = asked(gateway)
+    waiting = gateway.exchange()
+    say(waiting, request_headers())
+    silent = gateway.exchange()
+    later = gateway.exchange()
+    assert (silent.is_over, silent.parting, waiting.is_over) == (True, None, False)
+    say(later, request_headers())
+    gateway.exchange()
+    assert shed([waiting.parting])[:2] == (429, "streams_full")
+    assert not working.is_over
+
+
+def test_with_an_endpoint_for_each_stream_a_new_one_is_refused() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    gateway.table.limits = HttpLimits(connections=1)
+    working, _ = asked(gateway)
+    assert not gateway.table.enter(Exchange(gateway.picker, gateway.table))
+    assert not working.is_over
+    assert len(gateway.table) == 1
+
+
+def trailers(kind: str = "request_trailers") -> Any:
+    message = envoy.ProcessingRequest()
+    getattr(message, kind).SetInParent()
+    return message
+
+
+HEAD = request_headers()
+BUFFERED_HEAD = request_headers(envoy.BUFFERED)
+GET_HEAD = request_headers(ends=True)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (HEAD, HEAD),
+        (GET_HEAD, GET_HEAD),
+        (GET_HEAD, body(BODY)),
+        (GET_HEAD, trailers()),
+        (HEAD, body(BODY), HEAD),
+        (HEAD, body(BODY), body(BODY)),
+        (HEAD, body(BODY), trailers()),
+        (HEAD, body(BODY, False), trailers(), trailers()),
+        (HEAD, trailers(), body(BODY)),
+        (BUFFERED_HEAD, body(BODY), body(BODY)),
+        (BUFFERED_HEAD, body(BODY, False), body(BODY, False)),
+        (request_headers(envoy.STREAMED), HEAD),
+        (request_headers(envoy.NONE), HEAD),
+        (body(BODY),),
+        (trailers(),),
+        (response_headers(), HEAD),
+        (HEAD, body(BODY), response_headers(), response_headers()),
+        (HEAD, body(BODY), body(b"", True, "response_body"), body(b"", True, "response_body")),
+        (HEAD, body(BODY), trailers("response_trailers"), trailers("response_trailers")),
+        (HEAD, body(BODY), trailers("response_trailers"), body(b"", False, "response_body")),
+        (envoy.ProcessingRequest(),),
+    ],
+)
+def test_a_message_out_of_its_phase_is_a_protocol_error_and_leaves_nothing_booked(messages: tuple[Any, ...]) -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    exchange = gateway.exchange()
+    for message in messages[:-1]:
+        say(exchange, message)
+    with pytest.raises(ProtocolError, match="the gateway sent"):
+        say(exchange, messages[-1])
+    assert len(gateway.booked()) <= 1
+    exchange.close()
+    assert gateway.booked() == {}
+    assert gateway.table.used_bytes == 0
+    assert gateway.registry.get_sample_value("poolgrid_router_gateway_in_flight") == 0
+
+
+def test_an_answer_without_an_engine_books_nothing_whatever_follows() -> None:
+    """Envoy answers by itself (a route's timeout, a filter before) and shows that answer like any other."""
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    first = gateway.exchange()
+    assert len(say(first, response_headers("408"))) == 1
+    second = gateway.exchange()
+    say(second, request_headers())
+    assert len(say(second, response_headers("504"))) == 1
+    assert say(second, body(BODY)) == []
+    assert gateway.booked() == {}
+
+
+def test_a_gateway_that_does_not_name_its_mode_may_stream_the_body() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    head = request_headers()
+    head.ClearField("protocol_config")
+    exchange = gateway.exchange()
+    say(exchange, head)
+    assert endpoints(say(exchange, body(BODY, False)), "request_body") == ["10.0.0.1:80"]
+    for ends in (False, True):
+        (through,) = say(exchange, body(BODY, ends))
+        assert through.WhichOneof("said") == "request_body"
+    assert gateway.booked() == {"g-1": "a"} or len(gateway.booked()) == 1
+
+
+def test_a_booking_that_no_stream_holds_is_ended_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    held, _ = asked(gateway, "held")
+    lost, _ = asked(gateway, "lost")
+    lost._picked = None  # what no code does
+    gateway.picker.renew(gateway.table.bookings())
+    assert gateway.booked() == {"held": "a"}
+    assert gateway.registry.get_sample_value("poolgrid_router_gateway_bookings_lost_total") == 1
+    assert "belongs to no open stream of a gateway" in caplog.text
+    held.close()
+    assert gateway.booked() == {}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,29 @@ def test_a_body_without_room_is_answered_by_the_picker(gateway: Gateway, size: i
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert answer.headers["x-poolgrid-refusal"] == code
     assert gateway.metric("poolgrid_router_gateway_body_bytes") == 0
+
+
+def upload(gateway: Gateway, mode: str, sent: bytes, announced: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", gateway.ports[mode]), timeout=60)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: {announced}\r\n\r\n"
+    connection.sendall(head.encode() + sent)
+    return connection
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+def test_slow_uploads_do_not_starve_the_requests_of_others(gateway: Gateway, mode: str) -> None:
+    slow = [upload(gateway, mode, b" " * (BODY_MAX // 8), BODY_MAX // 4) for _ in range(12)]
+    try:
+        if mode == DUPLEX:
+            # The six that fit hold the memory, and the first of them gave way.
+            assert slow[0].recv(65_536).startswith(b"HTTP/1.1 429 ")
+        for number in range(3):
+            assert gateway.complete(list(range(700, 740)), mode=mode).status_code == 200, number
+    finally:
+        for connection in slow:
+            connection.close()
+    gateway.until(lambda: gateway.metric("poolgrid_router_gateway_body_bytes") == 0, "no body is held")
+    gateway.until_idle()
 
 
 def test_a_pod_that_is_gone_costs_nobody_an_answer_and_the_booking_follows(gateway: Gateway) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ import trustme
 
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import Exchange
+from poolgrid.router.endpoint_picker.picker import Booking
 from poolgrid.router.endpoint_picker.server import EndpointPickerServer
+from poolgrid.router.endpoint_picker.stream_table import StreamTable
+from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.tasks import cancel_all
 from tests.endpoint_picker.test_picking import Gateway, body, card_at, endpoints, request_headers
 
 BODY_MAX = 6 * 2**20
@@ -26,7 +30,7 @@ class Watched(Exchange):
     """Says when it is over."""
 
     def __init__(self, gateway: Gateway, over: asyncio.Event) -> None:
-        super().__init__(gateway.picker, gateway.bodies)
+        super().__init__(gateway.picker, gateway.table)
         self._over = over
 
     def close(self) -> None:
@@ -37,9 +41,9 @@ class Watched(Exchange):
 class Asking:
     """A server of a picker over one engine, and what its gateways see."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: HttpLimits) -> None:
         self.gateway = Gateway()
-        self.gateway.bodies.body_bytes_max = self.gateway.bodies.total_bytes_max = BODY_MAX
+        self.gateway.table = StreamTable(limits, BODY_MAX)
         self.gateway.joined(a=card_at("10.0.0.1:80"))
         self.at = ""
         self.renewed = asyncio.Event()
@@ -49,11 +53,25 @@ class Asking:
     def exchange(self) -> Exchange:
         return Watched(self.gateway, self.over)
 
+    def server(self) -> EndpointPickerServer:
+        gateway = self.gateway
+        return EndpointPickerServer(gateway.table, self.exchange, self._renew, 0.001, gateway.metrics, gateway.clock)
+
+    def _renew(self, held: Iterable[Booking]) -> None:
+        self.gateway.picker.renew(held)
+        self.renewed.set()
+
+    def ended(self, reason: str) -> float:
+        name = "poolgrid_router_gateway_streams_ended_total"
+        return self.gateway.registry.get_sample_value(name, {"reason": reason}) or 0.0
+
 
 @asynccontextmanager
-async def serving(streams: int = 10, tls: Any = None, client_ca: Path | None = None) -> AsyncIterator[Asking]:
-    asking = Asking()
-    server = EndpointPickerServer(asking.exchange, asking.renewed.set, 0.001, BODY_MAX, streams)
+async def serving(
+    streams: int = 10, tls: Any = None, client_ca: Path | None = None, **limits: Any
+) -> AsyncIterator[Asking]:
+    asking = Asking(HttpLimits(connections=streams, **{"unfinished_bytes": BODY_MAX + 4096, **limits}))
+    server = asking.server()
     asking.at = await server.start("127.0.0.1", 0, tls, client_ca)
     try:
         yield asking
@@ -125,12 +143,109 @@ def test_one_stream_more_than_there_may_be_is_refused_at_once() -> None:
     run(scenario)
 
 
-def test_what_is_no_message_of_ext_proc_ends_its_stream_with_the_reason() -> None:
+def raw_stream(channel: Any) -> Any:
+    return channel.stream_stream(f"/{envoy.SERVICE}/{envoy.METHOD}")()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", b"\xff\xff\xff", b"hello", b"\x12\xff\xff\xff\xff\x0f", b"\x12\x06\x0a\x04\x0a\x02\x0a\xff"],
+    ids=["empty", "not protobuf", "text", "cut", "not UTF-8"],
+)
+def test_what_is_no_message_of_ext_proc_ends_its_stream_with_the_reason(
+    message: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         async with serving() as asking, grpc.aio.insecure_channel(asking.at) as channel:
-            call = stream(channel)
-            await call.write(envoy.ProcessingRequest())
+            call = raw_stream(channel)
+            await call.write(message)
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await asking.over.wait()
+            assert asking.ended("protocol") == 1
+
+    run(scenario)
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_second_request_on_a_stream_is_refused_and_every_booking_ends() -> None:
+    async def scenario() -> None:
+        async with serving(streams=100) as asking, grpc.aio.insecure_channel(asking.at) as channel:
+            for _ in range(20):
+                asking.over.clear()
+                call = stream(channel)
+                await call.write(request_headers(ends=True))
+                await call.read()
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    for _ in range(29):
+                        await call.write(request_headers(ends=True))
+                call.cancel()
+                await asking.over.wait()
+            call = stream(channel)
+            await call.write(request_headers(ends=True))
+            await call.read()
+            await call.write(request_headers(ends=True))
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert asking.gateway.booked() == {}
+            assert asking.gateway.registry.get_sample_value("poolgrid_router_gateway_in_flight") == 0
+
+    run(scenario)
+
+
+def test_slow_uploads_give_way_with_429_to_bodies_that_come_whole() -> None:
+    async def scenario() -> None:
+        async with serving(streams=100) as asking, grpc.aio.insecure_channel(asking.at) as channel:
+            slow = [stream(channel) for _ in range(16)]
+            for call in slow:
+                await call.write(request_headers())
+                await call.write(body(bytes(2**20), False))
+            for _ in range(5):
+                call = stream(channel)
+                assert await picked(call, bytes(2**20)) == ["10.0.0.1:80"]
+                call.cancel()
+            reads = {asyncio.create_task(call.read()): call for call in slow}
+            done, waiting = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+            for read in done:
+                answer = read.result().immediate_response
+                assert (answer.status.code, answer.details) == (429, "poolgrid_bodies_full")
+                assert await reads[read].read() is grpc.aio.EOF
+                assert await reads[read].code() is grpc.StatusCode.OK
+            await cancel_all(waiting)
+            assert asking.gateway.table.used_bytes <= BODY_MAX + 4096
+
+    run(scenario)
+
+
+def test_streams_with_headers_only_give_way_and_their_time_ends() -> None:
+    async def scenario() -> None:
+        limits = {"header_timeout_s": 0.2, "body_timeout_s": 0.2}
+        async with serving(streams=8, **limits) as asking, grpc.aio.insecure_channel(asking.at) as channel:
+            held = [stream(channel) for _ in range(7)]
+            for call in held:
+                await call.write(request_headers())
+            silent = stream(channel)
+            await silent.wait_for_connection()
+            call = stream(channel)
+            assert await picked(call) == ["10.0.0.1:80"]
+            told = {(await each.read()).immediate_response.details for each in held}
+            assert told <= {"poolgrid_streams_full", "poolgrid_body_timeout"}
+            assert "poolgrid_body_timeout" in told
+            assert await silent.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert asking.gateway.booked() != {}
+
+    run(scenario)
+
+
+def test_a_gateway_that_does_not_take_its_body_back_is_reset_and_the_memory_is_free() -> None:
+    async def scenario() -> None:
+        async with serving(write_timeout_s=0.3) as asking, grpc.aio.insecure_channel(asking.at) as channel:
+            call = stream(channel)
+            await call.write(request_headers())
+            await call.write(body(bytes(5 * 2**20)))
+            await asking.over.wait()
+            assert asking.gateway.table.used_bytes == 0
+            assert asking.gateway.booked() == {}
+            assert asking.ended("write_timeout") == 1
 
     run(scenario)
 
@@ -165,7 +280,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     async def scenario() -> None:
         server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        picker = EndpointPickerServer(Gateway().exchange, lambda: None, 60.0, BODY_MAX, 1)
+        picker = Asking(HttpLimits()).server()
         with pytest.raises(OSError, match=f"binding ext_proc_port: 127.0.0.1:{port}"):
             await picker.start("127.0.0.1", port, None, None)
         await picker.stop()

@@ -542,7 +542,9 @@ class WrittenStream:
         """Return the stream as its leader knows it."""
         return cast(StreamFacts, self._checked(self._servers.facts))
 
-    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+    def append(
+        self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False, own_sequence: int | None = None
+    ) -> None:
         """Store messages, each once the one before it is stored."""
         for expected, message in enumerate(messages, last_sequence):
             sent = _Sent(message, expected, begins and expected == last_sequence)

@@ -74,3 +74,13 @@ def last_entry(url: str, stream: str) -> int:
             return (await connection.jetstream.stream_info(stream)).state.last_seq
 
     return asyncio.run(look())
+
+
+def publish(url: str, subject: str, body: bytes) -> None:
+    """Have a message stored that is none of poolgrid's."""
+
+    async def send() -> None:
+        async with _connected(url) as connection:
+            await connection.jetstream.publish(subject, body)
+
+    asyncio.run(send())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, product
 
 import pytest
 
@@ -123,6 +124,137 @@ def test_a_stream_that_somebody_deleted_has_no_writer_any_more_and_the_next_one_
 
     again = fill(kind.open(), 3)
     assert offsets(again, 0) == [0, 1, 2]
+
+
+FOREIGN_HEADERS: list[dict[str, str] | None] = [
+    None,
+    {"Nats-Msg-Id": "x.1"},
+    {"Nats-Msg-Id": "x.1", "Poolgrid-After": ""},
+    {"Nats-Msg-Id": "w1.1", "Poolgrid-After": "w1.1"},
+    {"Nats-Msg-Id": "x.1", "Poolgrid-After": "", "Poolgrid-Piece": "\u00b2"},
+    {"Poolgrid-After": "x"},
+]
+BODIES = [b"hello", b"", b"null", b"{}", bytes(40)]
+
+
+def publish(kind: OnServer, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
+    return int(kind.run(kind.connection.jetstream.publish(subject, body, headers=headers)).seq)  # type: ignore[attr-defined]
+
+
+def test_foreign_messages_stop_neither_the_writer_nor_the_next_one(
+    kind: OnServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between its messages, on its own subject, before the first and behind the last."""
+    subject = f"poolgrid.{kind.connection.pool}.journal"
+    kind.stream.open()
+    publish(kind, f"{subject}.x", b"hello")
+    journal = kind.open()
+    writer = journal._writer  # type: ignore[attr-defined]
+    fill(journal, 3)
+    for number, (headers, body) in enumerate(product(FOREIGN_HEADERS, BODIES)):
+        named = headers and {**headers, "Nats-Msg-Id": headers.get("Nats-Msg-Id", "") + str(number)}
+        publish(kind, f"{subject}.x", body, named)
+    fill(journal, 6)
+    publish(kind, f"{subject}.{writer}", b"hello")
+    fill(journal, 9)
+    last = publish(kind, f"{subject}.x", b"hello")
+    assert offsets(journal, 0) == list(range(9))
+    snapshot(journal, 9)
+    journal.drop_lost()
+
+    following = kind.open()
+    assert following.recover(BLOCKS_MAX).offset == 9
+    fill(following, 12)
+    assert offsets(following, 0) == list(range(12))
+    assert f"nats stream rmm poolgrid-{kind.connection.pool}" in caplog.text
+    assert "this is a bug" not in caplog.text
+
+    kind.run(kind.connection.jetstream.delete_msg(f"poolgrid-{kind.connection.pool}", last))
+    fill(following, 13)
+    assert kind.open().recover(BLOCKS_MAX).offset == 13
+
+
+def test_a_foreign_message_that_was_removed_leaves_a_hole_that_nothing_stops_at(kind: OnServer) -> None:
+    """Also where it was the last one."""
+    pool = kind.connection.pool
+    journal = kind.open()
+    fill(journal, 2)
+    for records in (4, 6):
+        number = publish(kind, f"poolgrid.{pool}.journal.x", b"hello")
+        kind.run(kind.connection.jetstream.delete_msg(f"poolgrid-{pool}", number))
+        fill(journal, records)
+    number = publish(kind, f"poolgrid.{pool}.journal.x", b"hello")
+    kind.run(kind.connection.jetstream.delete_msg(f"poolgrid-{pool}", number))
+    journal.drop_lost()
+    assert offsets(journal, 0) == list(range(6))
+    following = kind.open()
+    assert following.recover(BLOCKS_MAX).offset == 6
+    fill(following, 7)
+    assert offsets(following, 0) == list(range(7))
+
+
+NOT_ENTRIES = [
+    b"null",
+    b"",
+    b"hello",
+    b"[]",
+    b"7",
+    b'"x"',
+    b"{}",
+    b'{"name": null}',
+    b'{"name": "x", "nuid": ">"}',
+    b'{"name": "x", "nuid": 1, "size": "a", "headers": []}',
+    b'{"name": "x", "nuid": "x", "size": -1}',
+    b"[" * 5000,
+    b"\xff\xfe",
+    bytes(100_000),
+]
+
+
+def test_what_is_no_entry_of_a_snapshot_is_skipped_and_those_that_are_stay(
+    kind: OnServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = kind.connection.pool
+    journal = kind.open()
+    fill(journal, 5)
+    snapshot(journal, 5)
+    (kept,) = kind.stream.snapshots()
+    name = f"{kept.offset:020d}.snapshot"
+    forged = {"name": name, "nuid": "other", "size": 10**30, "headers": {"Poolgrid-Sequence": ["\u00b2"]}}
+    for number, entry in enumerate([*NOT_ENTRIES, json.dumps(forged).encode()]):
+        publish(kind, f"$O.poolgrid-{pool}-snapshots.M.x{number}", entry)
+
+    assert kind.stream.snapshots() == [kept]
+    assert kind.open().recover(BLOCKS_MAX).offset == 5
+    assert f"nats stream rmm OBJ_poolgrid-{pool}-snapshots" in caplog.text
+
+
+def test_foreign_messages_in_a_stream_of_decisions_cost_no_decision(kind: OnServer) -> None:
+    kind.open()
+    pool = kind.connection.pool
+    decisions = ThreadedDecisions(JetStreamDecisions(kind.connection, "r", 100_000, 3_600_000), kind.loop)
+    decisions.connected.set()
+    segments = StreamSegments(decisions, "life")
+    segments.mend()
+    subject = f"poolgrid.{pool}.decisions.r"
+    ended = encoder.encode(RequestEnded("r", 1, 1000))
+    publish(kind, f"{subject}.x", b"hello")
+    segments.begin([ended], 0)
+    publish(kind, f"{subject}.x", b"hello")
+    segments.append([ended])
+    publish(kind, f"{subject}.life", b"hello", {"Nats-Msg-Id": "life.9", "Poolgrid-After": "life.1"})
+    segments.append([ended])
+    publish(kind, f"{subject}.x", b"null")
+    segments.mend()
+
+    after = StreamSegments(decisions, "next")
+    after.mend()
+    publish(kind, f"{subject}.x", b"hello")
+    after.begin([ended], 0)
+
+    read = DecisionsInStream(decisions)
+    assert len(read.names()) == 2
+    assert [each.number for each in stored_payloads(read, DECISIONS)] == list(range(4))
 
 
 def test_pieces_of_a_snapshot_whose_writer_was_killed_are_cleared_away(kind: OnServer) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, running_pool
-from tests.nats.pool import active_consolidator, ask, last_entry, leader, offset, trouble
+from tests.nats.pool import active_consolidator, ask, last_entry, leader, offset, publish, trouble
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
@@ -69,6 +69,27 @@ def test_when_the_active_consolidator_is_killed_another_one_goes_on_without_a_ho
 
     assert ask(pool.url, "then " + PROMPT) == 200
     eventually("the index is true", lambda: knows_what_is_cached(pool.url, before))
+
+
+def test_foreign_messages_stop_neither_the_pool_nor_the_consolidator_that_takes_over(
+    pool: Process, server: NatsServer
+) -> None:
+    before, first = offset(pool.url), leader(server.url)
+    decisions = "poolgrid-default=decisions=router"
+    stored = last_entry(server.url, decisions)
+    publish(server.url, "$O.poolgrid-default-snapshots.M.x", b"null")
+    publish(server.url, "poolgrid.default.journal.x", b"hello")
+    publish(server.url, "poolgrid.default.decisions.router.x", b"hello")
+
+    assert ask(pool.url, "foreign " + PROMPT) == 200
+    eventually("the index is true", lambda: knows_what_is_cached(pool.url, before))
+    eventually("decisions are stored", lambda: last_entry(server.url, decisions) > stored + 1)
+
+    active_consolidator(pool, server.url).kill()
+    eventually("another consolidator is active", lambda: leader(server.url) not in (None, first))
+    assert ask(pool.url, "after " + PROMPT) == 200
+    eventually("the index is true again", lambda: knows_what_is_cached(pool.url, before))
+    assert trouble(pool.url) == ""
 
 
 def test_when_the_server_is_killed_the_pool_serves_and_knows_everything_afterwards(

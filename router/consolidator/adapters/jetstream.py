@@ -4,6 +4,8 @@
     poolgrid-POOL-snapshots       object store, an object for each snapshot
     poolgrid-POOL                 key-value bucket: ``leader``, and ``router.NAME`` for each router that follows
 
+What is there and is not ours is skipped, counted, and named in the log with the command that removes it.
+
 Readers have no consumers. What is stored is republished by the server, which costs it one message whoever listens; what
 was missed is read by sequence, which any replica answers.
 """
@@ -13,15 +15,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from poolgrid.router.consolidator.journal import snapshot_file
 from poolgrid.router.consolidator.journal.errors import JournalCorrupt
-from poolgrid.router.consolidator.stream.message import Damaged, Outgoing, StoredMessage, stored_message
+from poolgrid.router.consolidator.stream.message import (
+    Damaged,
+    Outgoing,
+    StoredMessage,
+    begins_body,
+    foreign_message,
+    stored_message,
+)
 from poolgrid.router.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 from poolgrid.runtime.nats_connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.runtime.nats_leader import BUCKET, bucket_stream, told_subject
@@ -57,6 +67,27 @@ TELLING_BYTES_MAX = 128 * 1024 * 1024
 """And their bytes."""
 
 
+SEQUENCE_DIGITS_MAX = 20
+"""Of an unsigned number of 64 bits."""
+
+NUID = "^[A-Za-z0-9]{1,64}$"
+"""What a client calls the pieces of an object; without wildcards."""
+
+
+class _ObjectEntry(msgspec.Struct):
+    """What an object store keeps of an object."""
+
+    name: str
+    nuid: Annotated[str, msgspec.Meta(pattern=NUID)]
+    size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    digest: str = ""
+    headers: dict[str, list[str]] | None = None
+    deleted: bool = False
+
+
+_decode_entry = msgspec.json.Decoder(_ObjectEntry).decode
+
+
 @dataclass(frozen=True, slots=True)
 class StreamShape:
     """How a pool's stream is made, by whoever makes it."""
@@ -72,10 +103,14 @@ class JetStreamMessages:
     What asks may raise ``StreamUnavailable``.
     """
 
-    def __init__(self, connection: NatsConnection, name: str, subjects: str) -> None:
+    def __init__(self, connection: NatsConnection, name: str, subjects: str, begins: Callable[[bytes], bool]) -> None:
+        """``begins`` tells of the first piece of a body whether it is ours."""
         self._connection = connection
         self.name = name
         self._subjects = subjects
+        self._begins = begins
+        self._has_holes = False
+        """Whether messages between the first and the last were removed, as far as is known."""
 
     @property
     def connection(self) -> NatsConnection:
@@ -94,9 +129,12 @@ class JetStreamMessages:
             return StreamFacts(1, 0, 0, 0)
         state = found.state
         first = state.first_seq if state.messages else state.last_seq + 1
+        self._has_holes = state.messages < state.last_seq + 1 - first
         return StreamFacts(first, state.last_seq, state.messages, state.bytes)
 
-    async def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+    async def append(
+        self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False, own_sequence: int | None = None
+    ) -> None:
         """Store messages right behind ``last_sequence``, each sent once the one before it is stored.
 
         Each writer has a subject of its own, and expects the last message there, too: the server compares numbers and
@@ -108,14 +146,15 @@ class JetStreamMessages:
         in few messages anyway.
         """
         what = f"appending {len(messages)} messages to stream {self.name}"
+        before = 0 if begins else last_sequence if own_sequence is None else await self._last_of(messages, own_sequence)
         for expected, message in enumerate(messages, last_sequence):
-            own = 0 if begins and expected == last_sequence else expected
+            own = before if expected == last_sequence else expected
             headers = {
                 **message.headers(),
                 "Nats-Expected-Last-Sequence": str(expected),
                 "Nats-Expected-Last-Subject-Sequence": str(own),
             }
-            subject = f"{self._subjects}.{message.message_id.rpartition('.')[0]}"
+            subject = self._subject_of(message.message_id)
             try:
                 answer = await self._connection.publish(what, subject, headers, message.body)
             except NatsUnavailable as error:
@@ -130,7 +169,64 @@ class JetStreamMessages:
     async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
         """Return messages from a sequence on, as many as fit an answer."""
         found = await self._batch(self.name, {"seq": from_sequence, "batch": limit})
-        return [stored_message(int(each.headers["Nats-Sequence"]), each.headers, each.data) for each in found]
+        messages: list[StoredMessage] = []
+        at = from_sequence
+        if found and sequence_of(found[0]) > at and (await self.facts()).first_sequence > at:
+            at = sequence_of(found[0])  # what was before it is not kept any more
+        for each in found:
+            sequence = sequence_of(each)
+            messages += map(foreign_message, range(at, min(sequence, at + limit - len(messages))))
+            if len(messages) >= limit:
+                return messages
+            messages.append(self._read_message(sequence, each.headers, each.data))
+            at = sequence + 1
+        if not found and self._has_holes:
+            facts, newest = await self.facts(), await self._newest()
+            if at > newest:
+                messages += map(foreign_message, range(at, min(facts.last_sequence + 1, at + limit)))
+        return messages
+
+    def _read_message(self, sequence: int, headers: Mapping[str, str], body: bytes) -> StoredMessage:
+        """Return a message that was stored, or what stands for one that is none of ours."""
+        try:
+            return self._own_message(sequence, headers, body)
+        except Damaged as error:
+            self._connection.foreign.skipped(self.name, sequence, error)
+            return foreign_message(sequence)
+
+    def _own_message(self, sequence: int, headers: Mapping[str, str], body: bytes) -> StoredMessage:
+        """Return a message; raises ``Damaged`` when it is none of ours."""
+        message = stored_message(sequence, headers, body)
+        subject = headers.get("Nats-Subject")
+        if subject is not None and subject != self._subject_of(message.message_id):
+            raise Damaged(f"{message.message_id[:80]!r} wrote it on {subject[:80]!r}")
+        if message.piece == 0 and not self._begins(body):
+            raise Damaged(f"its {len(body)} bytes begin with {body[:8]!r}")
+        return message
+
+    def _subject_of(self, message_id: str) -> str:
+        return f"{self._subjects}.{message_id.rpartition('.')[0]}"
+
+    async def _last_of(self, messages: Sequence[Outgoing], own_sequence: int) -> int:
+        """Return where the last message on a writer's subject is, foreign or not; not before its own last one."""
+        found = await self._last_on(self._subject_of(messages[0].message_id))
+        if found < own_sequence:
+            raise OutOfTurn(f"the last message of the writer was {own_sequence}, the server has {found}")
+        return found
+
+    async def _newest(self) -> int:
+        """Return the sequence of the last message that was not removed."""
+        return await self._last_on(f"{self._subjects}.>")
+
+    async def _last_on(self, subject: str) -> int:
+        from nats.js.errors import NotFoundError
+
+        question = self._connection.jetstream.get_last_msg(self.name, subject)
+        try:
+            message = await self._asked(f"asking for the last message of {subject}", question)
+        except NotFoundError:
+            return 0
+        return int(message.seq)
 
     # Inside
 
@@ -166,7 +262,7 @@ class JetStreamJournal(JetStreamMessages):
 
     def __init__(self, connection: NatsConnection, shape: StreamShape | None = None) -> None:
         pool = connection.pool
-        super().__init__(connection, f"poolgrid-{pool}", f"poolgrid.{pool}.journal")
+        super().__init__(connection, f"poolgrid-{pool}", f"poolgrid.{pool}.journal", begins_body)
         self._shape = shape or StreamShape()
         self._stored_subjects = f"poolgrid.{pool}.stored.>"
         self._objects = f"poolgrid-{pool}-snapshots"
@@ -229,7 +325,7 @@ class JetStreamJournal(JetStreamMessages):
 
     async def _clear_unfinished(self) -> None:
         """Remove pieces of snapshots that a writer which was killed did not finish."""
-        known = {information["nuid"] for information in (await self._object_list()).values()}
+        known = {information.nuid for information in (await self._object_list()).values()}
         found = await self._asked(
             "looking for unfinished snapshots",
             self._connection.jetstream.stream_info(self._objects_stream, subjects_filter=f"$O.{self._objects}.C.>"),
@@ -249,10 +345,14 @@ class JetStreamJournal(JetStreamMessages):
 
         async def heard(message: Any) -> None:
             headers = message.headers or {}
+            sequence = headers.get("Nats-Sequence", "")
+            if not sequence.isdecimal() or len(sequence) > SEQUENCE_DIGITS_MAX:
+                return  # not told by the servers
             try:
-                on_message(stored_message(int(headers.get("Nats-Sequence", "0")), headers, message.data))
-            except Damaged as error:
-                log.warning("a message on %s was dropped: %s", self._stored_subjects, error)
+                stored = self._own_message(int(sequence), headers, message.data)
+            except Damaged:
+                return  # the next message makes it a hole, and what is really stored there is read
+            on_message(stored)
 
         self._connection.on_connected(on_connected)
         self._subscription = await self._connection.client.subscribe(
@@ -268,10 +368,11 @@ class JetStreamJournal(JetStreamMessages):
         """Return the snapshots that are kept, oldest first."""
         found = []
         for name, information in (await self._object_list()).items():
-            headers = information.get("headers") or {}
             offset = name.removesuffix(snapshot_file.SUFFIX)
-            sequence, message_id = _one(headers.get(SEQUENCE_HEADER)), _one(headers.get(MESSAGE_HEADER))
-            if offset.isdigit() and sequence.isdigit() and message_id:
+            sequence, message_id = (
+                _one((information.headers or {}).get(key)) for key in (SEQUENCE_HEADER, MESSAGE_HEADER)
+            )
+            if _is_number(offset) and _is_number(sequence) and message_id:
                 found.append(Anchor(int(offset), int(sequence), message_id))
         return sorted(found, key=lambda anchor: anchor.offset)
 
@@ -296,10 +397,10 @@ class JetStreamJournal(JetStreamMessages):
         if information is None:
             raise StreamUnavailable(f"reading snapshot {name}: it is not there any more")
         digest, parts, sequence, size = hashlib.sha256(), [], 1, 0
-        while size < information["size"]:
+        while size < information.size:
             question = {
                 "seq": sequence,
-                "next_by_subj": f"$O.{self._objects}.C.{information['nuid']}",
+                "next_by_subj": f"$O.{self._objects}.C.{information.nuid}",
                 "batch": 64,
             }
             found = await self._batch(self._objects_stream, question)
@@ -310,13 +411,13 @@ class JetStreamJournal(JetStreamMessages):
                 parts.append(each.data)
                 size += len(each.data)
             sequence = int(found[-1].headers["Nats-Sequence"]) + 1
-        expected = str(information.get("digest", "")).partition("=")[2]
-        if size != information["size"] or base64.urlsafe_b64encode(digest.digest()).decode() != expected:
+        expected = information.digest.partition("=")[2]
+        if size != information.size or base64.urlsafe_b64encode(digest.digest()).decode() != expected:
             raise JournalCorrupt(
                 f"{self._objects}/{name}",
                 0,
                 anchor.offset,
-                f"{size} of {information['size']} bytes are there, or their digest is not the one that was kept",
+                f"{size} of {information.size} bytes are there, or their digest is not the one that was kept",
                 "remove the object: the snapshot before it and the stream hold the same",
             )
         return b"".join(parts)
@@ -327,19 +428,27 @@ class JetStreamJournal(JetStreamMessages):
         information = (await self._object_list()).get(name)
         if information is None:
             return
-        encoded = base64.urlsafe_b64encode(name.encode()).decode()
-        await self._purge(self._objects_stream, subject=f"$O.{self._objects}.M.{encoded}")
-        await self._purge(self._objects_stream, subject=f"$O.{self._objects}.C.{information['nuid']}")
+        await self._purge(self._objects_stream, subject=self._entry_subject(name))
+        await self._purge(self._objects_stream, subject=f"$O.{self._objects}.C.{information.nuid}")
 
-    async def _object_list(self) -> dict[str, dict[str, Any]]:
+    def _entry_subject(self, name: str) -> str:
+        return f"$O.{self._objects}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
+
+    async def _object_list(self) -> dict[str, _ObjectEntry]:
         found = await self._batch(
             self._objects_stream, {"multi_last": [f"$O.{self._objects}.M.>"], "batch": SNAPSHOTS_MAX}
         )
         entries = {}
         for each in found:
-            information = json.loads(each.data)
-            if not information.get("deleted"):
-                entries[str(information["name"])] = information
+            try:
+                information = _decode_entry(each.data)
+                if each.headers.get("Nats-Subject") != self._entry_subject(information.name):
+                    raise ValueError(f"the entry of object {information.name[:80]!r} is on another subject")
+            except ValueError as error:  # of msgspec, too
+                self._connection.foreign.skipped(self._objects_stream, sequence_of(each), error)
+                continue
+            if not information.deleted:
+                entries[information.name] = information
         return entries
 
     # Positions
@@ -349,7 +458,7 @@ class JetStreamJournal(JetStreamMessages):
         found = await self._batch(
             self._bucket_stream, {"multi_last": [f"$KV.{self._bucket}.router.*"], "batch": SNAPSHOTS_MAX}
         )
-        return [int(each.data) for each in found if each.data.isdigit()]
+        return [int(each.data) for each in found if each.data.isdigit() and len(each.data) <= SEQUENCE_DIGITS_MAX]
 
     async def note_position(self, name: str, sequence: int) -> None:
         """Say that messages from a sequence on are still needed by a router."""
@@ -375,8 +484,17 @@ class JetStreamJournal(JetStreamMessages):
         await self._asked(f"removing from stream {stream}", self._connection.jetstream.purge_stream(stream, **which))
 
 
-def _one(values: Any) -> str:
-    return str(values[0]) if isinstance(values, list) and values else ""
+def sequence_of(message: NatsMessage) -> int:
+    """Return where a message is that was read."""
+    return int(message.headers["Nats-Sequence"])
+
+
+def _one(values: list[str] | None) -> str:
+    return values[0] if values else ""
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= SEQUENCE_DIGITS_MAX
 
 
 class ThreadedMessages:
@@ -402,9 +520,11 @@ class ThreadedMessages:
         """Return the stream as its leader knows it."""
         return self._wait(self._stream.facts())
 
-    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+    def append(
+        self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False, own_sequence: int | None = None
+    ) -> None:
         """Store messages right behind ``last_sequence``."""
-        self._wait(self._stream.append(messages, last_sequence, begins))
+        self._wait(self._stream.append(messages, last_sequence, begins, own_sequence))
 
     def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
         """Return messages from a sequence on."""

@@ -161,9 +161,15 @@ class StreamFollower(JournalFollower[StreamReader]):
             return anchor, pool, anchor.sequence
         if not facts.last_sequence:
             raise StreamUnavailable("the stream is not there yet, or empty: no consolidator of this pool has begun")
-        found = await self._stream.read(facts.first_sequence, 1)
-        if found and found[0].piece == 0 and first_offset_of(found[0]) == 0:
-            return None, PoolState(self._blocks_per_worker_max), facts.first_sequence
+        sequence = facts.first_sequence
+        while found := await self._stream.read(sequence, READ_MESSAGES):
+            first = next((message for message in found if not message.is_foreign), None)
+            if first is None:
+                sequence = found[-1].sequence + 1
+                continue
+            if first.piece == 0 and first_offset_of(first) == 0:
+                return None, PoolState(self._blocks_per_worker_max), first.sequence
+            break
         if damaged is not None:
             raise damaged
         raise StreamUnavailable("no snapshot in it holds the state before its oldest record")

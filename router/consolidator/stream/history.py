@@ -127,12 +127,34 @@ class MessageHistory:
                 from_sequence += 1
 
     def first_piece(self, sequence: int, oldest: int) -> StoredMessage | None:
-        """Return the first piece of the body that a message is part of; ``None`` when that is older than the oldest."""
-        for at in range(sequence, max(oldest, sequence - PIECES_MAX) - 1, -1):
+        """Return the first piece of the body that a message is part of, of the last one before a foreign message.
+
+        ``None`` when that is older than the oldest.
+        """
+        pieces = 0
+        for at in range(sequence, oldest - 1, -1):
             message = self.message(at)
+            if message.is_foreign:
+                continue
             if message.piece == 0:
                 return message
+            pieces += 1
+            if pieces > PIECES_MAX:
+                break
         return None
+
+    def last_own(self, facts: StreamFacts) -> StoredMessage | None:
+        """Return the last message that is not foreign; ``None`` when there is none."""
+        for at in range(facts.last_sequence, facts.first_sequence - 1, -1):
+            message = self.message(at)
+            if not message.is_foreign:
+                return message
+        return None
+
+    def first_own(self, facts: StreamFacts) -> StoredMessage | None:
+        """Return the first message that is not foreign; ``None`` when there is none."""
+        messages = self.messages(facts.first_sequence, facts.last_sequence)
+        return next((message for message in messages if not message.is_foreign), None)
 
 
 class StreamHistory(MessageHistory):
@@ -232,19 +254,19 @@ class StreamHistory(MessageHistory):
                 self.report.append(f"{error}; going back to the snapshot before it")
                 continue
             return pool, anchor.sequence, Chain(anchor=anchor.message_id)
-        if not facts.messages:
+        oldest = self.first_own(facts) if facts.messages else None
+        if oldest is None:
             return PoolState(blocks_per_worker_max), facts.last_sequence + 1, Chain()
-        oldest = self.locate(2**63, StreamFacts(facts.first_sequence, facts.first_sequence, 1, 0))
-        if oldest is None or first_offset_of(oldest) > 0:
+        if oldest.piece or first_offset_of(oldest) > 0:
             if damaged is not None:
                 raise damaged
             raise corrupt(
                 self._stream.name,
-                facts.first_sequence,
-                0 if oldest is None else first_offset_of(oldest),
+                oldest.sequence,
+                0 if oldest.piece else first_offset_of(oldest),
                 "no snapshot holds the state before the oldest record",
             )
-        return PoolState(blocks_per_worker_max), facts.first_sequence, Chain()
+        return PoolState(blocks_per_worker_max), oldest.sequence, Chain()
 
     def understood(self, sequence: int, payload: bytes, offset: int) -> Understood:
         """Return the record that a payload holds; what a later version wrote is passed over and counted."""

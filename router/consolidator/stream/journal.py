@@ -20,7 +20,9 @@ Rules
     6. A stream that is full takes no records, but always the body with which a writer begins. It is made smaller from
        what is stored: a snapshot of that, read back before it stands alone, and then retention as above. So no size of
        records, and no writer that was killed, leaves a stream that nobody can write any more.
-    7. Where it is durable is the matter of whoever stores it: ``sync`` has nothing to do.
+    7. Foreign messages (``stream.message``) are skipped: the writer goes on behind them as long as its own last message
+       is where it was.
+    8. Where it is durable is the matter of whoever stores it: ``sync`` has nothing to do.
 """
 
 from __future__ import annotations
@@ -73,6 +75,9 @@ SNAPSHOT_SHARE = 4
 """A crowded stream wants a snapshot once there is a quarter of what retention keeps behind the newest: enough to be
 removed for the work of making one."""
 
+FOREIGN_ATTEMPTS = 10
+"""How often records are sent again at once because a foreign message was stored before them."""
+
 BEGIN_ATTEMPTS = 100
 """How often a writer tries to be the next one; each attempt that fails means that another writer stored something."""
 
@@ -122,6 +127,8 @@ class StreamJournal:
         self._oldest = 0
         self._end = (0, "")
         """Sequence and name of the last message that is known to be stored: together, for threads that read."""
+        self._last = 0
+        """Sequence of the last message behind it that is known, all of them foreign; else its own."""
         self._unanswered = False
         """Whether messages were sent of which it is not known whether they are stored."""
         self._fenced = ""
@@ -149,6 +156,7 @@ class StreamJournal:
             except OutOfTurn:
                 continue
             self._end = (facts.last_sequence + 1, beginning.message_id)
+            self._last = self._end[0]
             self._look()
             self._find_oldest()
             return
@@ -159,12 +167,12 @@ class StreamJournal:
 
     def _end_of(self, facts: StreamFacts) -> tuple[int, str]:
         """Return the offset of the next record, and the name of the last message."""
-        if not facts.messages:
+        last = self._history.last_own(facts) if facts.messages else None
+        if last is None:
             for anchor in self._stream.snapshots():
                 self._stream.remove_snapshot(anchor)  # of a history of which nothing is left
             return 0, ""
-        last = self._history.message(facts.last_sequence)
-        first = self._history.first_piece(facts.last_sequence, facts.first_sequence)
+        first = self._history.first_piece(last.sequence, facts.first_sequence)
         if first is None:
             raise corrupt(self._stream.name, facts.first_sequence, 0, "the first piece of its only body is missing")
         try:
@@ -184,10 +192,8 @@ class StreamJournal:
         if not self._facts.messages:
             self._oldest = self._next
             return
-        first, last = self._facts.first_sequence, self._facts.last_sequence
-        for sequence in range(first, min(last, first + PIECES_MAX) + 1):
-            message = self._history.message(sequence)
-            if message.piece == 0:
+        for message in self._history.messages(self._facts.first_sequence, self._facts.last_sequence):
+            if message.piece == 0 and not message.is_foreign:
                 self._oldest = first_offset_of(message)
                 return
 
@@ -242,16 +248,20 @@ class StreamJournal:
             self._append(rest, now_ms)
         self._done = self._next
 
-    def _append(self, payloads: Sequence[bytes], now_ms: int) -> None:
+    def _append(self, payloads: Sequence[bytes], now_ms: int, attempts: int = FOREIGN_ATTEMPTS) -> None:
         messages = self._messages(payloads, now_ms)
         count = self._fitting(messages)
         what = f"appending {len(payloads)} records to stream {self._stream.name}"
         self._unanswered = True
         try:
             if count:
-                self._stream.append(messages[:count], self._end[0])
+                self._store(messages[:count])
         except OutOfTurn as error:
+            next_offset, last = self._next, self._last
             self._settle()
+            if attempts and self._next == next_offset and self._last > last:
+                self._append(payloads, now_ms, attempts - 1)
+                return
             raise StreamUnavailable(f"{what}: {error}") from None
         if count < len(messages):
             self._settle()
@@ -260,9 +270,17 @@ class StreamJournal:
                 "snapshot is durable and what is behind that was removed"
             )
         self._unanswered = False
-        self._end = (self._end[0] + count, messages[-1].message_id)
+        self._end = (self._last + count, messages[-1].message_id)
+        self._last = self._end[0]
         self._bytes += sum(map(_size_of, messages))
         self._next += len(payloads)
+
+    def _store(self, messages: Sequence[Outgoing]) -> None:
+        own = self._end[0]
+        if self._last == own:
+            self._stream.append(messages, own)
+        else:
+            self._stream.append(messages, self._last, own_sequence=own)
 
     def _fitting(self, messages: Sequence[Outgoing]) -> int:
         """Return how many of the messages the stream has room for: those of whole bodies."""
@@ -305,9 +323,11 @@ class StreamJournal:
         """
         facts = self._look()
         self._check_end(facts)
-        sequence, last_id = self._end
-        chain = Chain(last_id)
-        for message in self._history.messages(sequence + 1, facts.last_sequence):
+        chain = Chain(self._end[1])
+        for message in self._history.messages(self._last + 1, facts.last_sequence):
+            self._last = message.sequence
+            if message.is_foreign:
+                continue
             if message.message_id.rpartition(".")[0] != self._writer:
                 self._fence(f"message {message.sequence} is of another writer, {message.message_id!r}")
             data = chain.take(message)

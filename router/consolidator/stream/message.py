@@ -8,6 +8,9 @@ Rules
     3. Every message names itself (``Nats-Msg-Id``: the writer's life, and a number that it never uses again) and the
        message before it (``Poolgrid-After``). A server that lost the end of a stream and was given another one in its
        place has other names at the same sequences, which a reader notices at the first of them.
+    4. What is at a sequence and is not ours is *foreign*: a message without these headers, on another subject than its
+       writer's, or whose first piece does not begin a body; and nothing at all where a message was removed. It is
+       skipped: the names say whether a message of ours is missing there.
 """
 
 from __future__ import annotations
@@ -82,6 +85,16 @@ class StoredMessage:
     more: bool
     body: bytes
 
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether no process of ours wrote it."""
+        return not self.message_id
+
+
+def foreign_message(sequence: int) -> StoredMessage:
+    """Return what stands for a message that is none of ours."""
+    return StoredMessage(sequence, "", "", 0, False, b"")
+
 
 @dataclass(frozen=True, slots=True)
 class Body:
@@ -101,9 +114,17 @@ def stored_message(sequence: int, headers: Mapping[str, str], body: bytes) -> St
     """Return the message that was stored at a sequence; raises ``Damaged`` when it is none of ours."""
     message_id, after = headers.get(MESSAGE_ID), headers.get(AFTER)
     piece, more = headers.get(PIECE, "0"), headers.get(MORE, "0")
-    if message_id is None or after is None or not piece.isdigit() or int(piece) >= PIECES_MAX:
-        raise Damaged(f"message {sequence} has headers {sorted(headers)}: no consolidator wrote it")
+    if not message_id or after is None or not piece.isdecimal() or len(piece) > 4 or int(piece) >= PIECES_MAX:
+        raise Damaged(f"its headers are {', '.join(sorted(headers)[:16])[:200] or 'none'}")
     return StoredMessage(sequence, message_id, after, int(piece), more == "1", body)
+
+
+def begins_body(data: bytes) -> bool:
+    """Return whether the first piece of a body of any version begins so."""
+    if len(data) < FILE_HEADER.size:
+        return False
+    magic, version, check, first, created_ms = FILE_HEADER.unpack_from(data)
+    return bool(magic == SEGMENT_MAGIC and check == header_check(magic, version, first, created_ms))
 
 
 def empty_body(offset: int, created_ms: int) -> bytes:
@@ -186,6 +207,8 @@ class Chain:
 
     def take(self, message: StoredMessage) -> bytes | None:
         """Take the next message; return the body that it completes. Raises ``BrokenChain`` and ``Damaged``."""
+        if message.is_foreign:
+            return None
         if self._anchor is not None and message.message_id != self._anchor:
             raise BrokenChain(f"message {message.sequence} is {message.message_id!r}, expected is {self._anchor!r}")
         if self._anchor is None and self.last_id is not None and message.after != self.last_id:

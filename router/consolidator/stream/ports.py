@@ -64,17 +64,23 @@ class RecordStream(Protocol):
         """Return the stream as whoever orders it knows it."""
         ...
 
-    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+    def append(
+        self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False, own_sequence: int | None = None
+    ) -> None:
         """Store messages right behind ``last_sequence``, each once the one before it is stored.
 
-        The one before the first must be of the same writer, too; with ``begins`` that writer has none yet. Raises
+        The one before the first must be of the same writer, too; with ``begins`` that writer has none yet. With foreign
+        messages behind the writer's last one, ``own_sequence`` is where that one is. Raises
         ``OutOfTurn`` when the stream does not end there, or with another writer's message. Some of the messages may be
         stored then, and when ``StreamUnavailable`` is raised: a number of them from the first on.
         """
         ...
 
     def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on, as many as fit an answer; none only when none is there (yet)."""
+        """Return messages from a sequence on, as many as fit an answer; none only when none is there (yet).
+
+        They have no hole between them: where one was removed there is a foreign one.
+        """
         ...
 
     def remove_before(self, sequence: int) -> None:

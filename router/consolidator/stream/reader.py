@@ -148,6 +148,8 @@ class StreamReader:
         self._due_ms = now_ms + self._poll_ms
         last_id = self._chain.last_id
         for message in messages[:1]:
+            if message.is_foreign:
+                continue  # what was before it is named by the next message of ours
             if message.sequence == self.next_sequence - 1 and last_id not in (None, message.message_id):
                 return self._break(f"message {message.sequence} is {message.message_id!r}, was {last_id!r}", now_ms)
         messages = [message for message in messages if message.sequence >= self.next_sequence]

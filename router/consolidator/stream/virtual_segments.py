@@ -56,7 +56,7 @@ class StreamDirectory(ReadOnlyDisk):
         sequence = facts.first_sequence
         while sequence <= facts.last_sequence:
             for message in self._history.messages(sequence, facts.last_sequence):
-                if message.piece == 0:
+                if message.piece == 0 and not message.is_foreign:
                     starts.append(message)
                     break
             sequence += SEGMENT_MESSAGES
