@@ -227,7 +227,7 @@ class Harness:
             self.metrics,
         )
 
-    async def _confirm(self) -> str:
+    async def _confirm(self, _all_facts: bool) -> str:
         return ""
 
     async def run(self) -> None:
