@@ -117,7 +117,14 @@ def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:
         """Return a file of the fleet page."""
         return _file(request, name)
 
-    @app.get(STREAM_PATH, tags=["fleet page"], response_class=EventStream, responses=error_answers(_NO_ROOM))
+    # FastAPI takes the status it describes from the signature of a response class, where the route names none.
+    @app.get(
+        STREAM_PATH,
+        tags=["fleet page"],
+        status_code=200,
+        response_class=EventStream,
+        responses=error_answers(_NO_ROOM),
+    )
     async def stream(
         last_event_id: Annotated[
             str,
