@@ -18,7 +18,7 @@ lowest:  ## the lowest versions of all dependencies that pyproject.toml allows, 
 	rm -rf build/lowest
 	$(PYTHON) -m venv build/lowest
 	build/lowest/bin/pip install -q uv
-	build/lowest/bin/uv pip install -q --python build/lowest --resolution lowest-direct . 'pytest>=8.3' 'psutil>=6.1' 'hypothesis>=6.115'
+	build/lowest/bin/uv pip install -q --python build/lowest --resolution lowest-direct . 'pytest>=8.3' 'psutil>=6.1' 'hypothesis>=6.115' 'trustme>=1.2'
 	build/lowest/bin/python -m pytest -p no:cacheprovider tests/e2e/test_served_surface.py
 
 compiled:  ## the program with its request path compiled, in build/compiled, and every test against that

@@ -7,6 +7,7 @@ all dependencies that ``pyproject.toml`` allows.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -124,3 +125,91 @@ def test_head_is_answered_wherever_get_is(servers: dict[str, str], command: str)
         for path in ("/openapi.json", "/live", "/version", "/health", "/metrics", "/v1/models", "/ui", "/v1/decisions"):
             head, got = client.head(path), client.get(path)
             assert (head.status_code, head.content) == (got.status_code, b""), path
+
+
+EVIL = "http://evil.example"
+FOREIGN = (
+    {"origin": EVIL},
+    {"origin": "null"},
+    {"origin": "http://localhost:1"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": EVIL, "sec-fetch-site": "cross-site", "content-type": "text/plain"},
+)
+
+
+def changing(url: str) -> list[tuple[str, str]]:
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    return [
+        (method.upper(), re.sub(r"\{\w+\}", "w0", path))
+        for path, operations in paths.items()
+        for method in operations
+        if method != "get" and (method != "post" or path not in BODIES or path == "/v1/route")
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_web_page_of_another_origin_changes_nothing(servers: dict[str, str], command: str) -> None:
+    url = servers[command]
+    operations = changing(url)
+    assert ("POST", "/v1/config/reload" if command == "global-router" else "/v1/workers/w0/drain") in operations
+    assert ("DELETE", "/v1/responses/w0") in operations
+    with httpx.Client(base_url=url) as client:
+        for method, path in operations:
+            for headers in FOREIGN:
+                for spelling in (path, f"{path}/"):
+                    answer = client.request(method, spelling, headers=headers)
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_origin"), path
+                    assert "--cors-allow-origins" in answer.json()["error"]["message"]
+            for headers in ({"origin": url}, {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}):
+                if not path.endswith("/drain"):
+                    assert client.request(method, path, headers=headers).status_code != 403, path
+
+
+def test_a_web_page_cannot_have_a_browser_send_a_prompt_unasked(servers: dict[str, str]) -> None:
+    """A POST whose body has a type that a page may send, or none, is not read."""
+    with httpx.Client(base_url=servers["up"]) as client:
+        for path, body in BODIES.items():
+            content = json.dumps(body)
+            for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None):
+                headers = {"origin": EVIL, **({} if content_type is None else {"content-type": content_type})}
+                answer = client.post(path, content=content, headers=headers)
+                assert answer.status_code == (403 if path == "/v1/route" else 415), (path, content_type)
+            assert client.post(path, content=content).status_code == 200, "clients without a browser may leave it out"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_rebound_name_is_refused_on_every_path(servers: dict[str, str], command: str) -> None:
+    url = servers[command]
+    port = url.rpartition(":")[2]
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    with httpx.Client(base_url=url) as client:
+        for path, operations in paths.items():
+            for method in operations:
+                answer = client.request(method, path, headers={"host": f"evil.example:{port}"}, json=BODIES.get(path))
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_host"), path
+        for host in ("localhost", "LOCALHOST.:1", "pool.localhost", "127.0.0.2:9", "[::1]:8000"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
+
+
+def test_the_parts_behind_a_pool_refuse_rebound_names_and_web_pages(servers: dict[str, str]) -> None:
+    (worker,) = httpx.get(f"{servers['up']}/v1/workers").json()["data"]
+    with httpx.Client(base_url=worker["http_endpoint"]) as client:
+        for path in ("/live", "/blocks", "/metrics"):
+            assert client.get(path, headers={"host": "evil.example"}).status_code == 403
+        for headers in ({"origin": EVIL}, {"sec-fetch-site": "cross-site"}, {"host": "evil.example"}):
+            assert client.post("/drain", headers=headers).status_code == 403
+    assert ready_workers(servers["up"]) == [worker["worker_id"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_with_a_slash_at_its_end_is_served_without_a_redirect(servers: dict[str, str], command: str) -> None:
+    with httpx.Client(base_url=servers[command], headers={"x-forwarded-proto": "https"}) as client:
+        for path in ("/v1/models/", "/live/", "/v1/decisions/", "/openapi.json/"):
+            assert client.get(path).status_code == client.head(path).status_code == 200, path
+        if command != "router":
+            for path, body in BODIES.items():
+                if path != "/v1/route" or command == "up":
+                    assert client.post(f"{path}/", json=body).status_code == 200, path
+        page = client.get("/ui/")
+        assert (page.status_code, page.headers["location"]) == (307, "../ui"), "its files are relative to /ui"
