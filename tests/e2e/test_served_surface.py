@@ -119,6 +119,13 @@ def ask(client: httpx.Client, method: str, path: str) -> tuple[int, str]:
         return answer.status_code, answer.read().decode()
 
 
+def test_a_router_without_workers_has_started_and_is_not_ready(servers: dict[str, str]) -> None:
+    for command, status in (("up", 200), ("global-router", 200), ("router", 503)):
+        assert httpx.get(f"{servers[command]}/live").status_code == 200
+        for path in ("/ready", "/ping", "/health"):
+            assert httpx.get(f"{servers[command]}{path}").status_code == status, (command, path)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_head_is_answered_wherever_get_is(servers: dict[str, str], command: str) -> None:
     with httpx.Client(base_url=servers[command], timeout=60) as client:
