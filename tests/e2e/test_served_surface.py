@@ -220,3 +220,23 @@ def test_a_path_with_a_slash_at_its_end_is_served_without_a_redirect(servers: di
                     assert client.post(f"{path}/", json=body).status_code == 200, path
         page = client.get("/ui/")
         assert (page.status_code, page.headers["location"]) == (307, "../ui"), "its files are relative to /ui"
+
+
+def test_the_first_picture_of_the_fleet_page_counts_every_request(servers: dict[str, str]) -> None:
+    """More requests than the picture has rows for: the counts by second are of all."""
+    with httpx.Client(base_url=servers["up"], timeout=60) as client:
+        for _ in range(13):
+            body = {"model": "tiny", "prompt": ["Hello"] * 20, "max_tokens": 1}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        text = ""
+        with client.stream("GET", "/v1/fleet/stream") as answer:
+            for part in answer.iter_text():
+                text += part
+                if "\n\n" in text:
+                    break
+    data = next(line for line in text.splitlines() if line.startswith("data:"))
+    picture = json.loads(data.removeprefix("data:"))
+    table = picture["tables"]["seconds"]
+    assert table["columns"] == ["requests", "prompt_tokens", "found_tokens", "moves"]
+    assert sum(row[1] for row in table["rows"]) == picture["values"]["totals"]["decisions"] > 240
+    assert len(picture["tables"]["requests"]["rows"]) == 240

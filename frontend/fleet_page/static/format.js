@@ -24,6 +24,7 @@ export function clock(ms, fine = false) {
 }
 
 export function rate(perSecond) {
+  if (Object.is(perSecond, -0)) return "0.0";
   if (!Number.isFinite(perSecond)) return "–";
   return perSecond < 10 ? perSecond.toFixed(1) : whole.format(perSecond);
 }
@@ -42,3 +43,9 @@ export function tone(status) {
 }
 
 export const nameOf = (requestId) => requestId.split("~", 1)[0];
+
+// Ids of one router begin alike: their end is what tells them apart.
+export const shortId = (requestId, most = 12) => {
+  const name = nameOf(requestId);
+  return name.length > most ? `…${name.slice(1 - most)}` : name;
+};

@@ -91,14 +91,9 @@ class Page {
     this.renderSoon();
   }
 
+  // The router counts every request; the page gets only the last ones, and under load none of most.
   countRequests(kind, data) {
-    const table = data.tables.requests;
-    if (!table) return;
-    for (const row of table.rows) {
-      const request = this.store.requests.get(row[0]);
-      if (!request || request.stage === "decode") continue;
-      this.strip.count(request, request.reused_tokens ?? request.found_tokens ?? 0);
-    }
+    for (const [second, ...counts] of data.tables.seconds?.rows ?? NONE) this.strip.count(Number(second), counts);
     this.strip.changed = true;
   }
 
@@ -362,7 +357,7 @@ class Page {
       ["running", count(running), "", waiting ? `${count(waiting)} wait in engines` : "none waits in an engine", ""],
       ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
       ["found in caches", percent(lately.share), "", "of the prompt tokens", ""],
-      ["caches", percent(total ? held / total : NaN), " full", flow ? `+${rate(flow.stored)} −${rate(flow.removed)} blocks/s` : `${short(held)} blocks`, ""],
+      ["caches", percent(total ? held / total : NaN), " full", flow ? `${rate(flow.stored)} stored, ${rate(flow.removed)} evicted blocks/s` : `${short(held)} blocks`, ""],
       this.past ? ["journal", short(this.past.frame.offset), "", "records folded", ""] : queueTile(queue, totals),
     ]);
   }
@@ -513,7 +508,7 @@ class Page {
 function queueTile(queue, totals) {
   const full = queue.requests_max > 0 && queue.requests >= queue.requests_max;
   const refused = Object.values(queue.refused).reduce((sum, each) => sum + each, 0);
-  const under = refused ? `${count(refused)} refused so far` : totals?.waiting ? "wait for a worker with room" : "nobody waits, none refused";
+  const under = refused ? `${count(refused)} refused so far` : totals?.waiting ? "wait for a worker with room" : "none waiting, none refused";
   return ["queue", count(queue.requests), ` of ${short(queue.requests_max)}`, under, full ? "bad" : refused ? "warn" : ""];
 }
 
