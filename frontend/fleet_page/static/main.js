@@ -208,10 +208,17 @@ class Page {
     }
     document.title = `poolgrid ${about.name === "router" ? "fleet" : about.name}`;
     const processes = about.processes > 1 ? ` · ${about.processes} processes, all of them are shown` : "";
-    setText(byId("name"), `${about.kind === "router" ? about.name : "global router"}${about.policy ? `, policy ${about.policy}` : ""}`);
+    this.heading(NONE);
     setText(byId("foot"), `poolgrid ${about.version}${processes} · this page only shows, it changes nothing`);
     if (this.kind !== "router") setText(byId("strip-hint"), "click a moment to see the grid as it was then; each pool's own page plays its pool back");
     else if (about.no_playback) setText(byId("strip-hint"), about.no_playback);
+  }
+
+  heading(models) {
+    const { about } = this.store.values;
+    const served = models.length > 2 ? counted(models.length, "model") : models.join(", ");
+    const parts = [served, location.host, about.name, about.policy ? `policy ${about.policy}` : "", `version ${about.version}`];
+    setText(byId("name"), parts.filter(Boolean).join(" · "));
   }
 
   sortBy(name, button) {
@@ -265,6 +272,7 @@ class Page {
     const requests = this.past ? this.pastRequests() : this.store.newest(64);
     this.requests.show(requests, this.past ? 0 : this.store.values.totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
     this.renderTiles(models, now);
+    this.heading([...new Set(models.map((worker) => worker.model))].sort(compare));
     const streams = new Map();
     for (const worker of models) streams.set(worker.stream, (streams.get(worker.stream) ?? 0) + 1);
     const others = [...streams].filter(([state]) => state !== "live").map(([state, number]) => `${count(number)} ${streamWords(state)}`);
@@ -357,7 +365,7 @@ class Page {
       ["running", count(running), "", waiting ? `${count(waiting)} wait in engines` : "none waits in an engine", ""],
       ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
       ["found in caches", percent(lately.share), "", "of the prompt tokens", ""],
-      ["caches", percent(total ? held / total : NaN), " full", flow ? `${rate(flow.stored)} stored, ${rate(flow.removed)} evicted blocks/s` : `${short(held)} blocks`, ""],
+      ["caches", percent(total ? held / total : NaN), " full", flow ? `+${rate(flow.stored)}${flow.removed < 0.05 ? "" : ` −${rate(flow.removed)}`} blocks/s` : `${short(held)} blocks`, ""],
       this.past ? ["journal", short(this.past.frame.offset), "", "records folded", ""] : queueTile(queue, totals),
     ]);
   }
@@ -508,7 +516,7 @@ class Page {
 function queueTile(queue, totals) {
   const full = queue.requests_max > 0 && queue.requests >= queue.requests_max;
   const refused = Object.values(queue.refused).reduce((sum, each) => sum + each, 0);
-  const under = refused ? `${count(refused)} refused so far` : totals?.waiting ? "wait for a worker with room" : "none waiting, none refused";
+  const under = refused ? `${count(refused)} refused so far` : totals?.waiting ? "wait for a worker with room" : "none waiting or refused";
   return ["queue", count(queue.requests), ` of ${short(queue.requests_max)}`, under, full ? "bad" : refused ? "warn" : ""];
 }
 

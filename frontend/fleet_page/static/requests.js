@@ -11,7 +11,9 @@ const ROUTER = ["time", "request", "worker", "tokens", "cached", "status"];
 const GLOBAL = ["time", "request", "pool", "tokens", "TTFT", "status"];
 const WIDE = { router: [1, 3], global: [1] }; // not on a phone
 
-export const statusWords = (status) => (status === "" ? "sent" : status);
+const WORDS = { "": "sent", stop: "done", length: "at limit" };
+
+export const statusWords = (status) => WORDS[status] ?? status;
 
 export class RequestList {
   constructor(kind, open) {
