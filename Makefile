@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
+.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -13,6 +13,13 @@ types:
 
 test:
 	$(PYTHON) -m pytest -n 2 --dist loadfile
+
+lowest:  ## the lowest versions of all dependencies that pyproject.toml allows, in build/lowest, and every served path with them
+	rm -rf build/lowest
+	$(PYTHON) -m venv build/lowest
+	build/lowest/bin/pip install -q uv
+	build/lowest/bin/uv pip install -q --python build/lowest --resolution lowest-direct . 'pytest>=8.3' 'psutil>=6.1' 'hypothesis>=6.115' 'trustme>=1.2'
+	build/lowest/bin/python -m pytest -p no:cacheprovider tests/e2e/test_served_surface.py
 
 format:
 	$(PYTHON) -m ruff check --fix .

@@ -19,9 +19,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from poolgrid.cli.api_key import api_key_headers, key_hint
-from poolgrid.cli.journal_directory import journal_errors, open_decisions, progress_bar, survey_bytes
 from poolgrid.cli.json_output import print_json
-from poolgrid.router.decision_journal.reader import decisions_about
 from poolgrid.runtime.figures import counted, number
 from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
@@ -195,6 +193,10 @@ def _add_mapping(branch: Tree, values: Mapping[str, Any]) -> None:
 def explain_from_journal(request_id: str, directory: str, as_json: bool) -> int:
     """Print why a request went where it went, as recorded below a directory; return 1 when nothing is."""
     attempts: list[DecisionExplanation] = []
+    # These bring the router's core and numpy, which asking a router does not need.
+    from poolgrid.cli.journal_directory import journal_errors, open_decisions, progress_bar, survey_bytes
+    from poolgrid.router.decision_journal.reader import decisions_about
+
     with journal_errors():
         for router, disk in open_decisions(directory):
             with progress_bar(f"reading {router}", survey_bytes(disk)) as on_progress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from poolgrid import __version__
 from poolgrid.frontend.access.cache_domains import CacheDomains
-from poolgrid.frontend.access.gate import AccessGate, GateKeys, caller_of
+from poolgrid.frontend.access.gate import PAGE_FOLDER, AccessGate, GateKeys, caller_of, is_path_of_tenants
 from poolgrid.frontend.access.key_file import KeyDocument
 from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
 from poolgrid.frontend.access.meter import Meter
@@ -56,6 +56,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.frontend.traffic import Traffic
+from poolgrid.runtime.browser_requests import SAFE_METHODS, foreign_origin
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.process_group import GroupPlace
 from poolgrid.runtime.tracing.tracing import Tracing
@@ -120,10 +121,15 @@ class Application(FastAPI):
         request_ids: RequestIds,
         clock: Clock,
         traffic: Traffic[Any],
+        metrics: FrontendMetrics,
+        cors_allow_origins: Collection[str],
         **fields: Any,
     ) -> None:
-        # The pages that FastAPI makes of a description load their scripts from elsewhere.
-        super().__init__(lifespan=_until_close, docs_url=None, redoc_url=None, **fields)
+        # The pages that FastAPI makes of a description load their scripts from elsewhere. Both spellings of a path are
+        # served: a redirect would name the scheme that the server sees, and TLS may end at a proxy.
+        super().__init__(lifespan=_until_close, docs_url=None, redoc_url=None, redirect_slashes=False, **fields)
+        self._metrics = metrics
+        self._page_origins = frozenset(each.lower() for each in cors_allow_origins)
         self._request_ids = request_ids
         self._clock = clock
         self.close = close
@@ -149,6 +155,9 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
+        path = scope.get("path", "")
+        if path.endswith("/") and len(path) > 1 and path != PAGE_FOLDER:
+            scope = {**scope, "path": path[:-1]}
         if scope["type"] == "http" and scope["method"] == "POST" and self._is_short():
             endpoint = self.direct.get(scope["path"])
             if endpoint is not None:
@@ -177,7 +186,26 @@ class Application(FastAPI):
                 message = {**message, "body": b""}
             await send(message)
 
+        if scope["method"] not in SAFE_METHODS:
+            page = self._foreign_page(scope)
+            if page:
+                what = f"{scope['method']} {scope['path']}: a web page of {page} sent it"
+                allowed = "allowed are pages of this server and of the origins in --cors-allow-origins"
+                self._metrics.refused("foreign_origin")
+                refusal = _answer(Request(scope), RequestError(403, "foreign_origin", f"{what}, {allowed}"))
+                await refusal(scope, receive, named)
+                return
         await super().__call__(scope, receive, named)
+
+    def _foreign_page(self, scope: Scope) -> str:
+        """Return which page of another origin sent a request that changes something; empty when none did.
+
+        A POST of the API that tenants use has a body of JSON, which a browser sends only after it was allowed to.
+        """
+        origins = self._page_origins
+        if is_path_of_tenants(scope["path"]) and (scope["method"] == "POST" or "*" in origins):
+            return ""
+        return foreign_origin(scope["headers"], origins)
 
 
 @asynccontextmanager
@@ -229,16 +257,18 @@ def create_app(
 
     clock = clock or SystemClock()
     request_ids = RequestIds(f"r{secrets.token_hex(6)}" if id_prefix is None else id_prefix)
+    metrics = FrontendMetrics(registry, settings.ttft_target_ms, settings.itl_target_ms)
     app = Application(
         close,
         request_ids,
         clock,
         Traffic(settings.access_log, account_of, line_of),
+        metrics,
+        settings.cors_allow_origins,
         title="poolgrid",
         summary="OpenAI API of a KV-cache-aware router",
         version=__version__,
     )
-    metrics = FrontendMetrics(registry, settings.ttft_target_ms, settings.itl_target_ms)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     media = MediaLoader(settings, MediaMetrics(registry), clock)
     guides = GuideCheck(

@@ -213,7 +213,7 @@ class _Exchange:
             limit = self._endpoint.body_bytes_max
             headers = self._headers
             if not headers.is_taken:
-                check_announced(headers.content_type, headers.content_length, limit)
+                check_announced(headers.content_type, headers.content_length, limit, self._scope["headers"])
                 # Of another with this head only the length is another's, at which the server has looked.
                 headers.is_taken = True
             body: bytes | None

@@ -9,6 +9,7 @@ from poolgrid.frontend.body_shape import check_shape
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.inflation import BodyInflation, ClientLeft
 from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.runtime.browser_requests import Headers, is_from_page
 from poolgrid.runtime.tasks import owned
 
 
@@ -38,7 +39,8 @@ class BodyReader:
 
     async def _whole(self, request: Request) -> bytes:
         headers, limit = request.headers, self._max_body_bytes
-        check_announced(headers.get("content-type", "").encode(), headers.get("content-length", "").encode(), limit)
+        content_type, content_length = (headers.get(name, "").encode() for name in ("content-type", "content-length"))
+        check_announced(content_type, content_length, limit, headers.raw)
         raw = await receive_body(request.receive, limit)
         if raw is None:
             raise _client_left()
@@ -65,8 +67,11 @@ def _client_left() -> RequestError:
     return RequestError(400, "client_left", "reading the request body: the client left before it was complete")
 
 
-def check_announced(content_type: bytes, content_length: bytes, limit: int) -> None:
-    """Refuse what the headers say already; raises ``RequestError`` 415 and 413."""
+def check_announced(content_type: bytes, content_length: bytes, limit: int, headers: Headers) -> None:
+    """Refuse what the headers say already; raises ``RequestError`` 415 and 413.
+
+    A body without a content type is taken, but not of a browser: it sends one for any web page, without asking first.
+    """
     # As nearly every client writes it, first.
     media_type = b"" if content_type == b"application/json" else content_type.partition(b";")[0].strip().lower()
     if media_type and media_type != b"application/json" and not media_type.endswith(b"+json"):
@@ -75,6 +80,15 @@ def check_announced(content_type: bytes, content_length: bytes, limit: int) -> N
             "unsupported_media_type",
             f"reading the request body: content-type is {media_type.decode('latin-1')!r}, allowed is "
             "application/json (curl: -H 'content-type: application/json')",
+            param="content-type",
+            headers=((b"connection", b"close"),),
+        )
+    if not content_type and is_from_page(headers):
+        raise RequestError(
+            415,
+            "unsupported_media_type",
+            "reading the request body: a browser sent it for a web page without a content-type, allowed is "
+            "application/json",
             param="content-type",
             headers=((b"connection", b"close"),),
         )

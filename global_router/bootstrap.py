@@ -188,7 +188,15 @@ async def serve(
         open_report(opened, app.traffic, lambda: service.waiting_room.view().requests, clock)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
-        server = open_server(opened, settings, registry, app, service.stop, reuse_port=place is not None)
+        server = open_server(
+            opened,
+            settings,
+            registry,
+            app,
+            service.stop,
+            reuse_port=place is not None,
+            has_keys=frontend.api_keys is not None,
+        )
         of_page: dict[str, LoopAnswer] = {}
         if frontend.fleet_page:
             source = GlobalFleetSource(service, client, awake, place)

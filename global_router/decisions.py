@@ -18,6 +18,7 @@ from poolgrid.global_router.core.choice.request_hints import RequestHints
 from poolgrid.global_router.core.document.axis import TARGETS
 from poolgrid.wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow
 from poolgrid.wire.request_ids import kept_under, name_of
+from poolgrid.wire.second_counts import SecondCounts
 
 NOTES_MAX = 50
 """Of one request; one that waits is tried again and again, and says the same each time."""
@@ -157,10 +158,13 @@ class RequestDecisions:
         """The latest request that clients called by a name."""
         self.added = 0
         """Records so far, forgotten ones included."""
+        self.seconds = SecondCounts()
+        """Requests in each of the last seconds, forgotten records included."""
 
     def add(self, record: RequestDecision) -> None:
         """Keep a record, forgetting the oldest beyond the capacity; a second one of the same id replaces the first."""
         self.added += 1
+        self.seconds.add(record.time_ms, 1, record.isl, 0)
         self._records.pop(record.request_id, None)
         self._records[record.request_id] = record
         self._latest[name_of(record.request_id)] = record.request_id

@@ -24,6 +24,7 @@ from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.process_group import GroupPlace
 from poolgrid.wire.answers import QueueRow
+from poolgrid.wire.second_counts import added
 from poolgrid.wire.selection import PoolStatus
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
         "output_tokens",
         "places",
     ),
+    "seconds": ("requests", "prompt_tokens", "found_tokens", "moves"),
 }
 
 
@@ -153,7 +155,8 @@ class GlobalFleetSource:
             "loop_steps": [step.explanation().to_json() for step in service.books.loop_steps[-STEPS_SHOWN:]],
         }
         requests = by_time([self._requests(), *(part.requests for part in others)])
-        return Picture(values, {"pools": pools, "requests": requests})
+        seconds: dict[str, Row] = dict(added(each["seconds"] for each in known))
+        return Picture(values, {"pools": pools, "requests": requests, "seconds": seconds})
 
     def _own_values(self) -> dict[str, Any]:
         service = self._service
@@ -163,6 +166,7 @@ class GlobalFleetSource:
             "active": active,
             "waiting": waiting,
             "decisions": service.decisions.added,
+            "seconds": service.decisions.seconds.rows(),
             "in_flight": service.view.in_flight(),
             "breakers": {pool.name: pool.breaker.state.value for pool in service.pools.all()},
         }

@@ -19,7 +19,8 @@ from poolgrid.wire.selection import ModelStatus
 
 log = logging.getLogger(__name__)
 
-NOT_THERE = (PoolStanding.DOWN, PoolStanding.LOADING, PoolStanding.CONNECTING)
+NOT_THERE = (PoolStanding.DOWN, PoolStanding.LOADING, PoolStanding.CONNECTING, PoolStanding.DRAINING)
+"""States of pools that take no request. One whose breaker is open is not among them: requests are what closes it."""
 
 
 class Shown(Protocol):

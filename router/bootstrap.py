@@ -160,7 +160,15 @@ async def serve(
         if names is not None:
             add_fleet_list(app, names.fleet)
         open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
-        server = open_server(opened, settings, registry, app, service.end_requests, reuse_port=place is not None)
+        server = open_server(
+            opened,
+            settings,
+            registry,
+            app,
+            service.end_requests,
+            reuse_port=place is not None,
+            has_keys=frontend.api_keys is not None,
+        )
         of_page: dict[str, LoopAnswer] = {}
         if frontend.fleet_page:
             player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=member is not None)

@@ -24,6 +24,7 @@ from poolgrid.wire.answers import QueueRow, RequestExplanation
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import STAGE_WORD, StreamState, WorkerKey
 from poolgrid.wire.request_ids import dispatch_id
+from poolgrid.wire.second_counts import added
 
 REQUESTS_SHOWN = 240
 """Of the last decisions, how many are watched for changes: what came of one that is older is seen when it is opened."""
@@ -82,6 +83,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
         "ended_ms",
     ),
     "conversations": ("turns", "blocks", "isl", "last_ms", "request_id", "holders"),
+    "seconds": ("requests", "prompt_tokens", "found_tokens", "moves"),
 }
 
 REQUEST_ID, CONVERSATION = (COLUMNS["requests"].index(name) for name in ("request_id", "conversation"))
@@ -207,7 +209,13 @@ class RouterFleetSource:
             },
         }
         requests = by_time([self._requests(), *map(self._told_requests, others)])
-        tables = {"workers": workers, "requests": requests, "conversations": self._conversations}
+        seconds: dict[str, Row] = dict(added(each["seconds"] for each in known))
+        tables = {
+            "workers": workers,
+            "requests": requests,
+            "conversations": self._conversations,
+            "seconds": seconds,
+        }
         return Picture(values, tables)
 
     def _own_values(self) -> dict[str, Any]:
@@ -218,6 +226,7 @@ class RouterFleetSource:
             "active": active,
             "waiting": waiting,
             "decisions": view.decisions.added,
+            "seconds": view.decisions.seconds.rows(),
         }
 
     def _requests(self) -> dict[str, Row]:

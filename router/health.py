@@ -6,6 +6,8 @@ Rules
        go on alone, and decode workers that could compute prompts themselves are there for something else. A pool is
        not ready before; load balancers would send it requests that it serves slowly or not at all.
     3. What was complete once stays ready: the pool serves on with those that are left, and ``troubles`` says so.
+    4. A pool is ready only while some model has a worker that can generate: without one every request would be answered
+       503, and a load balancer has better routers to ask (decision 0045). It starts without workers all the same.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from poolgrid.wire.names import COMPONENTS
 
 INSTANCES_SHOWN_MAX = 64
 """Workers of an endpoint that are named; of more than these only the number is told. Probes ask every few seconds."""
+
+GENERATING = ("aggregated", "decode")
+"""Roles of workers that answer a request; the others only do a part of the work before."""
 
 
 def endpoint_name(worker: Worker) -> str:
@@ -81,7 +86,9 @@ class Completeness:
         for model, role in missing.items():
             if model not in self._complete:
                 return f"model {model!r} has no {role} worker yet"
-        return None
+        if any(row.ready and row.role in GENERATING for row in rows):
+            return None
+        return "no worker takes requests" if not rows else "no aggregated or decode worker takes requests"
 
     def troubles(self, rows: Sequence[EndpointRow]) -> list[str]:
         """Return what a pool that was complete lacks now."""

@@ -280,8 +280,8 @@ def troubles(
 def readiness(
     service: RouterService, member: GroupMember | None = None, completeness: Completeness | None = None
 ) -> Readiness:
-    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has, and no
-    model is served in stages of which one is still missing."""
+    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has, some
+    worker generates, and no model is served in stages of which one is still missing."""
 
     def missing() -> str | None:
         if not service.ready:

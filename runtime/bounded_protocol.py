@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 import httptools
 
+from poolgrid.runtime.browser_requests import AllowedHosts, shown
 from poolgrid.runtime.held_connection import HeldConnection
 from poolgrid.runtime.http_connections import InvalidRequests, Queue
 
@@ -51,6 +52,8 @@ class BoundedProtocol(HeldConnection):
     """One connection."""
 
     invalid_requests: InvalidRequests
+    hosts: AllowedHosts | None = None
+    """Those that requests may name; ``None`` = any."""
 
     _wire_bytes = 0
     """What has come of a body of unknown length, with what is around it."""
@@ -158,6 +161,13 @@ class BoundedProtocol(HeldConnection):
                 message = f"reading a request: a line of its head has {longest} bytes, allowed are"
                 setting = "(setting http_header_line_bytes)"
                 self._refusal = (431, "head_too_large", f"{message} {limits.header_line_bytes} {setting}")
+                return
+        if self.hosts is not None:
+            host = next((value for name, value in headers if name == b"host"), b"localhost")
+            if not self.hosts.allow(host):
+                message = f"reading a request: Host is {shown(host)}, allowed are loopback names and addresses"
+                where = "for a server on a loopback address without API keys"
+                self._refusal = (403, "foreign_host", f"{message} {where}, and names of setting http_hosts")
                 return
         self._head_bytes = 0
         self._in_body = True

@@ -22,6 +22,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime.bounded_protocol import BoundedProtocol
+from poolgrid.runtime.browser_requests import AllowedHosts
 from poolgrid.runtime.connection_task import ConnectionTask
 from poolgrid.runtime.direct_cycle import DefaultLines, DirectCycle, begun, nobody
 from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
@@ -74,12 +75,18 @@ class DirectProtocol(BoundedProtocol):
     _heads_tried = 0
 
     @classmethod
-    def serving(cls, limits: HttpLimits, registry: CollectorRegistry | None) -> type[DirectProtocol]:
-        """Return the protocol of one server, with these limits and metrics in ``registry``."""
+    def serving(
+        cls, limits: HttpLimits, registry: CollectorRegistry | None, allowed_hosts: AllowedHosts | None = None
+    ) -> type[DirectProtocol]:
+        """Return the protocol of one server, with these limits and metrics in ``registry``.
+
+        Requests that name another host than the ``allowed_hosts`` are refused; without them any host will do.
+        """
 
         class Serving(cls):  # type: ignore[misc, valid-type]
             table = HttpConnections(limits, registry)
             default_lines = DefaultLines()
+            hosts = allowed_hosts
             invalid_requests = InvalidRequests(registry)
 
         return Serving

@@ -19,10 +19,12 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime.bound_socket import bind
+from poolgrid.runtime.browser_requests import AllowedHosts
 from poolgrid.runtime.fair_listener import FairListener
 from poolgrid.runtime.http_connections import connections_that_fit
 from poolgrid.runtime.http_protocol import SERVER_ENDS, DirectProtocol
 from poolgrid.runtime.http_settings import HttpLimits, ServerSettings
+from poolgrid.runtime.security import is_loopback
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 from poolgrid.runtime.tls import Tls
 
@@ -149,15 +151,21 @@ class HttpServer:
         reuse_port: bool = False,
         registry: CollectorRegistry | None = None,
         limits: HttpLimits | None = None,
+        has_keys: bool = False,
     ) -> None:
         """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``.
 
         With ``reuse_port`` several processes may serve one port, and the kernel spreads connections over them. Metrics
         of the server go into ``registry``. ``limits`` are those of ``HttpSettings``, and its defaults without.
+        A server on loopback that asks for no API keys (``has_keys``) answers only requests that name it by a loopback
+        name or one of ``limits.hosts``.
         """
         limits = limits or HttpLimits()
         limits = replace(limits, connections=connections_that_fit(limits.connections))
-        protocol = DirectProtocol.serving(limits, registry)
+        hosts = None
+        if not has_keys and is_loopback(host) and "*" not in limits.hosts:
+            hosts = AllowedHosts(host, limits.hosts)
+        protocol = DirectProtocol.serving(limits, registry, hosts)
         self.connections = protocol.table
         """Its connections, for whoever looks on."""
         self._tls = tls
@@ -227,6 +235,7 @@ def open_server(
     app: Any,
     end_requests: Callable[[], None],
     reuse_port: bool,
+    has_keys: bool,
 ) -> HttpServer:
     """Return a router's server, bound and not started; ``opened`` stops it, and then has its requests ended.
 
@@ -242,6 +251,7 @@ def open_server(
         reuse_port=reuse_port,
         registry=registry,
         limits=settings.http_limits(),
+        has_keys=has_keys,
     )
     opened.push_async_callback(server.stop, end_requests)
     return server

@@ -32,6 +32,7 @@ class HttpLimits:
     connections: int = 16_384
     connections_per_address: int = 0
     unfinished_bytes: int = 512 * MIB
+    hosts: tuple[str, ...] = ()
 
     def body_time_s(self, received_bytes: int) -> float:
         """Return how long a body may take of which so much has come."""
@@ -131,6 +132,12 @@ class HttpSettings(SecuritySettings):
         description="Memory for what has come of requests that are not whole yet, over all connections; beyond it the "
         "body that began first is answered 503, for it has had the most time. Sixteen of the largest bodies.",
     )
+    http_hosts: tuple[str, ...] = Field(
+        (),
+        description="Names that requests may have in Host, besides loopback names and addresses, for a server on a "
+        "loopback address without API keys: that of a proxy in front of it, which passes Host on; * = any. Others get "
+        "403: a web page can give its own name this machine's address. Repeat for more.",
+    )
 
     @model_validator(mode="after")
     def _line_fits(self) -> Self:
@@ -156,6 +163,7 @@ class HttpSettings(SecuritySettings):
             connections=self.http_connections,
             connections_per_address=self.http_connections_per_address,
             unfinished_bytes=self.http_unfinished_bytes,
+            hosts=self.http_hosts,
         )
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    assert "absent from the `packages` configuration" not in done.stderr, "setuptools takes a data directory for code"
     return done.stdout
 
 
@@ -89,6 +91,27 @@ def test_every_file_of_every_package_is_installed_and_no_other(installation: Ins
     found = {Path("poolgrid", path) for path in files_below(installation.packages / "poolgrid")}
 
     assert found == wanted
+
+
+def test_a_source_distribution_has_all_packages_and_no_tests(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for needed in (*DIRECTORIES.values(), "tests"):
+        shutil.copytree(ROOT / needed, copy / needed, ignore=shutil.ignore_patterns("__pycache__"))
+    for needed in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / needed, copy)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", build, cwd=copy)
+
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+
+    assert not [name for name in names if name.startswith("tests")]
+    assert {
+        "src/poolgrid/py.typed",
+        "frontend/models/tiny/tokenizer.json",
+        "frontend/fleet_page/static/main.js",
+    } <= names
 
 
 @pytest.mark.parametrize("command", [("poolgrid",), ("python", "-m", "poolgrid")], ids=" ".join)

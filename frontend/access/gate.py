@@ -39,6 +39,8 @@ PAGE_PATH: Final = "/ui"
 """The files of the fleet page, with everything below. A browser that follows a link carries no key; what the page shows
 comes from paths that need one."""
 
+PAGE_FOLDER: Final = PAGE_PATH + "/"
+
 METRICS_PATH: Final = "/metrics"
 TENANT_PATHS = (
     "/v1/chat/completions",
@@ -64,11 +66,16 @@ def path_class(path: str, metrics_need_key: bool) -> PathClass:
         return PathClass.OPEN
     if path == METRICS_PATH and not metrics_need_key:
         return PathClass.OPEN
-    if path.startswith(TENANT_PATHS) and any(path == each or path.startswith(each + "/") for each in TENANT_PATHS):
+    if is_path_of_tenants(path):
         return PathClass.TENANT
-    if path == PAGE_PATH or path.startswith(PAGE_PATH + "/"):
+    if path == PAGE_PATH or path.startswith(PAGE_FOLDER):
         return PathClass.OPEN
     return PathClass.OPERATOR
+
+
+def is_path_of_tenants(path: str) -> bool:
+    """Tell whether a path is part of the API that tenants use."""
+    return path.startswith(TENANT_PATHS) and any(path == each or path.startswith(each + "/") for each in TENANT_PATHS)
 
 
 class GateKeys(NamedTuple):

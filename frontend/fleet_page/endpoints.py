@@ -12,9 +12,10 @@ from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Path, Query, Request, Response
+from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.frontend.access.gate import PAGE_PATH
+from poolgrid.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
 from poolgrid.frontend.app import BODILESS
 from poolgrid.frontend.errors import RequestError, invalid
 from poolgrid.frontend.fleet_page.assets import HEADERS, INDEX, asset
@@ -112,12 +113,24 @@ def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:
         """Return the fleet page: the pool live, for a browser. It loads nothing from elsewhere."""
         return _file(request, INDEX)
 
+    @app.get(PAGE_FOLDER, include_in_schema=False)
+    async def folder() -> Response:
+        """Lead to the page, whose files are named relative to ``PAGE_PATH``; relative too, for proxies in front."""
+        return RedirectResponse(f"..{PAGE_PATH}")
+
     @app.get(PAGE_PATH + "/{name}", tags=["fleet page"], response_class=Response, responses=error_answers(_NO_FILE))
     async def file(request: Request, name: str) -> Response:
         """Return a file of the fleet page."""
         return _file(request, name)
 
-    @app.get(STREAM_PATH, tags=["fleet page"], response_class=EventStream, responses=error_answers(_NO_ROOM))
+    # FastAPI takes the status it describes from the signature of a response class, where the route names none.
+    @app.get(
+        STREAM_PATH,
+        tags=["fleet page"],
+        status_code=200,
+        response_class=EventStream,
+        responses=error_answers(_NO_ROOM),
+    )
     async def stream(
         last_event_id: Annotated[
             str,

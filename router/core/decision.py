@@ -27,9 +27,10 @@ from poolgrid.wire.answers import (
     RetainedRow,
     RetentionRow,
 )
-from poolgrid.wire.identifiers import STAGE_WORD, WorkerKey
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
 from poolgrid.wire.requests import KvRetention
+from poolgrid.wire.second_counts import SecondCounts
 
 DECISION_BYTES: Final = 1000
 """Measured: the record itself, its request, its place in the log."""
@@ -278,10 +279,19 @@ class DecisionLog:
         """The latest request that clients called by a name; none of those whose id is the name."""
         self.added = 0
         """Decisions so far, forgotten ones included."""
+        self.seconds = SecondCounts()
+        """What was decided in each of the last seconds, forgotten decisions included."""
 
     def add(self, decision: Decision) -> None:
         """Keep a decision, forgetting the oldest beyond the capacity."""
         self.added += 1
+        request = decision.request
+        if request.stage is not Stage.DECODE:
+            found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
+            first = decision.attempt == 0
+            self.seconds.add(
+                decision.time_ms, first, request.isl if first else 0, found_tokens if first else 0, not first
+            )
         decisions = self._decisions
         request_id = decision.request.request_id
         key = (request_id, decision.attempt)

@@ -62,6 +62,9 @@ NOT_NEEDED = {
         "poolgrid.workers", "poolgrid.router", "poolgrid.simulation", "poolgrid.loadgen", "yaml", "matplotlib",
         "poolgrid.cli.config", "poolgrid.global_router.heat_map", "poolgrid.global_router.core.builder",
     },
+    ("explain", "poolgrid.cli.explain"): {
+        "numpy", "poolgrid.router", "poolgrid.simulation", "poolgrid.cli.journal_directory",
+    },
 }  # fmt: skip
 """What a command's process must not import, by the command and the modules that start it."""
 

@@ -156,8 +156,8 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
             with Process(*arguments, "--ingest-port", ingest.rpartition(":")[2]) as second:
                 second.wait_ready()
                 assert httpx.get(f"{second.url}/v1/workers/w/blocks").text == held
-                assert httpx.get(f"{second.url}/ready").status_code == 200
                 eventually("the worker is reachable", lambda: ready_workers(second.url) == ["w"])
+                assert httpx.get(f"{second.url}/ready").status_code == 200
                 again = BenchSettings(url=second.url, concurrency=(8,), isl=900, osl=40, requests=60)
                 report = bench(again, verify=Verifier(again, PLAIN))
 

@@ -61,7 +61,8 @@ def test_of_many_workers_only_some_are_named() -> None:
 @pytest.mark.parametrize(
     ("workers", "missing"),
     [
-        ([], None),
+        ([], "no worker takes requests"),
+        ([worker("w", Role.AGGREGATED, draining=True)], "no aggregated or decode worker takes requests"),
         ([worker("w", Role.AGGREGATED)], None),
         ([PREFILL, DECODE], None),
         ([DECODE], "model 'm' has no prefill worker yet"),
@@ -87,6 +88,26 @@ def test_a_pool_that_was_complete_stays_ready_and_says_what_it_lacks() -> None:
     assert completeness.troubles(rows(DECODE)) == ["model 'm' has no prefill worker any more"]
 
 
+@pytest.mark.parametrize(
+    ("complete", "left", "missing"),
+    [
+        ([worker("w", Role.AGGREGATED)], [], "no worker takes requests"),
+        ([PREFILL, DECODE], [PREFILL], "no aggregated or decode worker takes requests"),
+        ([PREFILL, DECODE], [PREFILL, worker("d", Role.DECODE, draining=True)], "no aggregated or decode worker"),
+        ([PREFILL, DECODE], [DECODE], None),
+        ([PREFILL, DECODE, worker("w", Role.AGGREGATED, model="other")], [worker("w", Role.AGGREGATED)], None),
+    ],
+)
+def test_a_pool_that_could_only_answer_503_is_not_ready_any_more(
+    complete: list[Worker], left: list[Worker], missing: str | None
+) -> None:
+    completeness = Completeness()
+    assert completeness.missing(rows(*complete)) is None
+    found = completeness.missing(rows(*left))
+    assert found == missing if missing is None else found is not None and found.startswith(missing)
+    assert completeness.missing(rows(*complete)) is None, "workers come back"
+
+
 def test_a_router_is_not_ready_before_it_can_reach_a_prefill_worker_beside_its_decode_workers() -> None:
     """Over HTTP, with a router that is told of its workers: what the process puts together, too."""
 
@@ -110,7 +131,8 @@ def test_a_router_is_not_ready_before_it_can_reach_a_prefill_worker_beside_its_d
                     answer = await client.get(path)
                     return answer.status_code, answer.json().get("reason")
 
-                assert await asked("/ready") == (200, None), "a router without workers"
+                assert await asked("/ready") == (503, "no worker takes requests")
+                assert (await client.get("/live")).status_code == 200, "it has started"
                 joins("d", Role.DECODE, "tcp://127.0.0.1:1")
                 router.bring_up("tcp://127.0.0.1:1")
                 assert await asked("/ready") == (503, "model 'm' has no prefill worker yet")

@@ -19,6 +19,7 @@ from poolgrid.runtime.direct_cycle import CONNECTION, Connection, DirectCycle
 from poolgrid.runtime.http_connections import SAID_EVERY_S, InvalidRequests
 from poolgrid.runtime.http_protocol import HEADS_TRIED_MAX, DirectProtocol
 from poolgrid.runtime.http_server import HttpServer
+from poolgrid.runtime.http_settings import HttpLimits
 
 LIMIT = 1000
 
@@ -141,7 +142,7 @@ class Client:
 @asynccontextmanager
 async def talking(registry: CollectorRegistry | None = None) -> AsyncIterator[tuple[Application, Client]]:
     application = Application()
-    server = HttpServer(application, "127.0.0.1", 0, "port", registry=registry)
+    server = HttpServer(application, "127.0.0.1", 0, "port", registry=registry, limits=HttpLimits(hosts=("*",)))
     server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
@@ -634,7 +635,8 @@ def test_nothing_of_an_answered_request_waits_for_the_collector(header: bytes) -
 
 def test_a_server_that_is_told_to_end_does_not_wait_for_its_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        server = HttpServer(Application(), "127.0.0.1", 0, "port", stop_timeout_ms=3_600_000)
+        limits = HttpLimits(hosts=("*",))
+        server = HttpServer(Application(), "127.0.0.1", 0, "port", stop_timeout_ms=3_600_000, limits=limits)
         server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         client = Client(reader, writer)

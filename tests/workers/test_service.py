@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+import httpx
 import msgspec
 import pytest
 import zmq
@@ -340,6 +341,21 @@ def test_a_draining_worker_finishes_what_it_has_refuses_the_rest_and_says_goodby
             assert worker.router.output("running") == expected(request)
             assert worker.journal.goodbyes == ["drained"]
             assert RequestFinished("running", "length") in worker.journal.events
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("header", [("origin", "http://evil.example"), ("sec-fetch-site", "same-origin")])
+def test_draining_is_not_for_web_pages(header: tuple[str, str]) -> None:
+    """A browser on the worker's machine comes from that machine, whichever page it shows."""
+
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            async with httpx.AsyncClient(base_url=worker.http_url) as client:
+                answer = await client.post("/drain", headers=[header])
+            assert answer.status_code == 403
+            assert "web pages" in answer.text
+            assert (await worker.get("/ready")).status_code == 200
 
     asyncio.run(scenario())
 

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from poolgrid.runtime.browser_requests import is_from_page
 from poolgrid.runtime.health_app import HealthApp, HttpAnswer, Observed, Receive, Scope, Send, send_answer
 from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX
 
@@ -32,7 +33,8 @@ class HttpApi(HealthApp):
     """Says too what the engine's cache really holds; what it shows is given to it once it exists.
 
     ``POST /drain`` is for what ends the process on this machine (Kubernetes' ``preStop`` in the worker's own pod).
-    There are no API keys here, and the port is open to whoever looks at health, so nobody else is heard.
+    There are no API keys here, and the port is open to whoever looks at health, so nobody else is heard; no web page
+    either, which a browser on this machine may send requests for.
     """
 
     paths = (*HealthApp.paths, "/blocks", "/drain")
@@ -65,6 +67,9 @@ class HttpApi(HealthApp):
     def _drain(self, scope: Scope) -> HttpAnswer:
         if scope["method"] != "POST":
             return 405, "text/plain", b"only POST is allowed\n"
+        if is_from_page(scope["headers"]):
+            # A browser on this machine is on this machine, whatever page it shows.
+            return 403, "text/plain", b"draining is not for web pages: the request has Origin or Sec-Fetch-Site\n"
         if not is_from_here(scope):
             said = b"draining is for the worker's own machine; a router has POST /v1/workers/ID/drain\n"
             return 403, "text/plain", said

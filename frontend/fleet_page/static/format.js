@@ -35,10 +35,16 @@ export const hueOfName = (name) => hue(Number.parseInt(name.slice(1), 10) || 0);
 const FAILED = new Set(["error", "cancelled", "poison"]);
 
 export function tone(status) {
-  if (status === "stop" || status === "length") return "good";
+  if (status === "stop") return "good";
   if (status === "placed" || status === "prefill" || status === "output" || status === "under way") return "busy";
   if (FAILED.has(status) || status.startsWith("refused")) return "bad";
   return status === "migrated" ? "warn" : "";
 }
 
 export const nameOf = (requestId) => requestId.split("~", 1)[0];
+
+// Ids of one router begin alike: their end is what tells them apart.
+export const shortId = (requestId, most = 8) => {
+  const name = nameOf(requestId);
+  return name.length > most ? `…${name.slice(1 - most)}` : name;
+};

@@ -91,14 +91,9 @@ class Page {
     this.renderSoon();
   }
 
+  // The router counts every request; the page gets only the last ones, and under load none of most.
   countRequests(kind, data) {
-    const table = data.tables.requests;
-    if (!table) return;
-    for (const row of table.rows) {
-      const request = this.store.requests.get(row[0]);
-      if (!request || request.stage === "decode") continue;
-      this.strip.count(request, request.reused_tokens ?? request.found_tokens ?? 0);
-    }
+    for (const [second, ...counts] of data.tables.seconds?.rows ?? NONE) this.strip.count(Number(second), counts);
     this.strip.changed = true;
   }
 
@@ -213,10 +208,17 @@ class Page {
     }
     document.title = `poolgrid ${about.name === "router" ? "fleet" : about.name}`;
     const processes = about.processes > 1 ? ` · ${about.processes} processes, all of them are shown` : "";
-    setText(byId("name"), `${about.kind === "router" ? about.name : "global router"}${about.policy ? `, policy ${about.policy}` : ""}`);
+    this.heading(NONE);
     setText(byId("foot"), `poolgrid ${about.version}${processes} · this page only shows, it changes nothing`);
     if (this.kind !== "router") setText(byId("strip-hint"), "click a moment to see the grid as it was then; each pool's own page plays its pool back");
     else if (about.no_playback) setText(byId("strip-hint"), about.no_playback);
+  }
+
+  heading(models) {
+    const { about } = this.store.values;
+    const served = models.length > 2 ? counted(models.length, "model") : models.join(", ");
+    const parts = [served, location.host, about.name, about.policy ? `policy ${about.policy}` : "", `version ${about.version}`];
+    setText(byId("name"), parts.filter(Boolean).join(" · "));
   }
 
   sortBy(name, button) {
@@ -270,6 +272,7 @@ class Page {
     const requests = this.past ? this.pastRequests() : this.store.newest(64);
     this.requests.show(requests, this.past ? 0 : this.store.values.totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
     this.renderTiles(models, now);
+    this.heading([...new Set(models.map((worker) => worker.model))].sort(compare));
     const streams = new Map();
     for (const worker of models) streams.set(worker.stream, (streams.get(worker.stream) ?? 0) + 1);
     const others = [...streams].filter(([state]) => state !== "live").map(([state, number]) => `${count(number)} ${streamWords(state)}`);
@@ -362,7 +365,7 @@ class Page {
       ["running", count(running), "", waiting ? `${count(waiting)} wait in engines` : "none waits in an engine", ""],
       ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
       ["found in caches", percent(lately.share), "", "of the prompt tokens", ""],
-      ["caches", percent(total ? held / total : NaN), " full", flow ? `+${rate(flow.stored)} −${rate(flow.removed)} blocks/s` : `${short(held)} blocks`, ""],
+      ["caches", percent(total ? held / total : NaN), " full", flow ? `+${rate(flow.stored)}${flow.removed < 0.05 ? "" : ` −${rate(flow.removed)}`} blocks/s` : `${short(held)} blocks`, ""],
       this.past ? ["journal", short(this.past.frame.offset), "", "records folded", ""] : queueTile(queue, totals),
     ]);
   }
@@ -513,7 +516,7 @@ class Page {
 function queueTile(queue, totals) {
   const full = queue.requests_max > 0 && queue.requests >= queue.requests_max;
   const refused = Object.values(queue.refused).reduce((sum, each) => sum + each, 0);
-  const under = refused ? `${count(refused)} refused so far` : totals?.waiting ? "wait for a worker with room" : "nobody waits, none refused";
+  const under = refused ? `${count(refused)} refused so far` : totals?.waiting ? "wait for a worker with room" : "none waiting or refused";
   return ["queue", count(queue.requests), ` of ${short(queue.requests_max)}`, under, full ? "bad" : refused ? "warn" : ""];
 }
 

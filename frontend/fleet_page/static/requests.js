@@ -3,15 +3,17 @@
 
 import { strong } from "./colours.js";
 import { el, setAttribute, setText } from "./dom.js";
-import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, short, tone } from "./format.js";
+import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, short, shortId, tone } from "./format.js";
 
 const ROWS = 32;
 
 const ROUTER = ["time", "request", "worker", "tokens", "cached", "status"];
 const GLOBAL = ["time", "request", "pool", "tokens", "TTFT", "status"];
-const WIDE = { router: [2, 3], global: [1] }; // not on a phone
+const WIDE = { router: [1, 3], global: [1] }; // not on a phone
 
-export const statusWords = (status) => (status === "" ? "sent" : status);
+const WORDS = { "": "sent", stop: "done", length: "at limit" };
+
+export const statusWords = (status) => WORDS[status] ?? status;
 
 export class RequestList {
   constructor(kind, open) {
@@ -113,7 +115,7 @@ export class RequestList {
       if (!request || row.last === request) continue;
       row.last = request;
       setText(row.cells[0], clock(request.time_ms, true));
-      setText(row.name, nameOf(request.request_id));
+      setText(row.name, shortId(request.request_id));
       setText(row.cells[3], short(request.isl));
       setText(row.statusText, statusWords(request.status));
       setAttribute(row.status, "data-tone", tone(request.status));

@@ -80,7 +80,7 @@ export function requestBody(found, row, nowMs, openWorker) {
   ];
   return [
     section("In short", facts(pairs)),
-    section(legs.length > 1 ? `Its ${legs.length} legs` : "Its leg", timeline(legs, nowMs), el("p", { class: "quiet" }, legsNote(found.legs_from))),
+    section(legs.length > 1 ? `Steps of the request: ${legs.length} legs` : "Steps of the request", timeline(legs, nowMs), el("p", { class: "quiet" }, legsNote(found.legs_from))),
     section("Why it went there", isGlobal ? placements(explanation, found.pools ?? {}, openWorker) : attempts(explanation.attempts, openWorker)),
   ];
 }

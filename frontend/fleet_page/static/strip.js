@@ -22,9 +22,8 @@ export class Strip {
       "aria-valuenow": String(SPAN_S),
     });
     this.context = this.canvas.getContext("2d", { alpha: false });
-    this.seconds = new Map(); // second -> [requests, prompt tokens, tokens found in caches]
+    this.seconds = new Map(); // second -> [requests, prompt tokens, tokens found in caches, moves]
     this.plain = false; // without what was found in caches, where nobody says so
-    this.counted = new Map(); // request -> what was counted of it
     this.endS = 0;
     this.cursorS = null;
     this.hoverS = null;
@@ -40,33 +39,14 @@ export class Strip {
     this.canvas.addEventListener("blur", () => this.hover(null));
   }
 
-  count(request, found) {
-    const before = this.counted.get(request.key);
-    const second = Math.floor(request.time_ms / 1000);
-    let slot = this.seconds.get(second);
-    if (!slot) {
-      slot = [0, 0, 0];
-      this.seconds.set(second, slot);
-      this.forget();
-    }
-    if (before === undefined) {
-      slot[0] += 1;
-      slot[1] += request.isl;
-    }
-    slot[2] += found - (before ?? 0);
-    this.counted.set(request.key, found);
+  count(second, counts) {
+    if (!this.seconds.has(second)) this.forget();
+    this.seconds.set(second, counts);
   }
 
   forget() {
     const oldest = this.endS - 2 * SPAN_S;
     for (const second of this.seconds.keys()) if (second < oldest) this.seconds.delete(second);
-    if (this.counted.size > 8000) {
-      let over = this.counted.size - 6000;
-      for (const key of this.counted.keys()) {
-        if (over-- <= 0) break;
-        this.counted.delete(key);
-      }
-    }
   }
 
   // Sums over the last seconds before ``now``: requests a second, and the share of prompt tokens found in caches.
@@ -123,7 +103,9 @@ export class Strip {
 
   words(slot) {
     if (slot && this.plain) return counted(slot[0], "request");
-    return slot ? `${counted(slot[0], "request")}, ${percent(slot[1] ? slot[2] / slot[1] : NaN)} of their tokens found in caches` : "no requests";
+    if (!slot) return "no requests";
+    const moved = slot[3] ? `, ${counted(slot[3], "move")} to another worker` : "";
+    return `${counted(slot[0], "request")}, ${percent(slot[1] ? slot[2] / slot[1] : NaN)} of their tokens found in caches${moved}`;
   }
 
   onKey(event) {

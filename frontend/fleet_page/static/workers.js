@@ -226,8 +226,9 @@ export class WorkerGrid {
     if (tone !== "good") outline(context, x, y, this.cellWidth, this.size.height, radius, colours[tone], 1.5);
     if (flash) {
       const left = Math.max(0, 1 - (now - flash.began) / FLASH_MS);
-      context.globalAlpha = left;
-      outline(context, x, y, this.cellWidth, this.size.height, radius, flash.hue === null ? colours.accent : strong(flash.hue), 2.5);
+      // The background, not the edge: a coloured edge means trouble.
+      context.globalAlpha = 0.3 * left;
+      box(context, x, y, this.cellWidth, this.size.height, radius, colours.accent);
       context.globalAlpha = 1;
     }
     if (focused && index === this.active) outline(context, x, y, this.cellWidth, this.size.height, radius, colours.ink, 2);

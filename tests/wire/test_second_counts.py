@@ -1,0 +1,38 @@
+"""Counts by second: right for the last five minutes whatever the rate, and bounded."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poolgrid.wire.second_counts import SECONDS_KEPT, SecondCounts, added
+
+
+@given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 9)), max_size=60))
+def test_counts_are_those_of_each_second(requests: list[tuple[int, int]]) -> None:
+    counts, naive = SecondCounts(), Counter[int]()
+    for time_ms, tokens in requests:
+        counts.add(time_ms, 1, tokens, 0)
+        naive[time_ms // 1000] += tokens
+    assert {int(second): row[1] for second, row in counts.rows().items()} == dict(naive)
+    assert sum(row[0] for row in counts.rows().values()) == len(requests)
+
+
+def test_the_last_five_minutes_are_kept_and_no_more() -> None:
+    counts = SecondCounts()
+    for second in range(2000):
+        for _ in range(3):
+            counts.add(second * 1000, 1, 10, 4)
+    rows = counts.rows()
+    assert len(rows) == SECONDS_KEPT
+    assert set(rows) == {str(second) for second in range(2000 - SECONDS_KEPT, 2000)}
+    assert set(rows.values()) == {(3, 30, 12, 0)}
+
+
+def test_processes_add_up() -> None:
+    assert added([{"1": (1, 2, 3, 4)}, {"1": (1, 1, 1, 1), "2": (1, 0, 0, 0)}]) == {
+        "1": (2, 3, 4, 5),
+        "2": (1, 0, 0, 0),
+    }
