@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.frontend.errors import invalid, quoted
+from poolgrid.frontend.field_words import without_nulls
 from poolgrid.wire.limits import GUIDE_BYTES_MAX, GUIDE_CHOICES_MAX
 
 Guide = dict[str, Any]
@@ -134,7 +135,7 @@ def _found(found: dict[str, Guide], param: str, guide: Guide) -> None:
 def _response_format(value: Any) -> Guide:
     param = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
+    if kind == "text" or (isinstance(value, dict) and not without_nulls(value)):
         return {}
     if kind == "json_object":
         schema = value.get("schema")
@@ -145,7 +146,8 @@ def _response_format(value: Any) -> Guide:
             raise invalid(
                 f"{param}.json_schema", f"{param}.json_schema is {quoted(inner)}: allowed is an object with a schema"
             )
-        return json_guide(inner.get("schema", dict(ANY_OBJECT)), f"{param}.json_schema.schema")
+        schema = inner.get("schema")
+        return json_guide(dict(ANY_OBJECT) if schema is None else schema, f"{param}.json_schema.schema")
     if kind == "regex":
         return _KINDS["regex"](value.get("regex"), f"{param}.regex")
     if kind in ("ebnf", "grammar"):

@@ -95,9 +95,9 @@ def test_every_file_of_every_package_is_installed_and_no_other(installation: Ins
 
 def test_a_source_distribution_has_all_packages_and_no_tests(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    for needed in (*DIRECTORIES.values(), "tests"):
-        shutil.copytree(ROOT / needed, copy / needed, ignore=shutil.ignore_patterns("__pycache__"))
-    for needed in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+    for needed in ("src", "tests"):
+        shutil.copytree(ROOT / needed, copy / needed, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for needed in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / needed, copy)
     build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     run(sys.executable, "-c", build, cwd=copy)
@@ -109,8 +109,8 @@ def test_a_source_distribution_has_all_packages_and_no_tests(tmp_path: Path) -> 
     assert not [name for name in names if name.startswith("tests")]
     assert {
         "src/poolgrid/py.typed",
-        "frontend/models/tiny/tokenizer.json",
-        "frontend/fleet_page/static/main.js",
+        "src/poolgrid/frontend/models/tiny/tokenizer.json",
+        "src/poolgrid/frontend/fleet_page/static/main.js",
     } <= names
 
 
