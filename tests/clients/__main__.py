@@ -4,9 +4,10 @@
     python -m tests.clients openai_agents       some, by the name of their suite
     python -m tests.clients --list
 
-The clients live in an environment of their own (``.venv-clients``), made from ``requirements.txt`` beside this file
-when it is missing or that file has changed. They talk to loopback only: a proxy that does not exist stands before all
-else.
+The clients live in environments of their own below ``.venv-clients``, each made from a file beside this one when it is
+missing or that file has changed: ``requirements.txt`` for Python, ``requirements-SUITE.txt`` for a suite that cannot
+share it, ``npm/package.json`` for Node. Suites are ``suites/NAME.py`` and ``npm/NAME.mjs``. They talk to loopback only:
+a proxy that does not exist stands before all else.
 The exit status is 0 when every check passed, 1 when one failed, 2 when it could not be run.
 """
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,10 +33,15 @@ from tests.e2e.processes import Process, running_pool
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 REQUIREMENTS = HERE / "requirements.txt"
-SUITES = sorted(path.stem for path in (HERE / "suites").glob("*.py") if path.stem != "run")
-ENVIRONMENT = ROOT / ".venv-clients"
-MADE_FROM = ENVIRONMENT / "requirements.txt"
-"""A copy of what the environment was made from."""
+NPM = HERE / "npm"
+RUNNERS = {".py": HERE / "suites" / "run.py", ".mjs": NPM / "run.mjs"}
+SUITES = {
+    path.stem: path
+    for path in sorted([*(HERE / "suites").glob("*.py"), *NPM.glob("*.mjs")], key=lambda path: path.stem)
+    if path not in RUNNERS.values()
+}
+ENVIRONMENTS = ROOT / ".venv-clients"
+NPM_ENVIRONMENT = ENVIRONMENTS / "npm"
 
 SUITE_TIMEOUT_S = 600
 """Longest run of one suite; each takes some seconds on an idle machine."""
@@ -45,6 +53,7 @@ SETTINGS = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"), NOWHERE),
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
+    "CLIENTS_NPM": str(NPM_ENVIRONMENT),
     # These would ask elsewhere, and wait for it.
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
@@ -54,26 +63,65 @@ SETTINGS = {
 Row = dict[str, Any]
 
 
-def environment() -> Path:
-    """Return the interpreter of the clients' environment, which is made if it has to be."""
-    interpreter = ENVIRONMENT / "bin" / "python"
-    if interpreter.exists() and MADE_FROM.exists() and MADE_FROM.read_bytes() == REQUIREMENTS.read_bytes():
-        return interpreter
-    venv.create(ENVIRONMENT, with_pip=True, clear=True)
-    install = [str(interpreter), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
-    subprocess.run(install, check=True)
-    MADE_FROM.write_bytes(REQUIREMENTS.read_bytes())
+def is_made_from(environment: Path, pins: Path) -> bool:
+    """Return whether an environment was made from these pins, of which it keeps a copy."""
+    made_from = environment / pins.name
+    return made_from.exists() and made_from.read_bytes() == pins.read_bytes()
+
+
+def python_of(suite: str) -> str:
+    """Return the interpreter that has the clients of a Python suite; its environment is made if it has to be."""
+    own = HERE / f"requirements-{suite}.txt"
+    pins = own if own.exists() else REQUIREMENTS
+    environment = ENVIRONMENTS / pins.stem
+    interpreter = str(environment / "bin" / "python")
+    if not is_made_from(environment, pins):
+        venv.create(environment, with_pip=True, clear=True)
+        install = [interpreter, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", str(pins)]
+        subprocess.run(install, check=True)
+        shutil.copy(pins, environment)
     return interpreter
 
 
-def rows_of(interpreter: Path, suite: str, url: str) -> Iterator[Row]:
+def make_npm_environment() -> None:
+    """Install the npm packages if that has to be done, without their scripts, and copy the suites beside them.
+
+    Node looks for a package beside the file that imports it.
+    """
+    if not is_made_from(NPM_ENVIRONMENT, NPM / "package.json"):
+        shutil.rmtree(NPM_ENVIRONMENT, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as directory:
+            shutil.copy(NPM / "package.json", directory)
+            install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier"]
+            subprocess.run(install, check=True, cwd=directory, stdout=subprocess.DEVNULL)
+            shutil.copytree(directory, NPM_ENVIRONMENT, symlinks=True)
+    for path in NPM.glob("*.mjs"):
+        shutil.copy(path, NPM_ENVIRONMENT)
+
+
+def command_of(suite: str) -> list[str]:
+    """Return the command that runs a suite, without the pool's URL; what it needs is installed."""
+    path = SUITES[suite]
+    if path.suffix == ".mjs":
+        make_npm_environment()
+        return ["node", str(NPM_ENVIRONMENT / "run.mjs"), suite]
+    if "NPM_PACKAGE" in path.read_text():
+        make_npm_environment()
+    return [python_of(suite), str(RUNNERS[".py"]), suite]
+
+
+def rows_of(suite: str, command: Sequence[str], url: str) -> Iterator[Row]:
     """Run a suite and yield what became of each check."""
-    command = [str(interpreter), str(HERE / "suites" / "run.py"), suite, url]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
     failed = {"suite": suite, "version": "", "check": "the suite", "passed": False, "seconds": 0.0}
     try:
         done = subprocess.run(
-            command, env={**kept, **SETTINGS}, capture_output=True, text=True, timeout=SUITE_TIMEOUT_S, check=False
+            [*command, url],
+            env={**kept, **SETTINGS},
+            capture_output=True,
+            text=True,
+            timeout=SUITE_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         yield {**failed, "error": f"took more than {SUITE_TIMEOUT_S} s"}
@@ -118,17 +166,16 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"there is no suite {unknown[0]!r}, allowed are {', '.join(SUITES)}\n")
         return 2
     try:
-        interpreter = environment()
+        commands = {suite: command_of(suite) for suite in options.suites or SUITES}
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.stderr.write(f"the clients' environment {ENVIRONMENT} cannot be made: {error}\n")
+        sys.stderr.write(f"the clients' environments in {ENVIRONMENTS} cannot be made: {error}\n")
         return 2
-    chosen = options.suites or SUITES
     if options.url is not None:
-        rows = [row for suite in chosen for row in rows_of(interpreter, suite, options.url)]
+        rows = [row for suite, command in commands.items() for row in rows_of(suite, command, options.url)]
     else:
         pool: Process
         with running_pool(workers=2) as pool:
-            rows = [row for suite in chosen for row in rows_of(interpreter, suite, pool.url)]
+            rows = [row for suite, command in commands.items() for row in rows_of(suite, command, pool.url)]
     show(rows)
     return 0 if all(row["passed"] for row in rows) else 1
 

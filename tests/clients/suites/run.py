@@ -2,9 +2,9 @@
 
     python run.py SUITE URL
 
-A suite is a module beside this one with the name of the package it tries (``PACKAGE``) and functions ``check_...``,
-each of which gets the pool's URL and raises when a client saw what it should not. Nothing here imports poolgrid: the
-environment has the clients and nothing of ours.
+A suite is a module beside this one with the name of what it tries (``PACKAGE``, or ``NPM_PACKAGE`` for a command of
+npm that the suite starts) and functions ``check_...``, each of which gets the pool's URL and raises when a client saw
+what it should not. Nothing here imports poolgrid: the environment has the clients and nothing of ours.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import asyncio
 import importlib
 import inspect
 import json
+import os
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 ERROR_CHARS_MAX = 600
 
@@ -26,7 +28,7 @@ def run(name: str, url: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     try:
         suite = importlib.import_module(name)
-        version = metadata.version(suite.PACKAGE)
+        package, version = _package(suite)
     except Exception as error:
         _tell(suite=name, version="", check="import", passed=False, seconds=0.0, error=_words(error))
         return
@@ -41,7 +43,16 @@ def run(name: str, url: str) -> None:
             error = _words(raised)
         seconds = round(time.monotonic() - began, 2)
         words = check.__name__.removeprefix("check_").replace("_", " ")
-        _tell(suite=suite.PACKAGE, version=version, check=words, passed=not error, seconds=seconds, error=error)
+        _tell(suite=package, version=version, check=words, passed=not error, seconds=seconds, error=error)
+
+
+def _package(suite: ModuleType) -> tuple[str, str]:
+    """Return the name and the version of the package that a suite tries."""
+    name: str | None = getattr(suite, "NPM_PACKAGE", None)
+    if name is None:
+        return suite.PACKAGE, metadata.version(suite.PACKAGE)
+    manifest = Path(os.environ["CLIENTS_NPM"]) / "node_modules" / name / "package.json"
+    return name, json.loads(manifest.read_text())["version"]
 
 
 async def _wait(outcome: object) -> None:
