@@ -78,6 +78,7 @@ EXPOSED_HEADERS = (
     "x-poolgrid-decision",
     "x-poolgrid-pool",
     "x-poolgrid-refusal",
+    "x-poolgrid-tools-left-out",
     "traceresponse",
     "retry-after",
     *LIMIT_HEADERS,

@@ -140,29 +140,45 @@ def fields_without_words(body: type) -> list[str]:
     return found
 
 
-def make_whole(body: type, value: Any) -> None:
-    """Write floats without a fraction as integers, in place, in the fields of a body that take integers only."""
-    _make_whole(_type_info(body), value)
+def loosen(body: type, value: Any) -> None:
+    """Write what clients mean by a body, in place: floats without a fraction as integers where only integers are
+    allowed, and no ``null`` in a field that may be left out. Only fields by name are looked at, of the body, of objects
+    in it and in its lists of objects: of token ids there may be a million.
+    """
+    _loosen(_type_info(body), value)
 
 
-def _make_whole(kind: kinds.Type, value: Any) -> Any:
+def _loosen(kind: kinds.Type, value: Any) -> Any:
     match kind:
         case kinds.Metadata(type=inner):
-            return _make_whole(inner, value)
+            return _loosen(inner, value)
         case kinds.UnionType(types=types) if isinstance(value, float):
             if not any(isinstance(_bare(each), kinds.FloatType) for each in types):
-                return next((whole for each in types if (whole := _make_whole(each, value)) is not value), value)
+                return next((whole for each in types if (whole := _loosen(each, value)) is not value), value)
         case kinds.UnionType(types=types):
             for each in types:
-                _make_whole(each, value)
+                _loosen(each, value)
         case kinds.IntType() if isinstance(value, float) and value.is_integer():
             return int(value)
+        case kinds.ListType(item_type=item) if isinstance(value, list) and isinstance(_bare(item), kinds.StructType):
+            for each in value:
+                _loosen(item, each)
+        case kinds.DictType(value_type=inner) if isinstance(value, dict) and not isinstance(inner, kinds.AnyType):
+            for name in [name for name, each in value.items() if each is None]:
+                del value[name]
         case kinds.StructType(fields=fields) if isinstance(value, dict):
             for field in fields:
                 name = field.encode_name
-                if name in value:
-                    value[name] = _make_whole(field.type, value[name])
+                if value.get(name) is not None:
+                    value[name] = _loosen(field.type, value[name])
+                elif not field.required:
+                    value.pop(name, None)
     return value
+
+
+def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object without its fields that are ``null``: these ask for nothing."""
+    return {name: each for name, each in value.items() if each is not None} if None in value.values() else value
 
 
 def _bare(kind: kinds.Type) -> kinds.Type:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, Final
@@ -31,7 +31,7 @@ from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
 from poolgrid.frontend.compression import accepts_gzip, compressed
 from poolgrid.frontend.dialects import OPENAI, Dialect
-from poolgrid.frontend.errors import RequestError, refused, without_others
+from poolgrid.frontend.errors import RequestError, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inflation import BodyInflation
 from poolgrid.frontend.keep_alive import KeepAlive
@@ -79,6 +79,15 @@ take about 0.6 ns a byte with nothing new and 1.3 with nothing known, so at most
 LOOK_UP_RENDERING_MS = 5.0
 """Longest rendering there, an engine step; it is begun anew in a thread when it takes longer. Templates take a few µs a
 message, but what they do with thousands of tiny ones is theirs."""
+
+TOOLS_LEFT_OUT: Final = b"x-poolgrid-tools-left-out"
+"""Names the types of a request's tools that cannot run here, such as a vendor's web search."""
+
+LEFT_OUT_CHARS_MAX: Final = 256
+"""Longest value of that header: types are text of the client's."""
+
+LEFT_OUT_TYPES_MAX: Final = 64
+"""Types of tools that the log names, once each; more can only be made up."""
 
 CLIENT_LEFT: Final = 499
 """Status that is counted (not sent) when the client left first; nginx's number for it."""
@@ -132,6 +141,7 @@ class InferenceEndpoint:
         self._traffic = traffic
         self._tracing = tracing
         self._isolates = settings.isolate_tenants
+        self._left_out: set[str] = set()
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
         self.body_bytes_max = settings.max_body_bytes
@@ -143,6 +153,18 @@ class InferenceEndpoint:
         extensions = scope.get("extensions")
         direct = extensions.get(CONNECTION) if extensions else None
         return _Exchange(self, scope, arrived_ms, receive, send, direct).run()
+
+    def note_left_out(self, types: Collection[str], request_id: str) -> None:
+        """Log the types of tools that a request was run without, each once."""
+        for kind in types:
+            if kind not in self._left_out and len(self._left_out) < LEFT_OUT_TYPES_MAX:
+                self._left_out.add(kind)
+                log.info(
+                    "%s: tools of type %s cannot run here and are left out of requests (first in %s)",
+                    self.name,
+                    quoted(kind),
+                    request_id,
+                )
 
     def begin(self, exchange: _Exchange) -> None:
         """Take note of a request that begins."""
@@ -193,6 +215,8 @@ class _Exchange:
         self._encoder: AnswerEncoder | None = None
         self.status = CLIENT_LEFT
         self.streaming = False
+        self._tools_left_out: Collection[str] = ()
+        """Types of the client's tools that cannot run here."""
         self.model = ""
         """What was asked for, once the body is read."""
         self._series: ModelSeries | None = None
@@ -237,6 +261,9 @@ class _Exchange:
             job = await self._prepared(body)
             self.streaming = bool(job.body.stream)
             self.model = job.body.model
+            if job.tools.left_out:
+                self._tools_left_out = job.tools.left_out
+                self._endpoint.note_left_out(job.tools.left_out, str(self._wanted_id))
             if self._caller is not None:
                 self._caller.check_model(job.body.model)
             self._endpoint._domains.claim(job, self._caller, self._scope["headers"])
@@ -591,6 +618,9 @@ class _Exchange:
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
         named = self._endpoint._dialect.headers(self._wanted_id)
+        if self._tools_left_out:
+            left_out = _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])
+            named = (*named, (TOOLS_LEFT_OUT, left_out))
         if self._endpoint._isolates:
             return [*named]
         streams = [output.stream for output in self._outputs if output.stream is not None]

@@ -5,7 +5,7 @@ Used only when a model's format and the request need a parser; plain answers go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -19,15 +19,22 @@ from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 _encode: Final = msgspec.json.Encoder().encode
 
 
+_FUNCTION: Final = ("function", "arguments")
+_CUSTOM: Final = ("custom", "input")
+"""How a call is written: its type, which is also the field that holds it, and the field for what the model wrote."""
+
+
 class Reading:
     """One choice that is being read."""
 
-    __slots__ = ("calls", "logprobs", "parser")
+    __slots__ = ("calls", "form", "logprobs", "parser")
 
     def __init__(self, parser: OutputParser) -> None:
         self.parser = parser
         self.calls = 0
         """Tool calls that began."""
+        self.form = _FUNCTION
+        """Of the call that began last."""
         self.logprobs: list[PlacedLogprobs] = []
         """Log probabilities of text that the parser still holds."""
 
@@ -54,6 +61,7 @@ class ParsedChatEncoder(AnswerEncoder):
         created_s: int,
         model: PromptModel,
         include_usage: bool,
+        custom: Collection[str] = (),
     ) -> None:
         super().__init__(
             chat=True,
@@ -65,6 +73,8 @@ class ParsedChatEncoder(AnswerEncoder):
         )
         self._new_parser = new_parser
         self._call_ids = call_ids
+        self._custom = custom
+        """Functions that the client knows as custom tools."""
         self._readings: dict[int, Reading] = {}
 
     def chunk(
@@ -106,20 +116,27 @@ class ParsedChatEncoder(AnswerEncoder):
         if kind is Kind.REASONING:
             return b'{"reasoning_content":' + encode_text(text) + b"}"
         if kind is Kind.ARGUMENTS:
-            return b'{"tool_calls":[{"index":%d,"function":{"arguments":' % (reading.calls - 1) + (
-                encode_text(text) + b"}}]}"
-            )
+            kind_name, field = reading.form
+            return b'{"tool_calls":[{"index":%d,"%s":{"%s":' % (
+                reading.calls - 1,
+                kind_name.encode(),
+                field.encode(),
+            ) + (encode_text(text) + b"}}]}")
         call = reading.calls
         reading.calls += 1
+        kind_name, field = reading.form = self._form(text)
         return b"".join(
             (
                 b'{"tool_calls":[{"index":%d,"id":' % call,
                 _encode(self._call_ids.of(index, call, text)),
-                b',"type":"function","function":{"name":',
+                b',"type":"%s","%s":{"name":' % (kind_name.encode(), kind_name.encode()),
                 encode_text(text),
-                b',"arguments":""}}]}',
+                b',"%s":""}}]}' % field.encode(),
             )
         )
+
+    def _form(self, name: str) -> tuple[str, str]:
+        return _CUSTOM if name in self._custom else _FUNCTION
 
     def _choice(self, output: SequenceOutput) -> dict[str, Any]:
         choice = super()._choice(output)
@@ -130,9 +147,10 @@ class ParsedChatEncoder(AnswerEncoder):
         for kind, text in reading.read(message["content"], True):
             if kind is Kind.CALL:
                 identity = self._call_ids.of(output.index, len(calls), text)
-                calls.append({"id": identity, "type": "function", "function": {"name": text, "arguments": ""}})
+                form, field = self._form(text)
+                calls.append({"id": identity, "type": form, form: {"name": text, field: ""}})
             elif kind is Kind.ARGUMENTS:
-                calls[-1]["function"]["arguments"] += text
+                calls[-1][form][field] += text
             else:
                 texts[kind].append(text)
         content = "".join(texts[Kind.CONTENT])

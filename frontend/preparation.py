@@ -26,6 +26,7 @@ from poolgrid.frontend.messages_api.encoder import MessagesForm
 from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
 from poolgrid.frontend.model_forms import ModelForm, ModelForms, template_source
 from poolgrid.frontend.parsed_answers import ParsedChatEncoder
+from poolgrid.frontend.parsers.custom_calls import CustomCalls
 from poolgrid.frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
 from poolgrid.frontend.parsers.pieces import OutputParser
 from poolgrid.frontend.ports import InferenceBackend, ServedModel
@@ -36,6 +37,7 @@ from poolgrid.frontend.request_ids import base_name
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.responses_api.conversation import Items
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
+from poolgrid.frontend.responses_api.kept import ResponsesForm
 from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from poolgrid.frontend.retention import check_retention, for_prompt
 from poolgrid.frontend.schema import (
@@ -51,7 +53,7 @@ from poolgrid.frontend.schema import (
     refuse,
 )
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.tools import beside_calls, tool_use
+from poolgrid.frontend.tools import NO_TOOLS, beside_calls, custom_text, plain_choice, read_tools, tool_use
 from poolgrid.runtime.tenant_caches import CacheDomain
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
@@ -118,6 +120,7 @@ class Job:
         "sighted",
         "stops",
         "tool_use",
+        "tools",
     )
 
     def __init__(
@@ -168,6 +171,8 @@ class Job:
         self.output_format = output_format
         """How the output is taken apart; ``None`` = it is content as it is."""
         self.tool_use = tool_use
+        self.tools = NO_TOOLS
+        """The tools that the client declared."""
         self.retention = retention
         """How long its blocks stay cached, where the client says so."""
         self.prompt_only = False
@@ -273,6 +278,7 @@ class Job:
             created_s=created_s,
             model=self.output_model,
             include_usage=include_usage,
+            custom=self.tools.custom,
         )
 
     def _call_ids(self, request_id: str) -> CallIds:
@@ -288,7 +294,8 @@ class Job:
             self.tool_use, prompt.end, guided=self._leaves_no_room_to_reason(), continued=self.continued
         )
         assert parser is not None, "active, so there is a parser"
-        return parser
+        custom = self.tools.custom
+        return CustomCalls(parser, custom, custom_text) if custom else parser
 
     def requests(
         self, prompts: Sequence[Prompt], request_ids: Sequence[str], headers: Mapping[str, str] | None = None
@@ -492,6 +499,8 @@ def parse_responses(raw: bytes) -> ResponsesBody:
     """Parse the body of a Responses request; raises ``RequestError``."""
     body = parse(_responses_decoder, raw)
     refuse(body, REFUSED_RESPONSES)
+    if body.include and "message.output_text.logprobs" in body.include:
+        raise unsupported("include", "use /v1/chat/completions for log probabilities")
     return body
 
 
@@ -515,10 +524,12 @@ class Preparation:
             return self._job(body, chat=True, logprobs=None, prompts=1, guide={}, is_plain=True)
         return self.chat_job(body)
 
-    def responses(self, body: ResponsesBody, earlier: Items, form: AnswerForm) -> Job:
+    def responses(self, body: ResponsesBody, earlier: Items, form: ResponsesForm | None = None) -> Job:
         """Check a Responses request that was parsed, with the items that it goes on from; raises ``RequestError``."""
         job = self.chat_job(chat_of_responses(body, earlier))
-        job.form = form
+        if form is not None:
+            form.tools = job.tools
+            job.form = form
         return job
 
     def messages(self, raw: bytes) -> Job:
@@ -542,7 +553,12 @@ class Preparation:
             wanted = body.top_logprobs or 0
         elif body.top_logprobs:
             raise invalid("top_logprobs", f"top_logprobs is {body.top_logprobs}: it needs logprobs to be true")
-        use, guide = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        tools = NO_TOOLS
+        if body.tools:
+            tools = read_tools(body.tools)
+            body.tools = tools.shown
+        body.tool_choice = plain_choice(body.tool_choice)
+        use, guide = tool_use(tools, body.tool_choice, body.parallel_tool_calls)
         if body.continue_final_message and body.add_generation_prompt:
             raise invalid("continue_final_message", "continue_final_message is true: add_generation_prompt must not be")
         own, param = guide_of(body, body.nvext)
@@ -551,7 +567,9 @@ class Preparation:
         elif own and use is not None:
             form = self._found(body.model)[2]
             own = beside_calls(own, param, use, form.format, template_source(form.model))
-        return self._job(body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own, guide_param=param)
+        job = self._job(body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own, guide_param=param)
+        job.tools = tools
+        return job
 
     def completion(self, raw: bytes) -> Job:
         """Check the body of a completion request; raises ``RequestError``."""

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.field_words import allowed, body_type, make_whole, words_at
+from poolgrid.frontend.field_words import allowed, body_type, loosen, words_at
 from poolgrid.wire.limits import (
     IDENTIFIER_BYTES_MAX,
     LOGITS_PROCESSORS_MAX,
@@ -30,6 +30,9 @@ LOGPROBS_PER_TOKEN_MAX = 20
 
 LOGIT_BIAS_MAX = 1024
 """Entries of ``logit_bias``; OpenAI takes 300, and every engine step applies each of them."""
+
+CUSTOM_ARGUMENT = "input"
+"""The one argument of the function that stands for a custom tool: the text of the call."""
 
 JSON_NUMBER_MAX = 2**63 - 1
 JSON_NUMBER_MIN = -(2**63)
@@ -216,12 +219,27 @@ class Function(Struct):
     arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(Struct):
-    """An earlier tool call of the assistant, as OpenAI writes it."""
+class CustomCall(Struct):
+    """The custom tool of an earlier call, and the text that it was called with."""
 
-    function: Function
+    name: str
+    input: str = ""
+
+
+class ToolCall(Struct):
+    """An earlier tool call of the assistant, as OpenAI writes it; that of a custom tool becomes one of a function."""
+
+    function: Function = msgspec.field(default_factory=lambda: Function(""))
     id: str | None = None
     type: str = "function"
+    custom: CustomCall | None = None
+
+    def __post_init__(self) -> None:
+        if self.custom is not None:
+            self.function = Function(self.custom.name, {CUSTOM_ARGUMENT: self.custom.input})
+            self.type, self.custom = "function", None
+        elif not self.function.name:
+            raise ValueError("Object missing required field `function`")
 
 
 class Message(Struct):
@@ -257,7 +275,6 @@ class ChatBody(InferenceBody, kw_only=True):
     function_call: Any = None
     audio: Any = None
     modalities: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     mm_processor_kwargs: Any = None
     echo: Any = None
@@ -307,7 +324,6 @@ REFUSED_CHAT: Mapping[str, tuple[tuple[object, ...], str]] = {
     "function_call": (("none", "auto"), "use tools and tool_choice"),
     "audio": ((), "only text is served"),
     "modalities": ((["text"],), "only text is served"),
-    "prediction": ((), "predicted outputs are not served"),
     "web_search_options": ((), "the server does not search"),
     "mm_processor_kwargs": ((), "only text is served"),
     "echo": ((False,), "a chat prompt is not repeated; use /v1/completions"),
@@ -396,9 +412,9 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
+            if "got `float`" not in str(error) and "got `null`" not in str(error):
                 raise
-            return _with_whole_numbers(body, decoder)
+            return _as_meant(body, decoder)
     except msgspec.ValidationError as error:
         raise _explain(error, body, body_type(decoder)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -411,13 +427,11 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         ) from None
 
 
-def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
-    """Parse a body in which integers are written as ``2.0``, which JavaScript, Lua and YAML do not tell apart from 2.
-
-    Only fields by name are looked at, of the body and of objects in it: of token ids there may be a million.
-    """
+def _as_meant(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """Parse a body that has ``null`` in fields that could be absent, or integers written as ``2.0``, which JavaScript,
+    Lua and YAML do not tell apart from 2."""
     value = msgspec.json.decode(body)
-    make_whole(body_type(decoder), value)
+    loosen(body_type(decoder), value)
     return msgspec.convert(value, decoder.type, str_keys=True)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.field_words import without_nulls
+from poolgrid.frontend.responses_api.calls import earlier_call
 from poolgrid.frontend.responses_api.schema import ResponsesBody
-from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall
+from poolgrid.frontend.schema import ChatBody, ContentPart, Message, PlacedPart
 
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-Items = Sequence[Mapping[str, Any]]
+Items = Sequence[dict[str, Any]]
 
 
 def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
@@ -20,12 +24,14 @@ def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
 
     ``earlier`` are the items of the conversation that it goes on with.
     """
+    loaded: list[Any] = []
+    messages = _messages(body, earlier, loaded)
     return ChatBody(
         model=body.model,
-        messages=_messages(body, earlier),
+        messages=messages,
         stream=body.stream,
-        tools=_tools(body.tools) if body.tools else None,
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=_with_loaded(body.tools, loaded) if loaded and body.tools else body.tools,
+        tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if body.text is None else _response_format(body.text.format),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
@@ -45,22 +51,29 @@ def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
     )
 
 
-def _messages(body: ResponsesBody, earlier: Items) -> list[Message]:
+def _messages(body: ResponsesBody, earlier: Items, loaded: list[Any]) -> list[Message]:
+    """Return the messages of a conversation; the tools that searches in it found are added to ``loaded``."""
     messages: list[Message] = []
     if body.instructions:
         messages.append(Message(role="system", content=body.instructions))
     for item in earlier:
-        _add_item(messages, item, "previous_response_id")
+        _add_item(messages, item, "previous_response_id", loaded)
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
         return messages
     for index, item in enumerate(body.input):
-        _add_item(messages, item, f"input[{index}]")
+        _add_item(messages, item, f"input[{index}]", loaded)
+    if not messages:
+        raise invalid("input", "input has no item that the model can read: allowed is at least one message")
     return messages
 
 
-def _add_item(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+def _add_item(messages: list[Message], item: dict[str, Any], where: str, loaded: list[Any]) -> None:
+    """Add what the model is shown of an item: nothing of one that only its vendor can read, or of an unknown one."""
+    item = without_nulls(item)
     kind = item.get("type", "message")
+    if not isinstance(kind, str):
+        raise _wrong(f"{where}.type", kind, "a string")
     if kind == "message":
         message = _message(item, where)
         # The assistant's reasoning comes as an item before its words.
@@ -69,14 +82,47 @@ def _add_item(messages: list[Message], item: Mapping[str, Any], where: str) -> N
         else:
             messages.append(message)
     elif kind == "reasoning":
-        messages.append(Message(role="assistant", reasoning_content=_reasoning(item, where)))
-    elif kind == "function_call":
-        _assistant(messages).tool_calls.append(_call(item, where))  # type: ignore[union-attr]  # made there
-    elif kind == "function_call_output":
-        content = _content(item.get("output"), f"{where}.output")
-        messages.append(Message(role="tool", content=content, tool_call_id=_text(item, "call_id", where)))
-    else:
-        raise unsupported(f"{where}.type", f"it is not served without memory or other tools (got {quoted(kind)})")
+        reasoning = _reasoning(item, where)
+        if reasoning:
+            messages.append(Message(role="assistant", reasoning_content=reasoning))
+    elif kind.endswith("_call"):
+        call = earlier_call(item, kind, where)
+        if call is not None:
+            _assistant(messages).tool_calls.append(call)  # type: ignore[union-attr]  # made there
+            if kind == "mcp_call":
+                _add_output(messages, item, where)
+    elif kind == "tool_search_output":
+        tools = item.get("tools")
+        if isinstance(tools, list):
+            loaded += tools
+        _add_output(messages, {**item, "output": msgspec.json.encode(tools).decode()}, where)
+    elif kind.endswith("_output"):
+        _add_output(messages, item, where)
+
+
+def _add_output(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+    call_id = item.get("call_id", item.get("id"))
+    if call_id is not None and not isinstance(call_id, str):
+        raise _wrong(f"{where}.call_id", call_id, "a string")
+    content = _output(item.get("output", item.get("error", "")), f"{where}.output")
+    messages.append(Message(role="tool", content=content, tool_call_id=call_id))
+
+
+def _output(output: Any, where: str) -> str | list[ContentPart]:
+    """Return the result of a call: text and images as they are, all else as JSON."""
+    if isinstance(output, dict):
+        if output.get("type") == "computer_screenshot" and isinstance(output.get("image_url"), str):
+            return [PlacedPart("image_url", image_url=output["image_url"], place=where)]
+    elif isinstance(output, str) or (
+        isinstance(output, list) and all(isinstance(part, dict) and part.get("type") for part in output)
+    ):
+        return _content(output, where)
+    return msgspec.json.encode(output).decode()
+
+
+def _with_loaded(tools: Sequence[Mapping[str, Any]], loaded: list[Any]) -> list[dict[str, Any]]:
+    """Return the tools, those that searches found with the tool that searched for them."""
+    return [{**tool, "tools": loaded} if tool.get("type") == "tool_search" else dict(tool) for tool in tools]
 
 
 def _awaits_words(message: Message) -> bool:
@@ -97,7 +143,7 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     role = item.get("role")
     if role not in _ROLES:
         raise _wrong(f"{where}.role", role, "system, developer, user or assistant")
-    return Message(role=role, content=_content(item.get("content"), f"{where}.content"))
+    return Message(role=role, content=_content(item.get("content", ""), f"{where}.content"))
 
 
 def _content(content: Any, where: str) -> str | list[ContentPart]:
@@ -113,7 +159,7 @@ def _content(content: Any, where: str) -> str | list[ContentPart]:
         kind = part.get("type")
         if kind == "refusal":
             parts.append(ContentPart("text", _text(part, "refusal", place)))
-        elif kind in ("input_text", "output_text", "text"):
+        elif kind in ("input_text", "output_text", "text") or isinstance(part.get("text"), str):
             parts.append(ContentPart("text", _text(part, "text", place)))
         elif kind == "input_image":
             parts.append(_image(part, place))
@@ -141,11 +187,6 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
     return ""
 
 
-def _call(item: Mapping[str, Any], where: str) -> ToolCall:
-    function = Function(_text(item, "name", where), _text(item, "arguments", where))
-    return ToolCall(function, id=_text(item, "call_id", where))
-
-
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
@@ -153,31 +194,9 @@ def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools as chat writes them: the function's fields in an object of their own."""
-    converted: list[dict[str, Any]] = []
-    for index, tool in enumerate(tools):
-        kind = tool.get("type")
-        if kind != "function":
-            raise unsupported(f"tools[{index}].type", f"only functions can be called (got {quoted(kind)})")
-        function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-        converted.append({"type": "function", "function": function})
-    return converted
-
-
-def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
-        tools = choice.get("tools")
-        if isinstance(tools, list):
-            tools = [_tool_choice(tool) for tool in tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
-def _response_format(text_format: Mapping[str, Any] | None) -> Any:
-    if text_format is None or text_format.get("type") != "json_schema":
+def _response_format(text_format: dict[str, Any] | None) -> Any:
+    text_format = without_nulls(text_format) if text_format else None
+    if not text_format or text_format.get("type") != "json_schema":
         return text_format
     if text_format.get("schema") is None:
         param = "text.format.schema"

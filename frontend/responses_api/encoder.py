@@ -6,7 +6,7 @@ the next begins or the answer ends. Events are numbered from 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +17,9 @@ from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece
 from poolgrid.frontend.piece_encoder import PieceEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import escape_line_ends
+from poolgrid.frontend.responses_api.calls import FORMS, CallForm
 from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.tools import ClientTool
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -28,11 +30,13 @@ Event = tuple[str, dict[str, Any]]
 class _Item:
     """An item that is being written."""
 
-    __slots__ = ("data", "kind", "texts")
+    __slots__ = ("data", "form", "kind", "texts")
 
-    def __init__(self, kind: Kind, data: dict[str, Any]) -> None:
+    def __init__(self, kind: Kind, data: dict[str, Any], form: CallForm | None) -> None:
         self.kind = kind
         self.data = data
+        self.form = form
+        """Of a call."""
         self.texts: list[str] = []
 
 
@@ -50,11 +54,13 @@ class ResponsesEncoder(PieceEncoder[Event]):
         model: PromptModel,
         parser: OutputParser | None,
         call_ids: CallIds,
+        client_tools: Mapping[str, ClientTool],
     ) -> None:
         super().__init__(parser=parser, request_id=request_id, model_name=body.model, created_s=created_s, model=model)
         # Of a response that is kept, its own secret is in the ids of its items: they are found by it.
         self._name = response_id.removeprefix("resp_")
         self._call_ids = call_ids
+        self._client_tools = client_tools
         self._items: list[dict[str, Any]] = []
         self._item: _Item | None = None
         self._calls = 0
@@ -142,26 +148,35 @@ class ResponsesEncoder(PieceEncoder[Event]):
         if kind is Kind.REASONING:
             self._reasoning.append(text)
         place = self._place(item)
-        if kind is not Kind.ARGUMENTS:
+        if item.form is not None:
+            if not item.form.event:
+                return events
+            name = item.form.event
+        else:
+            name = _DELTAS[kind]
             place["content_index"] = 0
         if kind is Kind.CONTENT:
             place["logprobs"] = []
-        events.append((f"response.{_DELTAS[kind]}.delta", {**place, "delta": text}))
+        events.append((f"response.{name}.delta", {**place, "delta": text}))
         return events
 
     def _open(self, kind: Kind, name: str) -> list[Event]:
         number = len(self._items)
         data: dict[str, Any]
+        form: CallForm | None = None
         if kind is Kind.ARGUMENTS:
             identity = self._call_ids.of(0, self._calls, name)
             self._calls += 1
-            data = {"type": "function_call", "call_id": identity, "name": name, "arguments": ""}
+            tool = self._client_tools.get(name)
+            form = FORMS["function" if tool is None else tool.kind]
+            data = form.begun(identity, name, tool)
         elif kind is Kind.REASONING:
             data = {"type": "reasoning", "summary": [], "content": []}
         else:
             data = {"type": "message", "role": "assistant", "content": []}
-        data = {"id": f"{_PREFIXES[kind]}_{self._name}_{number}", "status": "in_progress", **data}
-        item = self._item = _Item(kind, data)
+        prefix = _PREFIXES[kind] if form is None else form.prefix
+        data = {"id": f"{prefix}_{self._name}_{number}", "status": "in_progress", **data}
+        item = self._item = _Item(kind, data, form)
         events: list[Event] = [("response.output_item.added", {"output_index": number, "item": dict(data)})]
         if kind is not Kind.ARGUMENTS:
             part = _part(kind, "")
@@ -176,10 +191,11 @@ class ResponsesEncoder(PieceEncoder[Event]):
         text = "".join(item.texts)
         place = self._place(item)
         events: list[Event] = []
-        if item.kind is Kind.ARGUMENTS:
-            item.data["arguments"] = text
-            done = {**place, "name": item.data["name"], "arguments": text}
-            events.append(("response.function_call_arguments.done", done))
+        if item.form is not None:
+            item.data[item.form.field] = item.form.value(text)
+            if item.form.event:
+                done = {**place, "name": item.data["name"], item.form.field: text}
+                events.append((f"response.{item.form.event}.done", done))
         else:
             part = _part(item.kind, text)
             item.data["content"] = [part]
@@ -207,9 +223,8 @@ class ResponsesEncoder(PieceEncoder[Event]):
 _DELTAS: Final = {
     Kind.CONTENT: "output_text",
     Kind.REASONING: "reasoning_text",
-    Kind.ARGUMENTS: "function_call_arguments",
 }
-_PREFIXES: Final = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.ARGUMENTS: "fc"}
+_PREFIXES: Final = {Kind.CONTENT: "msg", Kind.REASONING: "rs"}
 
 
 def _part(kind: Kind, text: str) -> dict[str, Any]:

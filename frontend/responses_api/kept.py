@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import msgspec
 
 from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.answer_form import AnswerForm
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.parsers.pieces import OutputParser
@@ -19,6 +18,7 @@ from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.frontend.responses_api.schema import ITEMS_MAX, ResponsesBody
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner, Part
+from poolgrid.frontend.tools import NO_TOOLS, Tools
 from poolgrid.wire.request_ids import SECRET_BYTES, name_of
 
 Item = dict[str, Any]
@@ -145,7 +145,7 @@ class KeptResponses:
                 )
         body.input = items
 
-    def form(self, body: ResponsesBody, owner: Owner | None) -> AnswerForm:
+    def form(self, body: ResponsesBody, owner: Owner | None) -> ResponsesForm:
         """Return the form of the answer, which keeps it if it may; raises ``RequestError``."""
         can = self.store is not None and owner is not None
         if body.store and not can:
@@ -158,13 +158,15 @@ class KeptResponses:
         return "this server keeps no responses without API keys, which tell clients apart (setting isolate_tenants)"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ResponsesForm:
     """``AnswerForm`` of a Responses request. ``kept``: where its answer goes; ``None`` = nowhere."""
 
     body: ResponsesBody
     kept: KeptResponses | None
     owner: Owner | None
+    tools: Tools = NO_TOOLS
+    """What the calls of the answer are calls of; set once the request is read."""
 
     @property
     def counts_reasoning(self) -> bool:
@@ -192,6 +194,7 @@ class ResponsesForm:
             model=model,
             parser=parser,
             call_ids=call_ids,
+            client_tools=self.tools.client_tools,
         )
 
     async def keep(self, encoder: AnswerEncoder) -> None:

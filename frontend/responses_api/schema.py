@@ -56,6 +56,8 @@ class ResponsesBody(Struct, kw_only=True):
     """Whether the response is to be found again; ``None`` = where the server keeps any."""
     previous_response_id: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     """The response that the conversation goes on from."""
+    include: Annotated[list[str] | None, allowed("a list of names of further output")] = None
+    """Ignored, but for log probabilities: what else there is belongs to tools that do not run here."""
     # Beyond OpenAI's, as in chat.
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -70,9 +72,7 @@ class ResponsesBody(Struct, kw_only=True):
     # Known elsewhere, refused here when they ask for something: see REFUSED_RESPONSES.
     conversation: Any = None
     background: Any = None
-    include: Any = None
     prompt: Any = None
-    truncation: Any = None
     top_logprobs: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
@@ -83,9 +83,7 @@ class ResponsesBody(Struct, kw_only=True):
 REFUSED_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = {
     "conversation": ((), "no conversations are kept; send previous_response_id, or the whole conversation as input"),
     "background": ((False,), "an answer is given on the connection that asked for it"),
-    "include": (([], ["reasoning.encrypted_content"]), "no further output is made; reasoning comes as text"),
     "prompt": ((), "there are no stored prompts; send input and instructions"),
-    "truncation": (("disabled",), "a conversation that does not fit is refused, not shortened"),
     "top_logprobs": ((0,), "use /v1/chat/completions for log probabilities"),
     **{name: REFUSED[name] for name in ("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "priority")},
 }
