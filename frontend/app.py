@@ -49,7 +49,7 @@ from poolgrid.frontend.preparation import Job, Preparation, model_not_found, par
 from poolgrid.frontend.prompt_model import PromptModels
 from poolgrid.frontend.request_body import BodyReader
 from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.frontend.responses_api.endpoints import add_kept_response_endpoints
+from poolgrid.frontend.responses_api.endpoints import add_input_tokens_endpoint, add_kept_response_endpoints
 from poolgrid.frontend.responses_api.kept import KeptResponses, Store, owner
 from poolgrid.frontend.responses_api.store import ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
@@ -274,10 +274,10 @@ def create_app(
     kept = _kept_responses(settings, metrics, clock, place, data_dir, shared)
     owner_of = partial(owner, isolated=settings.isolate_tenants)
 
-    async def responses(raw: bytes, caller: Caller | None) -> Job:
+    async def responses(raw: bytes, caller: Caller | None, answered: bool = True) -> Job:
         body = parse_responses(raw)
         whose = owner_of(caller)
-        form = kept.form(body, whose)
+        form = kept.form(body, whose) if answered else None
         await kept.dereference(body, whose)
         return preparation.responses(body, await kept.earlier(body, whose), form)
 
@@ -319,6 +319,7 @@ def create_app(
     _add_models(app, backend, preparation)
     add_tokenizer_endpoints(app, preparation, tokenization, bodies, domains)
     add_count_endpoint(app, preparation, tokenization, bodies, media, domains)
+    add_input_tokens_endpoint(app, partial(responses, answered=False), tokenization, bodies, media, domains)
     add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
     _add_health(app, backend, ready, endpoints, troubles)
     _add_metrics(app, registry if exposed is None else exposed)

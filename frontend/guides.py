@@ -145,7 +145,8 @@ def _response_format(value: Any) -> Guide:
             raise invalid(
                 f"{param}.json_schema", f"{param}.json_schema is {quoted(inner)}: allowed is an object with a schema"
             )
-        return json_guide(inner.get("schema", dict(ANY_OBJECT)), f"{param}.json_schema.schema")
+        schema = inner.get("schema")
+        return json_guide(dict(ANY_OBJECT) if schema is None else schema, f"{param}.json_schema.schema")
     if kind == "regex":
         return _KINDS["regex"](value.get("regex"), f"{param}.regex")
     if kind in ("ebnf", "grammar"):

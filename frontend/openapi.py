@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from poolgrid.frontend.messages_api.count import COUNT_PATH
 from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
 from poolgrid.frontend.openapi_answers import ANSWERS
+from poolgrid.frontend.responses_api.endpoints import COUNT_PATH as INPUT_TOKENS_PATH
 from poolgrid.frontend.responses_api.endpoints import ITEMS_PATH, RESPONSE_PATH
 from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
@@ -96,6 +97,7 @@ def describe_inference(app: FastAPI) -> None:
                 (TOKENIZE_PATH, tokenize, tokenized, "Error"),
                 (DETOKENIZE_PATH, detokenize, detokenized, "Error"),
                 (COUNT_PATH, counted, {"$ref": "#/components/schemas/MessageCount"}, "MessageError"),
+                (INPUT_TOKENS_PATH, responses, {"$ref": "#/components/schemas/InputTokenCount"}, "Error"),
             ):
                 operation = paths[path]["post"]
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
@@ -162,7 +164,12 @@ def _inference(
                 "description": f"The answer; with `stream`, {events}",
                 "headers": {
                     header: {"schema": {"type": "string"}}
-                    for header in ("x-request-id", "x-poolgrid-worker", "x-poolgrid-decision")
+                    for header in (
+                        "x-request-id",
+                        "x-poolgrid-worker",
+                        "x-poolgrid-decision",
+                        "x-poolgrid-tools-left-out",
+                    )
                 },
                 "content": {
                     "application/json": {"schema": {"$ref": f"#/components/schemas/{answer}"}},

@@ -173,6 +173,7 @@ ANSWERS: Mapping[str, Schema] = {
     "ItemList": _ITEM_LIST,
     "AnthropicMessage": _ANTHROPIC_MESSAGE,
     "MessageCount": _object({"input_tokens": _COUNT}),
+    "InputTokenCount": _object({"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT}),
     "MessageError": _MESSAGE_ERROR,
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list({"$ref": "#/components/schemas/Model"})}),

@@ -98,6 +98,9 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, loaded:
         _add_output(messages, {**item, "output": msgspec.json.encode(tools).decode()}, where)
     elif kind.endswith("_output"):
         _add_output(messages, item, where)
+    elif "content" in item:
+        role = item.get("role")
+        messages.append(_message({**item, "role": role if role in _ROLES else "user"}, where))
 
 
 def _add_output(messages: list[Message], item: Mapping[str, Any], where: str) -> None:

@@ -39,6 +39,7 @@ OPERATIONS = [
     ("/v1/responses/{response_id}", "GET"),
     ("/v1/responses/{response_id}", "DELETE"),
     ("/v1/responses/{response_id}/input_items", "GET"),
+    ("/v1/responses/input_tokens", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
     ("/tokenize", "POST"),
