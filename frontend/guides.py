@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.frontend.errors import invalid, quoted
+from poolgrid.frontend.field_words import without_nulls
 from poolgrid.wire.limits import GUIDE_BYTES_MAX, GUIDE_CHOICES_MAX
 
 Guide = dict[str, Any]
@@ -134,7 +135,7 @@ def _found(found: dict[str, Guide], param: str, guide: Guide) -> None:
 def _response_format(value: Any) -> Guide:
     param = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
+    if kind == "text" or (isinstance(value, dict) and not without_nulls(value)):
         return {}
     if kind == "json_object":
         schema = value.get("schema")

@@ -159,7 +159,7 @@ class InferenceEndpoint:
         for kind in types:
             if kind not in self._left_out and len(self._left_out) < LEFT_OUT_TYPES_MAX:
                 self._left_out.add(kind)
-                log.info(
+                log.warning(
                     "%s: tools of type %s cannot run here and are left out of requests (first in %s)",
                     self.name,
                     quoted(kind),

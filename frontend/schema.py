@@ -203,6 +203,12 @@ class ContentPart(Struct):
     image_url: Annotated[
         ImageUrl | str | None, allowed('an object such as {"url": "https://..."}, or the URL alone')
     ] = None
+    refusal: str | None = None
+    """The text of a part of the type ``refusal``, which an assistant wrote earlier."""
+
+    def __post_init__(self) -> None:
+        if self.type == "refusal":
+            self.type, self.text = "text", self.refusal
 
 
 class PlacedPart(ContentPart):
@@ -323,7 +329,7 @@ REFUSED_CHAT: Mapping[str, tuple[tuple[object, ...], str]] = {
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tools and tool_choice"),
     "audio": ((), "only text is served"),
-    "modalities": ((["text"],), "only text is served"),
+    "modalities": (([], ["text"]), "only text is served"),
     "web_search_options": ((), "the server does not search"),
     "mm_processor_kwargs": ((), "only text is served"),
     "echo": ((False,), "a chat prompt is not repeated; use /v1/completions"),

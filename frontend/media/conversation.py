@@ -24,10 +24,14 @@ from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
 from poolgrid.wire.multimodal import MediaItem, MultimodalInput
 
-TEXT_PARTS = ("text", "input_text")
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 ITEM_BYTES_MAX: Final = 512
 """What a medium takes in a message beside its bytes: hash, type, place."""
+
+NO_MEDIA: Final = "[an image, which is left out: this model takes text only]"
+"""Stands for an image that a tool returned: the client sends it with every later turn, so that a refusal would end the
+session."""
 
 REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
 """What the rest of a request may take beside prompt and media: sampling, a JSON schema, output that moves along."""
@@ -37,13 +41,18 @@ forms: Final = ContentForms()
 
 
 def find_media(messages: Sequence[Message], spec: MediaSpec, model: str) -> tuple[MediaReference, ...]:
-    """Return what the messages name, in order; raises ``RequestError`` for what the model does not take."""
+    """Return what the messages name, in order; raises ``RequestError`` for what the model does not take.
+
+    Of a model that takes none, those in results of tools become text.
+    """
     found: list[MediaReference] = []
     for index, message in enumerate(messages):
         if not isinstance(message.content, list):
             continue
         for number, part in enumerate(message.content):
-            if part.type in IMAGE_PARTS:
+            if part.type in IMAGE_PARTS and message.role == "tool" and not spec.kinds:
+                message.content[number] = ContentPart("text", NO_MEDIA)
+            elif part.type in IMAGE_PARTS:
                 found.append(_reference(part, _place(part, index, number), spec, model))
     return tuple(found)
 

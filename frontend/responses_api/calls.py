@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.errors import invalid, quoted
+from poolgrid.frontend.errors import RequestError, invalid, quoted
 from poolgrid.frontend.field_words import without_nulls
 from poolgrid.frontend.schema import Function, ToolCall
 from poolgrid.frontend.tools import ClientTool, custom_arguments, joined_name
@@ -69,7 +69,7 @@ def earlier_call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall | N
 
     ``None`` for a call that a vendor's server made and answered itself: it has no id, and the answer is not in it.
     """
-    call_id = item.get("call_id") or (item.get("id") if kind in _ANSWERED else None)
+    call_id = item.get("call_id") or (item.get("id") if kind in _NAMED_BY_ID else None)
     arguments: str | dict[str, Any]
     if kind in ("function_call", "custom_tool_call", "mcp_call"):
         name = joined_name(item.get("namespace") or "", _text(item, "name", where))
@@ -89,12 +89,12 @@ def earlier_call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall | N
         inner = {key: value for key, value in without_nulls(inner).items() if key != "type"}
         arguments = msgspec.json.encode(inner).decode()
     if not isinstance(call_id, str):
-        raise invalid(f"{where}.call_id", f"{where}.call_id is {quoted(call_id)}: allowed is a string", "invalid_type")
+        raise _wrong(f"{where}.call_id", call_id)
     return ToolCall(Function(name, arguments), id=call_id)
 
 
-_ANSWERED: Final = ("local_shell_call", "mcp_call")
-"""Calls whose answers name them by the item's own id, or that carry their answer."""
+_NAMED_BY_ID: Final = ("function_call", "custom_tool_call", "local_shell_call", "mcp_call")
+"""Calls whose answers may name them by the item's own id, or that carry their answer."""
 
 _OF_ITEMS: Final = ("type", "id", "call_id", "status", "execution", "namespace")
 
@@ -102,7 +102,9 @@ _OF_ITEMS: Final = ("type", "id", "call_id", "status", "execution", "namespace")
 def _text(item: Mapping[str, Any], name: str, where: str, otherwise: str | None = None) -> str:
     value = item.get(name, otherwise)
     if not isinstance(value, str):
-        param = f"{where}.{name}"
-        message = f"{param} is {quoted(value)}: allowed is a string. The request was not run."
-        raise invalid(param, message, "invalid_type")
+        raise _wrong(f"{where}.{name}", value)
     return value
+
+
+def _wrong(param: str, value: Any) -> RequestError:
+    return invalid(param, f"{param} is {quoted(value)}: allowed is a string. The request was not run.", "invalid_type")

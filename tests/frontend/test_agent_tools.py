@@ -207,6 +207,30 @@ def test_a_conversation_of_an_agent_is_shown_to_the_model(front: FrontEnd) -> No
     assert (found["name"], found["namespace"]) == ("add", "mcp__demo"), "tools that a search found can be called"
 
 
+@pytest.mark.parametrize("path", [RESPONSES, CHAT])
+def test_an_image_that_a_tool_returned_does_not_end_the_session_of_a_text_model(front: FrontEnd, path: str) -> None:
+    image = "data:image/png;base64,aGk="
+    items: dict[str, Any] = {
+        "input": [
+            {"type": "function_call", "id": "fc_1", "name": "view_image", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "fc_1",
+                "output": [{"type": "input_image", "image_url": image}],
+            },
+        ]
+    }
+    messages: dict[str, Any] = {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "view_image", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url", "image_url": {"url": image}}]},
+        ]
+    }
+    answer, prompt = respond(front, path=path, **(items if path == RESPONSES else messages))
+    assert answer.status_code == 200
+    assert "this model takes text only" in prompt
+
+
 def test_an_encrypted_conversation_alone_is_refused_by_name(front: FrontEnd) -> None:
     answer, _ = respond(front, input=[{"type": "compaction", "encrypted_content": "x"}])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
@@ -234,7 +258,10 @@ def test_what_asks_for_nothing_here_is_ignored(front: FrontEnd, body: dict[str, 
         {"service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "reasoning_effort": "high"},
         {"stream_options": {"include_usage": True, "include_obfuscation": False}, "stream": True},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": None, "strict": None}}},
+        {"response_format": {"type": None}, "modalities": []},
         {"tool_choice": "auto", "parallel_tool_calls": True},
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+                      {"role": "user", "content": [{"type": "output_text", "text": "u"}]}]},
         {"tools": [{"type": "function", "name": "flat", "parameters": {}}], "tool_choice": {"type": "auto"}},
         {"messages": [{"role": "developer", "content": [{"type": "text", "text": "d"}]},
                       {"role": "user", "content": "u"}]},

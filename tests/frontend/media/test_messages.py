@@ -295,8 +295,9 @@ def test_the_responses_api_takes_the_same_images_and_names_their_place_in_its_ow
     assert "See <image>" in request.multimodal.prompt_text
 
     place = "input[0].content[1]" if role == "user" else "input[0].output[1]"
+    refused = [(data_url(CAT), MediaSpec(), 400, "media_not_supported", f"{place}.type")] if role == "user" else []
     for image_url, media, status, code, param in (
-        (data_url(CAT), MediaSpec(), 400, "media_not_supported", f"{place}.type"),
+        *refused,
         ("ftp://example.org/a.png", SPEC, 403, "media_scheme_not_allowed", f"{place}.image_url"),
         (data_url(b"no image"), SPEC, 400, "media_type_not_allowed", f"{place}.image_url"),
     ):
