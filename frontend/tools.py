@@ -77,6 +77,26 @@ class Tools:
         """Return the names of the functions that stand for custom tools."""
         return frozenset(name for name, tool in self.client_tools.items() if tool.kind == "custom")
 
+    def add_usual(self, tool: dict[str, Any]) -> bool:
+        """Add a tool in chat's form, if nothing about it needs a closer look: nearly all are, and agents send many."""
+        function = tool.get("function")
+        if type(function) is not dict or tool.get("type") != "function":
+            return False
+        name, parameters = function.get("name"), function.get("parameters")
+        if (
+            type(name) is not str
+            or not 1 <= len(name) <= NAME_CHARS_MAX
+            or name in self.schemas
+            or type(parameters) is not dict
+            or not parameters
+            or None in tool.values()
+            or None in function.values()
+        ):
+            return False
+        self.schemas[name] = parameters
+        self.shown.append(tool)
+        return True
+
     def add(self, tool: Any, where: str, namespace: str = "", again: bool = False) -> None:
         """Add a tool of a request; ``where`` is its place there. Raises ``RequestError``.
 
@@ -146,8 +166,6 @@ class Tools:
             if again:
                 return
             raise invalid(f"{place}.name", f"{place}.name is {quoted(name)}: allowed is it once")
-        if len(self.schemas) == TOOLS_MAX:
-            raise invalid("tools", f"tools has more than {TOOLS_MAX} functions: allowed are up to {TOOLS_MAX}")
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
             raise _wrong(f"{place}.parameters", parameters, "a JSON schema, an object")
@@ -161,13 +179,16 @@ NO_TOOLS: Final = Tools()
 """Of a request without tools; nothing is added to it."""
 
 
-def read_tools(tools: Sequence[Mapping[str, Any]]) -> Tools:
+def read_tools(tools: Sequence[dict[str, Any]]) -> Tools:
     """Return the tools of a request; raises ``RequestError``."""
     if len(tools) > TOOLS_MAX:
         raise invalid("tools", f"tools has {len(tools)} entries: allowed are up to {TOOLS_MAX}")
     found = Tools()
     for index, tool in enumerate(tools):
-        found.add(tool, f"tools[{index}]")
+        if not found.add_usual(tool):
+            found.add(tool, f"tools[{index}]")
+    if len(found.schemas) > TOOLS_MAX:
+        raise invalid("tools", f"tools has {len(found.schemas)} functions: allowed are up to {TOOLS_MAX}")
     return found
 
 
