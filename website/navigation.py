@@ -10,6 +10,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Start": ("docs/tutorial", "docs/glossary", "docs/results", "docs/upgrading"),
     "Use": (
         "docs/http_api",
+        "docs/coding_agents",
         "docs/multimodal",
         "docs/parsers",
         "docs/logits_processors",
