@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -120,9 +121,7 @@ class Tools:
         elif kind == "tool_search" and tool.get("execution") == "client":
             function = {name: tool[name] for name in ("description", "parameters") if name in tool}
             self._show({"name": kind, **function}, where, ClientTool(kind, kind))
-            # What earlier searches of the conversation found.
-            for index, inner in enumerate(tool.get("tools", ())):
-                self.add(inner, f"{where}.tools[{index}]", again=True)
+            self._add_loaded(tool.get("tools"))
         elif isinstance(kind, str):
             self.left_out[kind] = None
         else:
@@ -153,6 +152,12 @@ class Tools:
             text = "\n\n".join((str(description), str(function.get("description", "")))).strip()
             self.shown[first] = {"type": "function", "function": {**function, "description": text}}
 
+    def _add_loaded(self, tools: Any) -> None:
+        """Add what earlier searches of the conversation found; a tool that is none is not a reason to end it."""
+        for tool in tools if isinstance(tools, list) else ():
+            with suppress(RequestError):
+                self.add(tool, "input", again=True)
+
     def _show(
         self,
         function: dict[str, Any],
@@ -166,6 +171,9 @@ class Tools:
             if again:
                 return
             raise invalid(f"{place}.name", f"{place}.name is {quoted(name)}: allowed is it once")
+        if len(name) > NAME_CHARS_MAX:
+            words = f"{place}.name becomes {quoted(name)} with its namespace: allowed are {NAME_CHARS_MAX} characters"
+            raise invalid(f"{place}.name", words)
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
             raise _wrong(f"{place}.parameters", parameters, "a JSON schema, an object")
@@ -341,7 +349,7 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Tools) -> tuple[str, frozen
         raise _wrong(f"{place}.tools", entries, "a list of at least one function of tools")
     names: set[str] = set()
     for index, entry in enumerate(entries):
-        if isinstance(entry, dict) and entry.get("type") in tools.left_out:
+        if isinstance(entry, dict) and _type(entry, place) in tools.left_out:
             continue
         name, param = _function_name(entry, f"{place}.tools[{index}]", tools)
         if name not in tools.schemas:
@@ -360,16 +368,23 @@ def _named(choice: Any, tools: Tools) -> str | None:
     """Return the name of the function that must be called, if there is one."""
     if not isinstance(choice, dict):
         return None
-    kind = choice.get("type", "function")
+    kind = _type(choice, "tool_choice")
     if kind in tools.left_out:
         raise unsupported("tool_choice.type", f"tools of this type do not run here (got {quoted(kind)})")
     return _function_name(choice, "tool_choice", tools)[0]
 
 
+def _type(value: Mapping[str, Any], place: str) -> str:
+    kind = value.get("type") or "function"
+    if not isinstance(kind, str):
+        raise _wrong(f"{place}.type", kind, "a string")
+    return kind
+
+
 def _function_name(value: Any, place: str, tools: Tools) -> tuple[str, str]:
     """Return the model's name of a function that a tool choice names, and the place of the client's name for it."""
     value = value if isinstance(value, dict) else {}
-    kind = value.get("type") or "function"
+    kind = _type(value, place)
     if kind in tools.client_tools:
         return kind, f"{place}.type"
     if kind not in ("function", "custom"):

@@ -72,7 +72,7 @@ def earlier_call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall | N
     call_id = item.get("call_id") or (item.get("id") if kind in _NAMED_BY_ID else None)
     arguments: str | dict[str, Any]
     if kind in ("function_call", "custom_tool_call", "mcp_call"):
-        name = joined_name(item.get("namespace") or "", _text(item, "name", where))
+        name = joined_name(_text(item, "namespace", where, ""), _text(item, "name", where))
         if kind == "custom_tool_call":
             arguments = custom_arguments(_text(item, "input", where, ""))
         elif isinstance(item.get("arguments"), dict):

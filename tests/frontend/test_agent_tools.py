@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.frontend.parsers.custom_calls import CustomCalls
@@ -324,6 +324,42 @@ def test_compacting_is_not_found_in_words_that_say_what_to_do(front: FrontEnd) -
 @given(st.text())
 def test_the_text_of_a_custom_tool_survives_its_function(text: str) -> None:
     assert custom_text(custom_arguments(text)) == text
+
+
+WORDS = ["type", "name", "tools", "function", "custom", "namespace", "tool_search", "execution", "client", "parameters",
+         "format", "mode", "auto", "required", "allowed_tools", "call_id", "output", "input", "arguments", "action",
+         "content", "role", "user", "message", "function_call", "custom_tool_call", "local_shell_call", "mcp_call",
+         "tool_search_output", "shell_call_output", "id", "text", "input_text", "reasoning", "summary"]  # fmt: skip
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from(["", "f", *WORDS])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(WORDS), inner, max_size=5),
+        st.builds(lambda kind, rest: {**rest, "type": kind, "name": "f"}, st.sampled_from(WORDS),
+                  st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": st.lists(ANYTHING, max_size=3),
+        "tool_choice": ANYTHING,
+        "input": st.lists(ANYTHING, max_size=4),
+        "text": ANYTHING,
+        "include": ANYTHING,
+    },
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(BODIES)
+def test_whatever_tools_and_items_are_they_are_served_or_refused_by_name(front: FrontEnd, body: dict[str, Any]) -> None:
+    for path in (RESPONSES, CHAT):
+        answer, _ = respond(front, path=path, **body)
+        assert answer.status_code in (200, 400, 404), answer.text
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"]
 
 
 class _Scripted:
