@@ -553,10 +553,8 @@ class Preparation:
             wanted = body.top_logprobs or 0
         elif body.top_logprobs:
             raise invalid("top_logprobs", f"top_logprobs is {body.top_logprobs}: it needs logprobs to be true")
-        tools = NO_TOOLS
-        if body.tools:
-            tools = read_tools(body.tools)
-            body.tools = tools.shown
+        tools = read_tools(body.tools) if body.tools else NO_TOOLS
+        body.tools = tools.shown or None
         body.tool_choice = plain_choice(body.tool_choice)
         use, guide = tool_use(tools, body.tool_choice, body.parallel_tool_calls)
         if body.continue_final_message and body.add_generation_prompt:

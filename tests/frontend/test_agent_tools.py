@@ -89,6 +89,11 @@ def test_hosted_tools_are_left_out_and_named(front: FrontEnd, path: str, caplog:
     assert "cannot run here" in line
 
 
+@pytest.mark.parametrize("tools", [[], HOSTED])
+def test_a_prompt_without_tools_that_run_here_is_that_of_no_tools(front: FrontEnd, tools: list[Any]) -> None:
+    assert respond(front, tools=tools)[1] == respond(front)[1]
+
+
 def test_an_answer_without_tools_left_out_has_no_header(front: FrontEnd) -> None:
     assert "x-poolgrid-tools-left-out" not in respond(front, tools=[DEMO])[0].headers
 
