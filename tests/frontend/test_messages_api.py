@@ -397,7 +397,8 @@ def test_system_turns_stay_where_they_are() -> None:
         ({"type": "web_search_tool_result", "tool_use_id": "s1",
           "content": {"type": "web_search_tool_result_error", "error_code": "unavailable"}}, []),
         ({"type": "web_fetch_tool_result", "tool_use_id": "s1", "content": {
-          "type": "web_fetch_result", "url": "MARKURL", "content": {"type": "document", "source": {"type": "text", "data": "MARKTEXT"}}}}, ["MARKURL", "MARKTEXT"]),
+          "type": "web_fetch_result", "url": "MARKURL",
+          "content": {"type": "document", "source": {"type": "text", "data": "MARKTEXT"}}}}, ["MARKURL", "MARKTEXT"]),
         ({"type": "bash_code_execution_tool_result", "tool_use_id": "s1", "content": {
             "type": "bash_code_execution_result", "stdout": "MARKOUT", "stderr": "MARKERR", "return_code": 0}},
          ["MARKOUT", "MARKERR"]),
@@ -471,3 +472,12 @@ def test_fields_that_ask_for_nothing_here_are_accepted(body: dict[str, Any]) -> 
     for path in ("/v1/messages?beta=true", "/v1/messages/count_tokens?beta=true"):
         response = post(FakeBackend(script), path, **body)
         assert response.status_code == 200, response.text
+
+
+def test_models_are_listed_as_anthropic_does_for_its_clients(client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    model = page.data[0]
+    assert (model.type, model.id, model.display_name) == ("model", "tiny", "tiny")
+    assert model.created_at is not None
+    assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", page.data[-1].id)
+    assert client.models.retrieve("tiny") == model
