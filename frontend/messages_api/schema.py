@@ -50,7 +50,8 @@ class Thinking(Struct):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = None
+    """``omitted`` leaves the reasoning out of the answer; every other word shows it as it was written."""
 
 
 class OutputConfig(Struct):

@@ -459,6 +459,7 @@ def test_tools_that_run_at_anthropic_are_left_out_and_named() -> None:
         {"context_management": {"edits": [{"type": "compact_20260112"}]}},
         {"thinking": {"type": "enabled", "budget_tokens": 0}},
         {"thinking": {"type": "adaptive", "budget_tokens": None, "display": None}},
+        {"thinking": {"type": "adaptive", "display": "updates"}},
         {"output_config": {"effort": None, "format": None}, "output_format": None},
         {"metadata": {"user_id": None}, "betas": ["x"], "speed": "fast", "service_tier": "auto", "inference_geo": "us"},
         {"container": {"id": None, "skills": []}, "mcp_servers": []},
