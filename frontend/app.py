@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -415,6 +416,10 @@ def _gate_keys(
     return GateKeys(watched, metrics, clock, settings.metrics_need_key or settings.isolate_tenants, request_ids)
 
 
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header that every client of Anthropic's API sends."""
+
+
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
     @app.get("/v1/models", tags=["models"])
     async def list_models(request: Request) -> dict[str, Any]:
@@ -427,7 +432,11 @@ def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparatio
         caller = caller_of(request.scope)
         if caller is not None:
             data = [card for card in data if caller.may_use(card["id"])]
-        return {"object": "list", "data": data}
+        if ANTHROPIC_VERSION not in request.headers:
+            return {"object": "list", "data": data}
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        cards = [_anthropic_card(card) for card in data]
+        return {"object": "list", "data": cards, "has_more": False, "first_id": first, "last_id": last}
 
     @app.get("/v1/models/{model_id:path}", tags=["models"])
     async def get_model(request: Request, model_id: str) -> dict[str, Any]:
@@ -438,7 +447,14 @@ def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparatio
         found = preparation.served(model_id)
         if found is None:
             raise model_not_found(model_id, [served.name for served in backend.models()])
-        return {**_model_card(*found), "id": model_id}
+        card = {**_model_card(*found), "id": model_id}
+        return _anthropic_card(card) if ANTHROPIC_VERSION in request.headers else card
+
+
+def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
+    """Return a card with the fields that Anthropic's clients read in addition."""
+    created_at = datetime.fromtimestamp(card["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {**card, "type": "model", "display_name": card["id"], "created_at": created_at}
 
 
 def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import FastAPI
 
 from poolgrid.frontend.messages_api.count import COUNT_PATH
-from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
+from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.frontend.openapi_answers import ANSWERS
 from poolgrid.frontend.responses_api.endpoints import COUNT_PATH as INPUT_TOKENS_PATH
 from poolgrid.frontend.responses_api.endpoints import ITEMS_PATH, RESPONSE_PATH
@@ -28,8 +28,6 @@ _REFUSALS: Mapping[str, Mapping[str, tuple[tuple[object, ...], str]]] = {
     "ChatBody": REFUSED_CHAT,
     "CompletionBody": REFUSED_COMPLETION,
     "ResponsesBody": REFUSED_RESPONSES,
-    "CountedBody": REFUSED_MESSAGES,
-    "MessagesBody": REFUSED_MESSAGES,
     "Nvext": REFUSED_NVEXT,
 }
 

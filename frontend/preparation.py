@@ -23,7 +23,7 @@ from poolgrid.frontend.media.references import MediaReference
 from poolgrid.frontend.message_adaptation import adapt, adapt_tools, is_malformed
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
 from poolgrid.frontend.messages_api.encoder import MessagesForm
-from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
+from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.frontend.model_forms import ModelForm, ModelForms, template_source
 from poolgrid.frontend.parsed_answers import ParsedChatEncoder
 from poolgrid.frontend.parsers.custom_calls import CustomCalls
@@ -533,7 +533,7 @@ class Preparation:
     def messages(self, raw: bytes) -> Job:
         """Check the body of a Messages request; raises ``RequestError``."""
         body = parse(_messages_decoder, raw)
-        refuse(body, REFUSED_MESSAGES)
+        refuse(body, {})
         job = self.chat_job(chat_of_messages(body))
         job.form = MessagesForm(body)
         return job
@@ -541,7 +541,7 @@ class Preparation:
     def counted_messages(self, raw: bytes) -> Job:
         """Check the body of a request to count the tokens of messages; raises ``RequestError``."""
         body = parse(_counted_decoder, raw)
-        refuse(body, REFUSED_MESSAGES)
+        refuse(body, {})
         return self.chat_job(chat_of_messages(body))
 
     def chat_job(self, body: ChatBody) -> Job:

@@ -81,7 +81,6 @@ def check_announced(content_type: bytes, content_length: bytes, limit: int, head
             f"reading the request body: content-type is {media_type.decode('latin-1')!r}, allowed is "
             "application/json (curl: -H 'content-type: application/json')",
             param="content-type",
-            headers=((b"connection", b"close"),),
         )
     if not content_type and is_from_page(headers):
         raise RequestError(
@@ -122,10 +121,13 @@ async def receive_body(receive: Receive, limit: int) -> bytes | None:
 
 
 def too_large(size: str, limit: int) -> RequestError:
-    """Return the 413 that names the limit."""
+    """Return the 413 that names the limit.
+
+    The connection stays: what is still to come of the body is read and dropped. A client that reads its answer only
+    once it has sent everything would see a reset otherwise.
+    """
     return RequestError(
         413,
         "body_too_large",
         f"reading the request body: it has {size} bytes, allowed are up to {limit} (setting max_body_bytes)",
-        headers=((b"connection", b"close"),),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,19 @@ from poolgrid.frontend.messages_api.schema import (
 )
 from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall
 
+_VENDOR_LINES = re.compile(r"\s*(?:x-[a-z0-9]+-billing-header:[^\n]*\s*)+", re.IGNORECASE)
+"""Lines before a system prompt that are for the vendor's meter. Claude Code writes one that differs in each request. In
+the prompt it would end the shared prefix at the first block; vLLM leaves it out too."""
+
+_SHOWN_FIELDS = ("title", "context", "source", "url", "text", "stdout", "stderr", "content")
+"""The text of a block that chat has no part for, in the order in which the model reads it."""
+
+_NOT_SHOWN = frozenset({"thinking", "redacted_thinking", "tool_reference", "server_tool_use", "mcp_tool_use"})
+"""Blocks without a text for the model."""
+
+_SHOWN_DEPTH_MAX = 8
+"""Blocks inside blocks that are read: a tool's result with a search result of text has three."""
+
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """What published chat templates call the variable that switches reasoning on and off."""
 
@@ -29,7 +43,11 @@ def chat_body(body: CountedBody) -> ChatBody:
     chat = ChatBody(
         model=body.model,
         messages=messages,
-        tools=None if not body.tools else [_tool(tool, index) for index, tool in enumerate(body.tools)],
+        tools=[
+            *(_tool(tool, index) for index, tool in enumerate(body.tools or ())),
+            *({"type": "mcp_server"} for _ in body.mcp_servers or ()),
+        ]
+        or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use,
         response_format=_response_format(body),
@@ -58,22 +76,39 @@ def chat_body(body: CountedBody) -> ChatBody:
 def _messages(body: CountedBody) -> list[Message]:
     messages: list[Message] = []
     if body.system:
-        messages.append(Message(role="system", content=_system(body.system)))
+        messages += _of_system(body.system, "system")
     for index, message in enumerate(body.messages):
         where = f"messages[{index}].content"
+        content = message.content or ""
         if message.role == "assistant":
-            messages.append(_of_assistant(message.content, where))
-        elif isinstance(message.content, str):
-            messages.append(Message(role="user", content=message.content))
+            messages.append(_of_assistant(content, where))
+        elif message.role == "system":
+            messages += _of_system(content, where)
+        elif isinstance(content, str):
+            messages.append(Message(role="user", content=content))
         else:
-            messages += _of_user(message.content, where)
+            messages += _of_user(content, where)
     return messages
 
 
-def _system(system: str | Sequence[Mapping[str, Any]]) -> str | list[ContentPart]:
-    if isinstance(system, str):
-        return system
-    return [_text_part(block, f"system[{index}]") for index, block in enumerate(system)]
+def _of_system(content: str | Sequence[Mapping[str, Any]], where: str) -> list[Message]:
+    """Return the system message without the lines for the vendor's meter; none where nothing else is in it."""
+    if isinstance(content, str):
+        text = _without_vendor_lines(content)
+        return [Message(role="system", content=text)] if text or not content else []
+    parts: list[ContentPart] = []
+    for number, block in enumerate(content):
+        for part in _parts(block, f"{where}[{number}]"):
+            if part.text is None:
+                parts.append(part)
+            elif text := _without_vendor_lines(part.text):
+                parts.append(ContentPart("text", text))
+    return [Message(role="system", content=parts)] if parts else []
+
+
+def _without_vendor_lines(text: str) -> str:
+    lines = _VENDOR_LINES.match(text)
+    return text if lines is None else text[lines.end() :]
 
 
 def _of_user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[Message]:
@@ -88,9 +123,9 @@ def _of_user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[Message]:
                 parts = []
             messages.append(_tool_result(block, place))
         else:
-            parts.append(_part(block, place))
+            parts += _parts(block, place)
     if parts or not messages:
-        messages.append(Message(role="user", content=parts))
+        messages.append(Message(role="user", content=parts or ""))
     return messages
 
 
@@ -100,7 +135,7 @@ def _tool_result(block: Mapping[str, Any], place: str) -> Message:
         raise _wrong(f"{place}.content", content, "a string or a list of text and image blocks")
     result: str | list[ContentPart] = content if isinstance(content, str) else []
     if isinstance(content, list):
-        result = [_part(inner, f"{place}.content[{number}]") for number, inner in enumerate(content)]
+        result = [part for number, inner in enumerate(content) for part in _parts(inner, f"{place}.content[{number}]")]
     return Message(role="tool", content=result or "", tool_call_id=_text(block, "tool_use_id", place))
 
 
@@ -119,8 +154,8 @@ def _of_assistant(content: str | Sequence[Mapping[str, Any]], where: str) -> Mes
             thoughts.append(_text(block, "thinking", place))
         elif kind == "tool_use":
             calls.append(_call(block, place))
-        elif kind != "redacted_thinking":  # that one says nothing to anybody but who made it
-            raise _unknown(place, kind, "text, thinking and tool_use")
+        else:
+            texts += (part.text for part in _parts(block, place) if part.text is not None)
     return Message(
         role="assistant",
         content="".join(texts) if texts or not calls else None,
@@ -130,26 +165,46 @@ def _of_assistant(content: str | Sequence[Mapping[str, Any]], where: str) -> Mes
 
 
 def _call(block: Mapping[str, Any], place: str) -> ToolCall:
-    arguments = block.get("input", {})
+    arguments = block.get("input") or {}
     if not isinstance(arguments, dict):
         raise _wrong(f"{place}.input", arguments, "an object")
     function = Function(_text(block, "name", place), arguments)
     return ToolCall(function, id=_text(block, "id", place))
 
 
-def _part(block: Any, place: str) -> ContentPart:
+def _parts(block: Any, place: str) -> list[ContentPart]:
+    """Return the parts of chat that show a block to the model: none for one without text, such as a reference."""
     kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise _wrong(f"{place}.type", kind, "the type of a content block, such as text")
     if kind == "text":
-        return _text_part(block, place)
+        text = _text(block, "text", place)
+        return [ContentPart("text", text)] if text else []
     if kind == "image":
-        return _image(block, place)
-    raise _unknown(place, kind, "text, image and tool_result")
+        return [_image(block, place)]
+    shown = "\n".join(_shown(block))
+    return [ContentPart("text", shown)] if shown else []
 
 
-def _text_part(block: Mapping[str, Any], place: str) -> ContentPart:
-    if block.get("type") != "text":
-        raise _unknown(place, block.get("type"), "text")
-    return ContentPart("text", _text(block, "text", place))
+def _shown(block: Any, depth: int = 0) -> Iterator[str]:
+    """Yield the text in a block of another type: a document, a search result, the result of a tool of Anthropic's."""
+    if depth > _SHOWN_DEPTH_MAX:
+        return
+    if isinstance(block, str):
+        yield block
+    elif isinstance(block, list):
+        for inner in block:
+            yield from _shown(inner, depth + 1)
+    elif isinstance(block, dict):
+        kind = block.get("type")
+        if kind == "text" and isinstance(block.get("data"), str):  # the source of a document
+            yield block["data"]
+        elif kind in ("base64", "file", "url"):
+            named = block.get("media_type") or block.get("url") or kind
+            yield f"[{named}: this server reads documents of text only]"
+        elif kind not in _NOT_SHOWN:
+            for name in _SHOWN_FIELDS:
+                yield from _shown(block.get(name), depth + 1)
 
 
 def _image(block: Mapping[str, Any], place: str) -> ContentPart:
@@ -169,10 +224,14 @@ def _image(block: Mapping[str, Any], place: str) -> ContentPart:
 
 
 def _tool(tool: MessageTool, index: int) -> dict[str, Any]:
-    """Return a tool as chat writes it."""
-    if tool.type not in (None, "custom"):
-        raise unsupported(
-            f"tools[{index}].type", f"only functions of the client can be called (got {quoted(tool.type)})"
+    """Return a tool as chat writes it. One that only Anthropic can run keeps its type, by which it is left out."""
+    if tool.input_schema is None and tool.type not in (None, "custom"):
+        return {"type": tool.type}
+    if tool.name is None:
+        raise invalid(
+            f"tools[{index}].name",
+            f"tools[{index}].name is missing: allowed is a string",
+            "missing_required_parameter",
         )
     if tool.input_schema is None:
         raise invalid(
@@ -227,10 +286,6 @@ def _text(block: Mapping[str, Any], name: str, where: str) -> str:
     if not isinstance(value, str):
         raise _wrong(f"{where}.{name}", value, "a string")
     return value
-
-
-def _unknown(place: str, kind: Any, known: str) -> RequestError:
-    return unsupported(f"{place}.type", f"blocks of the types {known} are served (got {quoted(kind)})")
 
 
 def _wrong(param: str, value: Any, allowed: str) -> RequestError:

@@ -1,8 +1,11 @@
-"""The body of ``/v1/messages`` and what is refused in it."""
+"""The body of ``/v1/messages``.
+
+Its other fields ask for nothing that this server could do otherwise, and are not read: ``context_management`` saves
+prompt tokens on a server that applies it, ``container`` and ``betas`` belong to tools that run at Anthropic.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -20,14 +23,14 @@ Blocks = Annotated[str | list[dict[str, Any]], allowed("a string or a list of co
 class TurnMessage(Struct):
     """One turn of a conversation."""
 
-    role: Literal["user", "assistant"]
-    content: Blocks
+    role: Literal["user", "assistant", "system"]
+    content: Blocks | None = None
 
 
 class MessageTool(Struct):
-    """A function that the model may call. Tools that Anthropic's servers or models bring along are refused."""
+    """A function that the model may call. Without a schema it is a tool of Anthropic's servers or models."""
 
-    name: str
+    name: str | None = None
     input_schema: Annotated[dict[str, Any] | None, allowed("a JSON schema, an object")] = None
     description: str | None = None
     type: str | None = None
@@ -46,8 +49,9 @@ class Thinking(Struct):
     """Whether the model is to reason before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
+    display: str | None = None
+    """``omitted`` leaves the reasoning out of the answer; every other word shows it as it was written."""
 
 
 class OutputConfig(Struct):
@@ -74,10 +78,7 @@ class CountedBody(Struct, kw_only=True):
     output_format: Annotated[dict[str, Any] | None, allowed("an object with the type json_schema and a schema")] = None
     """An older name of ``output_config.format``."""
     chat_template_kwargs: dict[str, Any] | None = None
-    # Known elsewhere, refused here when they ask for something: see REFUSED_MESSAGES.
-    mcp_servers: Any = None
-    container: Any = None
-    context_management: Any = None
+    mcp_servers: Annotated[list[dict[str, Any]] | None, allowed("a list of servers")] = None
 
 
 class MessagesBody(CountedBody, kw_only=True):
@@ -97,11 +98,3 @@ class MessagesBody(CountedBody, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     nvext: Nvext | None = None
-
-
-REFUSED_MESSAGES: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "mcp_servers": (([],), "the server calls no tools by itself"),
-    "container": ((), "the server runs no code"),
-    "context_management": (({}, {"edits": []}), "a conversation is answered as it is"),
-}
-"""As ``REFUSED`` of chat."""

@@ -31,7 +31,8 @@ class Passed:
 
 def _asks(body: dict[str, Any]) -> bool:
     """Return whether the user speaks last; results of tools come from the user too in Anthropic's API."""
-    last = (body.get("input") or body.get("messages") or [{}])[-1]
+    turns = [turn for turn in body.get("input") or body.get("messages") or () if turn.get("role") != "system"]
+    last = turns[-1] if turns else {}
     return last.get("role") == "user" and '"tool_result"' not in json.dumps(last)
 
 

@@ -65,6 +65,12 @@ def test_chats_texts_token_ids_and_messages_become_the_prompt_that_the_engine_ma
     same = read("/v1/messages", messages)
     assert same.request is not None
     assert same.request.token_ids == chat.request.token_ids
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
+    blocks = [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}]
+    turns = [*CHAT["messages"], {"role": "system", "content": "MARKSYSTEM"}]
+    agent = read("/v1/messages", {**messages, "messages": turns, "system": blocks})
+    chat = read("/v1/chat/completions", {**CHAT, "messages": [{"role": "system", "content": "Be brief."}, *turns]})
+    assert text_of(agent) == text_of(chat)
     assert text_of(read("/v1/completions", {"model": "tiny", "prompt": "Hello world"})) == "Hello world"
     assert text_of(read("/v1/completions", {"model": "tiny", "prompt": list(range(100, 110))}))
 

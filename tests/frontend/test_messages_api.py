@@ -215,15 +215,14 @@ def test_images_reach_the_worker_as_in_chat() -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 10_000_000}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
             "messages[0].content[0].source.type",
         ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -234,7 +233,8 @@ def test_images_reach_the_worker_as_in_chat() -> None:
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#/" + "x" * 2_000_000}}}},
          "output_config.format.schema"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"mcp_servers": "x"}, "mcp_servers"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"min_tokens": 200}, "min_tokens"),
     ],
 )  # fmt: skip
@@ -318,3 +318,166 @@ def test_unknown_paths_and_methods_below_messages_answer_in_the_same_shape() -> 
     for response, kind in zip(asyncio.run(go()), ("invalid_request_error", "not_found_error"), strict=True):
         assert (response.json()["type"], response.json()["error"]["type"]) == ("error", kind)
         assert response.json()["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
+
+
+LINE = "x-anthropic-billing-header: cc_version=2.1.332; cc_entrypoint=cli; cch={};"
+MARK = {"type": "text", "text": "MARKTEXT"}
+USE: Any = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": None}
+
+
+def shown(system: Any = None, messages: Any = HI, **body: Any) -> str:
+    """Return the prompt that the model is shown."""
+    backend = FakeBackend(script)
+    response = post(backend, system=system, messages=messages, **body)
+    assert response.status_code == 200, response.text
+    return prompt_of(backend)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        lambda line: [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}],
+        lambda line: [{"type": "text", "text": f"{line}\n"}, {"type": "text", "text": "Be brief."}],
+        lambda line: [{"type": "text", "text": "Be brief."}, {"type": "text", "text": line}],
+        lambda line: [{"type": "text", "text": f"{line}\n\nBe brief."}],
+        lambda line: f"{line}\nBe brief.",
+        lambda line: f"{line}\r\n{line}\nBe brief.",
+        lambda line: f" {line.upper()}\nBe brief.",
+    ],
+)
+def test_billing_lines_do_not_reach_the_prompt(system: Any) -> None:
+    lines = [LINE.format(tag) for tag in ("36ee5", "0aaa9f")]
+    assert [shown(system(line)) for line in lines] == [shown("Be brief.")] * 2
+    turns = [[*HI, {"role": "system", "content": system(line)}] for line in lines]
+    assert [shown("S", turn) for turn in turns] == [shown("S", [*HI, {"role": "system", "content": "Be brief."}])] * 2
+
+
+def test_a_system_prompt_of_a_billing_line_alone_is_none() -> None:
+    line = LINE.format("36ee5")
+    assert shown(line) == shown([{"type": "text", "text": line}]) == shown()
+    counted = [
+        post(FakeBackend(script), "/v1/messages/count_tokens", messages=HI, system=line + tail).json()["input_tokens"]
+        for tail in ("", "zzzzzzzzzz")
+    ]
+    assert counted[0] == counted[1]
+
+
+def test_a_billing_line_inside_a_text_is_text() -> None:
+    text = f"Explain this line:\n{LINE.format('36ee5')}\nNow."
+    assert text in shown(text)
+
+
+def test_system_turns_stay_where_they_are() -> None:
+    system = {"role": "system", "content": [{"type": "text", "text": "MARKSYSTEM"}]}
+    late = shown("First.", [*HI, {"role": "assistant", "content": "MARKREPLY"}, system, *HI])
+    assert late.index("First.") < late.index("MARKREPLY") < late.index("MARKSYSTEM")
+    assert "MARKSYSTEM" in shown("First.", [*HI, system])
+    assert "MARKSYSTEM" in shown(None, [system, *HI])
+
+
+@pytest.mark.parametrize(
+    ("block", "texts"),
+    [
+        ({"type": "tool_reference", "tool_name": "MARKGONE"}, []),
+        ({"type": "document", "title": "MARKTITLE", "context": None, "source": {"type": "text", "data": "MARKTEXT"}},
+         ["MARKTITLE", "MARKTEXT"]),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "MARKTEXT"}]}},
+         ["MARKTEXT"]),
+        ({"type": "document", "source": {"type": "content", "content": "MARKTEXT"}}, ["MARKTEXT"]),
+        ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "MARKGONE"}},
+         ["application/pdf"]),
+        ({"type": "search_result", "source": "MARKURL", "title": "MARKTITLE", "content": [MARK]},
+         ["MARKTITLE", "MARKURL", "MARKTEXT"]),
+        ({"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "MARKGONE"}}, []),
+        ({"type": "web_search_tool_result", "tool_use_id": "s1", "content": []}, []),
+        ({"type": "web_search_tool_result", "tool_use_id": "s1", "content": [
+            {"type": "web_search_result", "title": "MARKTITLE", "url": "MARKURL", "encrypted_content": "MARKGONE"}]},
+         ["MARKTITLE", "MARKURL"]),
+        ({"type": "web_search_tool_result", "tool_use_id": "s1",
+          "content": {"type": "web_search_tool_result_error", "error_code": "unavailable"}}, []),
+        ({"type": "web_fetch_tool_result", "tool_use_id": "s1", "content": {
+          "type": "web_fetch_result", "url": "MARKURL",
+          "content": {"type": "document", "source": {"type": "text", "data": "MARKTEXT"}}}}, ["MARKURL", "MARKTEXT"]),
+        ({"type": "bash_code_execution_tool_result", "tool_use_id": "s1", "content": {
+            "type": "bash_code_execution_result", "stdout": "MARKOUT", "stderr": "MARKERR", "return_code": 0}},
+         ["MARKOUT", "MARKERR"]),
+        ({"type": "mcp_tool_use", "id": "m", "name": "x", "server_name": "y", "input": {}}, []),
+        ({"type": "mcp_tool_result", "tool_use_id": "m", "content": [MARK]}, ["MARKTEXT"]),
+        ({"type": "compaction", "content": "MARKTEXT"}, ["MARKTEXT"]),
+        ({"type": "redacted_thinking", "data": "MARKGONE"}, []),
+        ({"type": "container_upload", "file_id": "f"}, []),
+        ({"type": "of_tomorrow"}, []),
+    ],
+)  # fmt: skip
+def test_blocks_of_a_history_are_shown_or_skipped(block: Any, texts: list[str]) -> None:
+    answer = {"type": "text", "text": "MARKANSWER"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [block], "is_error": None}
+    places = {
+        "user": [{"role": "user", "content": [block, {"type": "text", "text": "hi", "citations": None}]}],
+        "alone": [{"role": "user", "content": [block]}],
+        "assistant": [*HI, {"role": "assistant", "content": [block, answer]}, *HI],
+        "result": [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}],
+    }
+    for place, messages in places.items():
+        prompt = shown("System.", messages, tools=[TOOL])
+        found = [prompt.find(text) for text in texts]
+        assert -1 not in found, (place, prompt)
+        assert found == sorted(found)
+        assert "MARKGONE" not in prompt
+        assert ("MARKANSWER" in prompt) == (place == "assistant")
+
+
+def test_blocks_nested_without_end_are_read_to_a_depth() -> None:
+    block: dict[str, Any] = {"type": "text", "text": "MARKDEEP"}
+    for _ in range(100):
+        block = {"type": "document", "content": [block]}
+    assert "MARKDEEP" not in shown(None, [{"role": "user", "content": [block]}])
+
+
+def test_tools_that_run_at_anthropic_are_left_out_and_named() -> None:
+    backend = FakeBackend(script)
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        {"type": "mcp_toolset", "mcp_server_name": "MARKGONE"},
+    ]
+    asked = {"mcp_servers": [{"type": "url", "url": "https://mcp.example", "name": "MARKGONE"}]}
+    response = post(backend, tools=[TOOL, *hosted], **asked)
+    assert response.status_code == 200
+    assert response.headers["x-poolgrid-tools-left-out"] == "web_search_20250305, mcp_toolset, mcp_server"
+    assert "get_weather" in prompt_of(backend)
+    assert "web_search" not in prompt_of(backend)
+    assert "MARKGONE" not in prompt_of(backend)
+    assert shown(tools=hosted) == shown()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens"}}]}},
+        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+        {"thinking": {"type": "enabled", "budget_tokens": 0}},
+        {"thinking": {"type": "adaptive", "budget_tokens": None, "display": None}},
+        {"thinking": {"type": "adaptive", "display": "updates"}},
+        {"output_config": {"effort": None, "format": None}, "output_format": None},
+        {"metadata": {"user_id": None}, "betas": ["x"], "speed": "fast", "service_tier": "auto", "inference_geo": "us"},
+        {"container": {"id": None, "skills": []}, "mcp_servers": []},
+        {"tools": [{**TOOL, "type": None, "strict": None, "defer_loading": True, "eager_input_streaming": True}]},
+        {"tools": None, "tool_choice": None, "stop_sequences": None, "temperature": None, "stream": None},
+        {"messages": [*HI, {"role": "assistant", "content": None}, *HI]},
+        {"messages": [*HI, {"role": "assistant", "content": []}, *HI]},
+    ],
+)
+def test_fields_that_ask_for_nothing_here_are_accepted(body: dict[str, Any]) -> None:
+    for path in ("/v1/messages?beta=true", "/v1/messages/count_tokens?beta=true"):
+        response = post(FakeBackend(script), path, **body)
+        assert response.status_code == 200, response.text
+
+
+def test_models_are_listed_as_anthropic_does_for_its_clients(client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    model = page.data[0]
+    assert (model.type, model.id, model.display_name) == ("model", "tiny", "tiny")
+    assert model.created_at is not None
+    assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", page.data[-1].id)
+    assert client.models.retrieve("tiny") == model
