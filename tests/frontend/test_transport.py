@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import http.client
 import json
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -12,7 +14,7 @@ import pytest
 
 from poolgrid.frontend.compression import accepts_gzip
 from tests.frontend.fake_backend import FakeBackend, speak
-from tests.frontend.server import application, in_process
+from tests.frontend.server import application, in_process, served_in_thread
 
 BODY = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
 
@@ -127,3 +129,22 @@ def test_pages_of_allowed_origins_may_call() -> None:
             )
 
     assert asyncio.run(preflight()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"content-type": "application/json"}, 413),
+        ({"content-type": "application/json", "transfer-encoding": "chunked"}, 413),
+        ({"content-type": "text/plain"}, 415),
+    ],
+)
+def test_client_that_sends_its_whole_body_first_reads_the_refusal(headers: dict[str, str], code: int) -> None:
+    parts = [b" " * 1_000_000] * 24
+    with served_in_thread(application(FakeBackend(), max_body_bytes=1_000_000)) as url:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        chunked = "transfer-encoding" in headers
+        length = {} if chunked else {"content-length": str(sum(map(len, parts)))}
+        with closing(connection):
+            connection.request("POST", "/v1/completions", iter(parts), {**headers, **length}, encode_chunked=chunked)
+            assert connection.getresponse().status == code
