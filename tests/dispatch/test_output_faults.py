@@ -10,7 +10,6 @@ from poolgrid.dispatch.in_flight import InFlight
 from poolgrid.dispatch.worker_links import Link
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, TokenDelta
-from tests.forms import needs_patches
 
 
 class Machine:
@@ -49,7 +48,6 @@ class Machine:
         return ()
 
 
-@needs_patches
 @pytest.mark.parametrize("fails", ["extend", "on_delta"])
 def test_a_fault_over_one_output_moves_its_request_only(fails: str, caplog: pytest.LogCaptureFixture) -> None:
     faults: list[str] = []

@@ -451,7 +451,8 @@ def test_a_body_that_the_gateway_gathers_has_the_time_of_what_is_announced(annou
     gateway = Gateway()
     gateway.table.limits = HttpLimits(body_timeout_s=20, body_bytes_per_s=10, unfinished_bytes=5000)
     exchange = gateway.exchange()
-    say(exchange, request_headers(envoy.BUFFERED, **({"content_length": announced} if announced else {})))
+    headers: dict[str, Any] = {"content_length": announced} if announced else {}
+    say(exchange, request_headers(envoy.BUFFERED, **headers))
     tick_after(gateway, time_s - 1)
     assert not exchange.is_over
     tick_after(gateway, 2)

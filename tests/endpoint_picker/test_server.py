@@ -218,8 +218,8 @@ def test_slow_uploads_give_way_with_429_to_bodies_that_come_whole() -> None:
 
 def test_streams_with_headers_only_give_way_and_their_time_ends() -> None:
     async def scenario() -> None:
-        limits = {"header_timeout_s": 0.2, "body_timeout_s": 0.2}
-        async with serving(streams=8, **limits) as asking, grpc.aio.insecure_channel(asking.at) as channel:
+        limited = serving(streams=8, header_timeout_s=0.2, body_timeout_s=0.2)
+        async with limited as asking, grpc.aio.insecure_channel(asking.at) as channel:
             held = [stream(channel) for _ in range(7)]
             for call in held:
                 await call.write(request_headers())

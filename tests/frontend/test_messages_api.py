@@ -440,8 +440,8 @@ def test_tools_that_run_at_anthropic_are_left_out_and_named() -> None:
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
         {"type": "mcp_toolset", "mcp_server_name": "MARKGONE"},
     ]
-    asked = {"mcp_servers": [{"type": "url", "url": "https://mcp.example", "name": "MARKGONE"}]}
-    response = post(backend, tools=[TOOL, *hosted], **asked)
+    servers = [{"type": "url", "url": "https://mcp.example", "name": "MARKGONE"}]
+    response = post(backend, tools=[TOOL, *hosted], mcp_servers=servers)
     assert response.status_code == 200
     assert response.headers["x-poolgrid-tools-left-out"] == "web_search_20250305, mcp_toolset, mcp_server"
     assert "get_weather" in prompt_of(backend)
