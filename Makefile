@@ -28,21 +28,21 @@ format:
 docs:  ## write what is generated
 	$(PYTHON) -m poolgrid.cli.configuration_page
 	$(PYTHON) -m poolgrid.cli.request_life_page > docs/request_life.md
-	$(PYTHON) -m attacks.page
-	$(PYTHON) -m website.metrics_tables
+	$(PYTHON) -m lab.attacks.page
+	$(PYTHON) -m lab.website.metrics_tables
 
 boards:  ## write Grafana's dashboards in deploy/grafana from their code
-	$(PYTHON) -m poolgrid.observability.dashboards
+	$(PYTHON) -m lab.dashboards
 
 proof:  ## a live fleet, Prometheus and Alertmanager: every panel shows something, every alert fires in its drill
 	$(PYTHON) -m tests.observability_proof
 
 site:  ## the pages as HTML in build/site, which needs no network; needs the extra `docs`. Ends at the first bad link
-	$(PYTHON) -m sphinx -W -q -b html -d build/doctrees -c website . build/site
+	$(PYTHON) -m sphinx -W -q -b html -d build/doctrees -c lab/website . build/site
 	@echo build/site/index.html
 
 plots:  ## the plots in docs/plots, drawn anew; needs the extra `docs`
-	$(PYTHON) -m website.plots
+	$(PYTHON) -m lab.website.plots
 
 SEEDS ?= 0..4999
 JOBS ?= 2
@@ -51,7 +51,7 @@ EXAMPLES_FACTOR ?= 50
 
 soak:  ## thousands of seeds of the fault simulation, each under every profile, of programs for the index, of texts for tokenizers
 	INDEX_EXAMPLES=$(INDEX_EXAMPLES) $(PYTHON) -m pytest tests/router/test_prefix_index.py
-	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest tests/frontend/test_prompt_encoder.py
+	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest tests/api/test_prompt_encoder.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep
 
 fuzz:  ## impossible values of engines at every place of their answers, events and statistics, EXAMPLES_FACTOR times as many as in CI
@@ -63,7 +63,7 @@ long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 m
 PARTS ?=
 
 attack:  ## every attack of docs/attacks.md on a fresh pool, or those of PARTS="guides slow-disk"
-	$(PYTHON) -m attacks $(PARTS)
+	$(PYTHON) -m lab.attacks $(PARTS)
 
 SUITES ?=
 
@@ -76,7 +76,7 @@ clients:  ## unmodified client frameworks against a fresh pool, or those of SUIT
 CASES ?= 200
 
 schemathesis:  ## the HTTP API against its own description, CASES for each of some 26 operations: 5,000 in all
-	POOLGRID_SCHEMATHESIS_CASES=$(CASES) $(PYTHON) -m pytest -n 2 tests/frontend/test_openapi.py
+	POOLGRID_SCHEMATHESIS_CASES=$(CASES) $(PYTHON) -m pytest -n 2 tests/api/test_openapi.py
 
 ui:  ## the fleet page in Chromium: keyboard, phone, a large pool with frame times, pictures for docs/images
 	$(PYTHON) -m tests.ui

@@ -12,10 +12,6 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 
-from poolgrid.dispatch.effects import Avoid, End, Full, Heard
-from poolgrid.dispatch.full_workers import FullWorkers
-from poolgrid.dispatch.legs import Dispatch
-from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.attribution import Served
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, Ticket
@@ -23,8 +19,12 @@ from poolgrid.global_router.core.choice.closed_loop import LoopStep
 from poolgrid.global_router.flight import Flight
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.log_lines import about
+from poolgrid.process.clock import Clock
+from poolgrid.process.log_lines import about
+from poolgrid.serving.effects import Avoid, End, Full, Heard
+from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.legs import Dispatch
+from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason
 from poolgrid.wire.selection import Reservation, WorkerRank
@@ -36,7 +36,7 @@ BREAKER_STEPS_KEPT = 100
 
 
 class FlightBooks:
-    """Implements ``poolgrid.dispatch.in_flight.Books``."""
+    """Implements ``poolgrid.serving.in_flight.Books``."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class FlightBooks:
         self._on_room = on_room
         self._on_ended = on_ended
 
-    # -- what happens to legs (``poolgrid.dispatch.in_flight.Books``) --------------------------------------------------
+    # -- what happens to legs (``poolgrid.serving.in_flight.Books``) --------------------------------------------------
 
     def heard(self, machine: RequestMachine, heard: Heard) -> None:
         """Take note of a leg's first output, and of its end."""

@@ -16,14 +16,12 @@ import httpx
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.dispatch.link_budget import links_that_fit
-from poolgrid.dispatch.worker_links import WorkerLinks
-from poolgrid.frontend.app import create_app
-from poolgrid.frontend.fleet_list import add_fleet_list
-from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.traffic import open_report
+from poolgrid.api.app import create_app
+from poolgrid.api.fleet_list import add_fleet_list
+from poolgrid.api.prompt_model import PromptModel
+from poolgrid.api.settings import FrontendSettings
+from poolgrid.api.traffic import open_report
+from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.document.grid_document import GridDocument
@@ -38,21 +36,23 @@ from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_e
 from poolgrid.global_router.router_link import Discover
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.runtime.awake_clock import AwakeClock
-from poolgrid.runtime.clock import Clock, SystemClock
-from poolgrid.runtime.event_loop import LoopMetrics
-from poolgrid.runtime.http_server import open_server
-from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
-from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
-from poolgrid.runtime.tasks import Restart, cancel_all, supervised, unless
-from poolgrid.runtime.tls import client_context
-from poolgrid.runtime.tracing.opening import open_tracing
-from poolgrid.runtime.tracing.tracing import Tracing
+from poolgrid.http.http_server import open_server
+from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.clock import Clock, SystemClock
+from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
+from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
+from poolgrid.process.tracing.opening import open_tracing
+from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.serving.link_budget import links_that_fit
+from poolgrid.serving.worker_links import WorkerLinks
+from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
+from poolgrid.transport.tls import client_context
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
-    from poolgrid.frontend.shared_state import SharedState
-    from poolgrid.naming.names import Names
+    from poolgrid.api.shared_state import SharedState
+    from poolgrid.discovery.names import Names
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ async def serve(
         names: Names | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.naming.opening import open_names
+            from poolgrid.discovery.opening import open_names
 
             names = await open_names(opened, settings, clock, registry)
         shared = _open_shared(opened, settings, frontend, clock, registry, place)
@@ -205,7 +205,7 @@ async def serve(
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group, {**of_page, **decisions.answers()})
         if names is not None:
-            from poolgrid.naming.ports import Scope
+            from poolgrid.discovery.ports import Scope
 
             names.follow(Scope(component=ROUTER), pools.look_for_routers)
             await unless(stop, names.first_look(), "first look at names")
@@ -303,7 +303,7 @@ def _open_shared(
     if settings.share_state == "none":
         return None
     # Imported when it is used: most global routers have limits and responses of their own.
-    from poolgrid.frontend.shared_state import Sharing, open_shared_state
+    from poolgrid.api.shared_state import Sharing, open_shared_state
 
     # A port that is given has one process at a time at each place of its group; one of the system's choice may have
     # been anybody's.

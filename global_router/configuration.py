@@ -22,7 +22,7 @@ from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.history import DocumentHistory, Reload
 from poolgrid.global_router.core.document.json_text import DOCUMENT_BYTES_MAX
 from poolgrid.global_router.core.document.reader import LoadedDocument
-from poolgrid.runtime.clock import Clock
+from poolgrid.process.clock import Clock
 
 log = logging.getLogger(__name__)
 

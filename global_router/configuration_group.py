@@ -21,8 +21,8 @@ import msgspec
 
 from poolgrid.global_router.configuration import Configuration, Version
 from poolgrid.global_router.core.document.history import Reload
-from poolgrid.runtime.process_group import ANSWER_TIMEOUT_S, Answer, GroupMember
-from poolgrid.runtime.tasks import wait_from_thread
+from poolgrid.process.process_group import ANSWER_TIMEOUT_S, Answer, GroupMember
+from poolgrid.process.tasks import wait_from_thread
 
 log = logging.getLogger(__name__)
 

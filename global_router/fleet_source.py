@@ -13,16 +13,16 @@ import httpx
 import msgspec
 
 from poolgrid import __version__
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.fleet_page.group_source import by_time, one_queue
-from poolgrid.frontend.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.api.errors import RequestError
+from poolgrid.fleet_page.group_source import by_time, one_queue
+from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
 from poolgrid.global_router.configuration import Active
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.process_group import GroupPlace
+from poolgrid.process.clock import Clock
+from poolgrid.process.process_group import GroupPlace
 from poolgrid.wire.answers import QueueRow
 from poolgrid.wire.second_counts import added
 from poolgrid.wire.selection import PoolStatus
@@ -93,7 +93,7 @@ class Kept(msgspec.Struct):
 
 
 class GlobalFleetSource:
-    """Implements ``poolgrid.frontend.fleet_page.ports.SharedFleetSource``."""
+    """Implements ``poolgrid.fleet_page.ports.SharedFleetSource``."""
 
     columns = COLUMNS
 

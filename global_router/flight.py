@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from poolgrid.dispatch.leg_times import LegWatch
-from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.global_router.configuration import Active
 from poolgrid.global_router.core.choice.attribution import Attribution
 from poolgrid.global_router.core.choice.circuit_breaker import Ticket
@@ -16,6 +14,8 @@ from poolgrid.global_router.core.choice.request_hints import RequestHints
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.pools import PoolConnection
+from poolgrid.serving.leg_times import LegWatch
+from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.selection import Reservation, WorkerRank
 

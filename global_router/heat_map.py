@@ -17,8 +17,8 @@ from rich.text import Text
 
 from poolgrid.global_router.core.document.axis import Axis, StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, Stage
-from poolgrid.runtime.figures import percent
-from poolgrid.runtime.terminal_table import Heading, TerminalTable
+from poolgrid.process.figures import percent
+from poolgrid.process.terminal_table import Heading, TerminalTable
 
 NAMED_COLUMNS_MAX = 10
 """Up to this many columns each has its range above it, if that fits; more are a strip of letters."""

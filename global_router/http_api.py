@@ -7,17 +7,17 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import FastAPI, Path, Query
 
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.group_decisions import GroupDecisions
-from poolgrid.frontend.openapi import error_answers
+from poolgrid.api.errors import RequestError
+from poolgrid.api.group_decisions import GroupDecisions
+from poolgrid.api.openapi import error_answers
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.process_group import GroupMember
+from poolgrid.process.clock import Clock
+from poolgrid.process.process_group import GroupMember
 from poolgrid.wire.answers import (
     BreakerRow,
     ConfigAnswer,

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.dispatch.leg_times import LegTimes
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.target_board import TargetBoard
-from poolgrid.runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.process.instruments import Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.serving.leg_times import LegTimes
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

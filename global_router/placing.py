@@ -16,12 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from poolgrid.dispatch.in_flight import InFlight
-from poolgrid.dispatch.leg_spans import begin_leg
-from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
-from poolgrid.dispatch.tenant_paths import TenantPaths
-from poolgrid.dispatch.worker_links import Links
-from poolgrid.frontend.ports import Refused
 from poolgrid.global_router.books import FlightBooks
 from poolgrid.global_router.core.choice.circuit_breaker import Ticket
 from poolgrid.global_router.core.choice.destination import Destination, destination
@@ -35,8 +29,14 @@ from poolgrid.global_router.pool_status import model_status
 from poolgrid.global_router.pools import PoolConnection, Pools
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.tracing.record import SpanKind, SpanRecord, TraceRecord
+from poolgrid.inference.ports import Refused
+from poolgrid.process.clock import Clock
+from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
+from poolgrid.serving.in_flight import InFlight
+from poolgrid.serving.leg_spans import begin_leg
+from poolgrid.serving.media_path import media_hashes, media_kinds, prompt_path
+from poolgrid.serving.tenant_paths import TenantPaths
+from poolgrid.serving.worker_links import Links
 from poolgrid.wire.hashing import HASH_SPEC, hash_seed, pack_hashes, stable_u64
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX

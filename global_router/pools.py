@@ -29,8 +29,8 @@ from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
 from poolgrid.global_router.pool_status import state_for
 from poolgrid.global_router.router_link import Discover, PoolLost, RouterLink
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.log_lines import about
+from poolgrid.process.clock import Clock
+from poolgrid.process.log_lines import about
 from poolgrid.wire.addresses import zmq_endpoint_problem
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.names import ROUTER, SCHEME, is_name

@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from poolgrid.runtime.awake_clock import within
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints
-from poolgrid.runtime.log_lines import about
-from poolgrid.runtime.tasks import Restart, supervised
-from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.process.awake_clock import within
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import about
+from poolgrid.process.tasks import Restart, supervised
+from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import RENEWALS_MAX

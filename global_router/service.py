@@ -2,7 +2,7 @@
 
 Rules
     1. All state is touched from one event loop. A request's *flight* is in exactly one place: being placed (one task),
-       or on workers. What happens to it there, and what follows, is the table of ``poolgrid.dispatch.request_machine``.
+       or on workers. What happens to it there, and what follows, is the table of ``poolgrid.serving.request_machine``.
     2. When no pool of its order can take a request and some are only full, it waits (``waiting_room``); when none can
        serve it, it is refused at once.
     3. A request that lost its worker moves to the same pool first, or with ``enable_priority_retry``, as long as the
@@ -17,16 +17,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 
-from poolgrid.admission.queued_request import QueuedRequest
-from poolgrid.dispatch.effects import PlaceNext
-from poolgrid.dispatch.happened import Happened
-from poolgrid.dispatch.in_flight import InFlight
-from poolgrid.dispatch.leg_times import LegWatch
-from poolgrid.dispatch.request_machine import RequestMachine
-from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.dispatch.worker_links import Link, Links
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.ports import Refused, ServedModel
 from poolgrid.global_router.books import FlightBooks
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.fallback import PoolStanding
@@ -40,8 +30,18 @@ from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.global_router.view import GlobalRouterView
 from poolgrid.global_router.waiting_room import NEW, Attempt, Place, Waiting, WaitingRoom
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.tasks import detached
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import Refused, ServedModel
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import detached
+from poolgrid.serving.admission.queued_request import QueuedRequest
+from poolgrid.serving.effects import PlaceNext
+from poolgrid.serving.happened import Happened
+from poolgrid.serving.in_flight import InFlight
+from poolgrid.serving.leg_times import LegWatch
+from poolgrid.serving.request_machine import RequestMachine
+from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.serving.worker_links import Link, Links
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import TokenDelta
 from poolgrid.wire.trace_context import TraceContext
@@ -58,7 +58,7 @@ SHUTTING_DOWN = "the global router is shutting down"
 
 
 class GlobalRouterService:
-    """Implements ``poolgrid.frontend.ports.InferenceBackend`` over pools."""
+    """Implements ``poolgrid.inference.ports.InferenceBackend`` over pools."""
 
     def __init__(
         self,

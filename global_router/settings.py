@@ -7,9 +7,9 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from poolgrid.naming.settings import NamesSettings
-from poolgrid.runtime.http_settings import ServerSettings
-from poolgrid.runtime.tracing.settings import TraceSettings
+from poolgrid.discovery.settings import NamesSettings
+from poolgrid.http.http_settings import ServerSettings
+from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.names import is_name, parse_name
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.global_router.core.choice.attribution import Served
 from poolgrid.global_router.core.choice.grid import Reading, Selection
-from poolgrid.runtime.instruments import Counter
+from poolgrid.process.instruments import Counter
 
 LINES_MAX = 12
 """More rows or columns than this do not fit on a board, and nobody reads them."""

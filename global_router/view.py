@@ -6,13 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from poolgrid.frontend.ports import ServedModel
 from poolgrid.global_router.books import FlightBooks
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.waiting_room import WaitingRoom
-from poolgrid.runtime.clock import Clock
+from poolgrid.inference.ports import ServedModel
+from poolgrid.process.clock import Clock
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
 from poolgrid.wire.selection import ModelStatus

@@ -23,17 +23,17 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
-from poolgrid.admission.admission_queue import AdmissionQueue
-from poolgrid.admission.drain_rate import DrainRate
-from poolgrid.admission.queue_view import QueueView
-from poolgrid.admission.queued_request import QueuedRequest
-from poolgrid.frontend.ports import Refused
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.runtime.awake_clock import within
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.figures import counted
-from poolgrid.runtime.tasks import Restart, detached, supervised
+from poolgrid.inference.ports import Refused
+from poolgrid.process.awake_clock import within
+from poolgrid.process.clock import Clock
+from poolgrid.process.figures import counted
+from poolgrid.process.tasks import Restart, detached, supervised
+from poolgrid.serving.admission.admission_queue import AdmissionQueue
+from poolgrid.serving.admission.drain_rate import DrainRate
+from poolgrid.serving.admission.queue_view import QueueView
+from poolgrid.serving.admission.queued_request import QueuedRequest
 
 log = logging.getLogger(__name__)
 

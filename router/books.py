@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final
 
-from poolgrid.dispatch.effects import Avoid, End, Full, Heard
-from poolgrid.dispatch.full_workers import FullWorkers
-from poolgrid.dispatch.legs import Dispatch
-from poolgrid.dispatch.request_machine import RequestMachine
-from poolgrid.dispatch.reuse_sketch import ReuseSketch
+from poolgrid.process.clock import Clock
+from poolgrid.process.instruments import Counter
 from poolgrid.router.chosen import Chosen
 from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision, DecisionLog
@@ -22,8 +19,11 @@ from poolgrid.router.ports import DecisionRecord
 from poolgrid.router.reservations import Reservations
 from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.instruments import Counter
+from poolgrid.serving.effects import Avoid, End, Full, Heard
+from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.legs import Dispatch
+from poolgrid.serving.request_machine import RequestMachine
+from poolgrid.serving.reuse_sketch import ReuseSketch
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of
@@ -34,7 +34,7 @@ _ENCODE: Final = Stage.ENCODE
 
 
 class RequestBooks:
-    """Implements ``poolgrid.dispatch.in_flight.Books``."""
+    """Implements ``poolgrid.serving.in_flight.Books``."""
 
     def __init__(
         self,

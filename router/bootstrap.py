@@ -14,17 +14,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.dispatch.link_budget import links_that_fit
-from poolgrid.frontend.app import Application, create_app
-from poolgrid.frontend.fleet_list import add_fleet_list
-from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
-from poolgrid.frontend.group_decisions import GroupDecisions
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.traffic import open_report
-from poolgrid.router.consolidator.bootstrap import create as create_consolidator
-from poolgrid.router.consolidator.service import ConsolidatorService
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.api.app import Application, create_app
+from poolgrid.api.fleet_list import add_fleet_list
+from poolgrid.api.group_decisions import GroupDecisions
+from poolgrid.api.prompt_model import PromptModel
+from poolgrid.api.settings import FrontendSettings
+from poolgrid.api.traffic import open_report
+from poolgrid.consolidator.bootstrap import create as create_consolidator
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.fleet_page.endpoints import open_fleet_page
+from poolgrid.fleet_page.playback.player import Player
+from poolgrid.http.http_server import open_server
+from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.clock import Clock, SystemClock
+from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
+from poolgrid.process.tasks import detached, unless
+from poolgrid.process.tracing.opening import open_tracing
+from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import POLICY_NAMES
@@ -52,27 +60,19 @@ from poolgrid.router.http_api import (
     troubles,
 )
 from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
-from poolgrid.router.playback.player import Player
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.ports import JournalFeed, PoolFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.awake_clock import AwakeClock
-from poolgrid.runtime.clock import Clock, SystemClock
-from poolgrid.runtime.event_loop import LoopMetrics
-from poolgrid.runtime.http_server import open_server
-from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
-from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
-from poolgrid.runtime.tasks import detached, unless
-from poolgrid.runtime.tracing.opening import open_tracing
-from poolgrid.runtime.tracing.tracing import Tracing
+from poolgrid.serving.link_budget import links_that_fit
+from poolgrid.transport.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
-    from poolgrid.frontend.shared_state import SharedState
-    from poolgrid.naming.names import Names
+    from poolgrid.api.shared_state import SharedState
+    from poolgrid.discovery.names import Names
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ async def serve(
         names: Names | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.naming.opening import open_names
+            from poolgrid.discovery.opening import open_names
 
             names = await open_names(opened, settings, clock, registry)
         shared = _open_shared(opened, settings, frontend, clock, registry)
@@ -275,9 +275,9 @@ def _make_feed(
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         # Late: most routers have no use for it.
-        from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, RouterStream
+        from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, RouterStream
+        from poolgrid.nats.nats_connection import NatsConnection
         from poolgrid.router.nats_feed import NatsFeed
-        from poolgrid.runtime.nats_connection import NatsConnection
 
         connection = NatsConnection(settings, f"poolgrid router {settings.router_id}", clock)
         connection.foreign.count_in(registry)
@@ -294,7 +294,7 @@ def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed, cl
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return
-    from poolgrid.naming.consolidators import NamedConsolidator
+    from poolgrid.discovery.consolidators import NamedConsolidator
 
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")
@@ -433,7 +433,7 @@ def _open_shared(
     if settings.share_state == "none":
         return None
     # Imported when it is used: most routers have limits and responses of their own.
-    from poolgrid.frontend.shared_state import Sharing, open_shared_state
+    from poolgrid.api.shared_state import Sharing, open_shared_state
 
     # A port that is given has one process at a time; one of the system's choice may have been anybody's.
     address = settings.advertise_host or settings.host

@@ -3,7 +3,7 @@
 Rules
     1. A snapshot is loaded beside the state in use, and takes its place in one; records that come meanwhile wait.
     2. What takes a moment is applied at once; more in slices, in their order, in turn with all else that is done in
-       bulk (``poolgrid.runtime.bulk_work``). Nothing is left out. What ends a slice is what its records hold: one of a
+       bulk (``poolgrid.process.bulk_work``). Nothing is left out. What ends a slice is what its records hold: one of a
        worker that tells anew what it caches holds a hundred times what one of an engine's step does.
     3. The router is *level* when all that arrived is applied. What is decided before is marked as behind.
     4. The state that a snapshot replaced is let go of in slices too.
@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from poolgrid.process.bulk_work import BulkWork
+from poolgrid.process.clock import Clock
 from poolgrid.router.core.inputs import RecordsArrived, SnapshotArrived
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.runtime.bulk_work import BulkWork
-from poolgrid.runtime.clock import Clock
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 
@@ -44,7 +44,7 @@ ARRIVED_RECORDS_MAX: Final = 100_000
 
 
 class CatchingUp:
-    """Implements ``poolgrid.router.consolidator.ports.PoolListener`` over the router's state."""
+    """Implements ``poolgrid.consolidator.ports.PoolListener`` over the router's state."""
 
     def __init__(
         self,

@@ -11,11 +11,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from poolgrid.dispatch.full_workers import FullWorkers
-from poolgrid.dispatch.legs import LegPlan
-from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
-from poolgrid.dispatch.tenant_paths import TenantPaths
-from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.process.clock import Clock
 from poolgrid.router.chosen import Chosen
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
@@ -39,7 +36,10 @@ from poolgrid.router.placement import Lack, NotPlaced
 from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.targets import ttft_target_ms
-from poolgrid.runtime.clock import Clock
+from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.legs import LegPlan
+from poolgrid.serving.media_path import media_hashes, media_kinds, prompt_path
+from poolgrid.serving.tenant_paths import TenantPaths
 from poolgrid.wire.hashing import hash_seed
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 

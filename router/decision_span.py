@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from poolgrid.process.tracing.record import SpanRecord, Value
 from poolgrid.router.core.decision import Decision
-from poolgrid.runtime.tracing.record import SpanRecord, Value
 
 OTHERS_MAX = 8
 """Further candidates that are told, the cheapest; ``/v1/decisions`` has them all. Each costs some 15 µs to send."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import zmq
 
-from poolgrid.router.consolidator.feed_follower import FeedFollower
-from poolgrid.router.consolidator.ports import PoolListener
-from poolgrid.router.consolidator.service import ConsolidatorService
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.tasks import unless
+from poolgrid.consolidator.feed_follower import FeedFollower
+from poolgrid.consolidator.ports import PoolListener
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import unless
 from poolgrid.wire.loading import LoadingWorker
 
 SILENCE_MS = 2500.0

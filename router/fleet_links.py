@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 import zmq
 
-from poolgrid.dispatch.happened import Happened
-from poolgrid.dispatch.worker_link import WorkerLink
+from poolgrid.process.awake_clock import within
+from poolgrid.process.clock import Clock
+from poolgrid.process.log_lines import about
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.awake_clock import within
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.log_lines import about
+from poolgrid.serving.happened import Happened
+from poolgrid.serving.worker_link import WorkerLink
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import TokenDelta

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import msgspec
 
 from poolgrid import __version__
-from poolgrid.admission.queue_view import QueueView
-from poolgrid.frontend.fleet_page.group_source import by_time, one_queue
-from poolgrid.frontend.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.fleet_page.group_source import by_time, one_queue
+from poolgrid.fleet_page.playback.leg_times import Leg
+from poolgrid.fleet_page.playback.player import Player
+from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.fleet_watch import FleetWatch
-from poolgrid.router.playback.leg_times import Leg
-from poolgrid.router.playback.player import Player
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.process_group import GroupPlace
+from poolgrid.serving.admission.queue_view import QueueView
 from poolgrid.wire.answers import QueueRow, RequestExplanation
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import STAGE_WORD, StreamState, WorkerKey
@@ -143,7 +143,7 @@ class Viewed(Protocol):
 
 
 class RouterFleetSource:
-    """Implements ``poolgrid.frontend.fleet_page.ports.SharedFleetSource``."""
+    """Implements ``poolgrid.fleet_page.ports.SharedFleetSource``."""
 
     columns = COLUMNS
 

@@ -13,12 +13,12 @@ from itertools import islice
 
 import msgspec
 
-from poolgrid.frontend.fleet_page.ports import Turn
+from poolgrid.fleet_page.playback.leg_times import Leg, note_event
+from poolgrid.fleet_page.ports import Turn
 from poolgrid.router.core.conversations import Conversations
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released
 from poolgrid.router.core.router_state import InputLog, RouterState
-from poolgrid.router.playback.leg_times import Leg, note_event
 from poolgrid.wire.events import (
     BlocksRemoved,
     BlocksStored,

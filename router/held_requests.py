@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from poolgrid.admission.admission_queue import AdmissionQueue
-from poolgrid.admission.queued_request import QueuedRequest
+from poolgrid.process.clock import Clock
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.hold_plan import HELD_MAX, PLANNED_MAX
 from poolgrid.router.routed import Routed
-from poolgrid.runtime.clock import Clock
+from poolgrid.serving.admission.admission_queue import AdmissionQueue
+from poolgrid.serving.admission.queued_request import QueuedRequest
 
 
 class HeldRequests:

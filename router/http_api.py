@@ -10,10 +10,12 @@ import msgspec
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import StreamingResponse
 
-from poolgrid.frontend.app import Readiness
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.group_decisions import GroupDecisions
-from poolgrid.frontend.openapi import error_answers
+from poolgrid.api.app import Readiness
+from poolgrid.api.errors import RequestError
+from poolgrid.api.group_decisions import GroupDecisions
+from poolgrid.api.openapi import error_answers
+from poolgrid.process.clock import Clock
+from poolgrid.process.process_group import GroupMember
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
@@ -21,8 +23,6 @@ from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.health import Completeness, endpoint_rows
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.process_group import GroupMember
 from poolgrid.wire.answers import (
     DecisionList,
     EndpointRow,

@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.dispatch.leg_times import LegTimes
-from poolgrid.dispatch.reuse_sketch import ReuseSketch
-from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.process.instruments import Across, Counter, Gauge, GaugeFamily, Histogram
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
-from poolgrid.runtime.instruments import Across, Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.serving.leg_times import LegTimes
+from poolgrid.serving.reuse_sketch import ReuseSketch
+from poolgrid.serving.tenant_paths import TenantPaths
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
 

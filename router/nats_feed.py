@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from poolgrid.router.consolidator.core.loading_table import LoadingTable
-from poolgrid.router.consolidator.ports import PoolListener
-from poolgrid.router.consolidator.stream.follower import StreamFollower
-from poolgrid.router.consolidator.stream.ports import FollowedStream
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.nats_connection import NatsConnection
-from poolgrid.runtime.nats_leader import LOADING_KEY, LeaderWatch, told_subject
+from poolgrid.consolidator.core.loading_table import LoadingTable
+from poolgrid.consolidator.ports import PoolListener
+from poolgrid.consolidator.stream.follower import StreamFollower
+from poolgrid.consolidator.stream.ports import FollowedStream
+from poolgrid.nats.nats_connection import NatsConnection
+from poolgrid.nats.nats_leader import LOADING_KEY, LeaderWatch, told_subject
+from poolgrid.process.clock import Clock
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.loading import LoadingWorker

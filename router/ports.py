@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.consolidator.ports import PoolListener
 from poolgrid.wire.loading import LoadingWorker
 
 

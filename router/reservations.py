@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from poolgrid.process.clock import Clock
 from poolgrid.router.core.inputs import Crowded, Expired
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.runtime.clock import Clock
 from poolgrid.wire.identifiers import WorkerKey
 
 

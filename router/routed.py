@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Mapping
 from typing import final
 
-from poolgrid.admission.queued_request import QueuedRequest
-from poolgrid.dispatch.leg_times import LegWatch
-from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.router.placement import WaitCause
+from poolgrid.serving.admission.queued_request import QueuedRequest
+from poolgrid.serving.leg_times import LegWatch
+from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.wire.identifiers import WorkerKey
 
 

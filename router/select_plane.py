@@ -18,6 +18,10 @@ from typing import Protocol
 
 import zmq
 
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.process.tracing.record import SpanRecord
+from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
@@ -28,12 +32,8 @@ from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
 from poolgrid.router.decision_span import tell_decision
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints, shown_peer
-from poolgrid.runtime.planes import name_plane
-from poolgrid.runtime.tracing.record import SpanRecord
-from poolgrid.runtime.tracing.tracing import Tracing
-from poolgrid.runtime.zmq_socket import CallbackSocket, bind
+from poolgrid.transport.planes import name_plane
+from poolgrid.transport.zmq_socket import CallbackSocket, bind
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import hash_seed, unpack_hashes

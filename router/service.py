@@ -4,8 +4,8 @@ Rules
     1. All state is touched from one event loop, in callbacks that never await: a decision is read, booked and sent in
        one go.
     2. A request is in exactly one place: waiting (``poolgrid.router.waiting``), or on workers
-       (``poolgrid.dispatch.in_flight``). What happens to it there, and what follows, is the table of
-       ``poolgrid.dispatch.request_machine``; this service carries it out.
+       (``poolgrid.serving.in_flight``). What happens to it there, and what follows, is the table of
+       ``poolgrid.serving.request_machine``; this service carries it out.
     3. A worker that failed a request, or refused it, comes last for it.
     4. What is decided while the router catches up with its journal (``poolgrid.router.catching_up``) is marked as
        behind.
@@ -19,18 +19,13 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final
 
-from poolgrid.dispatch.effects import PlaceNext
-from poolgrid.dispatch.full_workers import FullWorkers
-from poolgrid.dispatch.happened import Happened
-from poolgrid.dispatch.in_flight import InFlight
-from poolgrid.dispatch.leg_spans import begin_leg
-from poolgrid.dispatch.leg_times import LegWatch
-from poolgrid.dispatch.link_budget import LINKS_MAX
-from poolgrid.dispatch.request_machine import RequestMachine
-from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.dispatch.worker_links import Link
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.ports import Refused, ServedModel
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import Refused, ServedModel
+from poolgrid.process.bulk_work import BulkWork
+from poolgrid.process.clock import Clock
+from poolgrid.process.figures import counted
+from poolgrid.process.tasks import Restart, cancel_all, supervised
+from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.router.books import RequestBooks
 from poolgrid.router.catching_up import CatchingUp
 from poolgrid.router.choosing import Chooser
@@ -47,11 +42,16 @@ from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.view import RouterView
 from poolgrid.router.waiting import WaitingLine, queue_span
-from poolgrid.runtime.bulk_work import BulkWork
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.figures import counted
-from poolgrid.runtime.tasks import Restart, cancel_all, supervised
-from poolgrid.runtime.tracing.record import TraceRecord
+from poolgrid.serving.effects import PlaceNext
+from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.happened import Happened
+from poolgrid.serving.in_flight import InFlight
+from poolgrid.serving.leg_spans import begin_leg
+from poolgrid.serving.leg_times import LegWatch
+from poolgrid.serving.link_budget import LINKS_MAX
+from poolgrid.serving.request_machine import RequestMachine
+from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.serving.worker_links import Link
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.trace_context import TraceContext
@@ -71,7 +71,7 @@ SHUTTING_DOWN: Final = "the router is shutting down"
 
 
 class RouterService:
-    """Implements ``poolgrid.frontend.ports.InferenceBackend`` over a pool of workers."""
+    """Implements ``poolgrid.inference.ports.InferenceBackend`` over a pool of workers."""
 
     def __init__(
         self,

@@ -6,18 +6,18 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.dispatch.prompt_paths import BUDGET_BYTES
-from poolgrid.dispatch.reuse_sketch import SKETCH_BYTES
-from poolgrid.naming.settings import NamesSettings
+from poolgrid.discovery.settings import NamesSettings
+from poolgrid.http.http_settings import ServerSettings
+from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.settings import ZmqAddress
+from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
 from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
 from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
-from poolgrid.runtime.http_settings import ServerSettings
-from poolgrid.runtime.nats_settings import EventPlaneSettings
-from poolgrid.runtime.settings import ZmqAddress
-from poolgrid.runtime.tracing.settings import TraceSettings
+from poolgrid.serving.prompt_paths import BUDGET_BYTES
+from poolgrid.serving.reuse_sketch import SKETCH_BYTES
 from poolgrid.wire.names import is_name
 
 DECISION_STREAM_BYTES_MIN = 16 * 1024 * 1024

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from poolgrid.admission.queue_view import QueueView
-from poolgrid.dispatch.reuse_sketch import ReuseSketch
-from poolgrid.dispatch.tenant_paths import TenantPaths
-from poolgrid.frontend.ports import ServedModel
+from poolgrid.inference.ports import ServedModel
+from poolgrid.process.clock import Clock
 from poolgrid.router.books import RequestBooks
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision, DecisionLog
@@ -16,7 +14,9 @@ from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.waiting import WaitingLine
-from poolgrid.runtime.clock import Clock
+from poolgrid.serving.admission.queue_view import QueueView
+from poolgrid.serving.reuse_sketch import ReuseSketch
+from poolgrid.serving.tenant_paths import TenantPaths
 from poolgrid.wire.identifiers import WorkerKey
 
 

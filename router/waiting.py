@@ -15,20 +15,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.admission.admission_queue import AdmissionQueue
-from poolgrid.admission.drain_rate import DrainRate
-from poolgrid.admission.queue_view import QueueView
-from poolgrid.admission.queued_request import QueuedRequest, QueueOrder
-from poolgrid.frontend.ports import Refused
+from poolgrid.inference.ports import Refused
+from poolgrid.process.awake_clock import within
+from poolgrid.process.clock import Clock
+from poolgrid.process.figures import counted
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.held_requests import HeldRequests, is_over
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import Lack, NotPlaced, WaitCause
 from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.awake_clock import within
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.figures import counted
+from poolgrid.serving.admission.admission_queue import AdmissionQueue
+from poolgrid.serving.admission.drain_rate import DrainRate
+from poolgrid.serving.admission.queue_view import QueueView
+from poolgrid.serving.admission.queued_request import QueuedRequest, QueueOrder
 from poolgrid.wire.identifiers import WorkerKey
 
 

@@ -10,17 +10,22 @@ import zmq
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric
 
-from poolgrid.frontend.access.share_metrics import ShareMetrics
-from poolgrid.frontend.media.metrics import MediaMetrics
-from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.api.access.share_metrics import ShareMetrics
+from poolgrid.api.media.metrics import MediaMetrics
+from poolgrid.api.metrics import FrontendMetrics
+from poolgrid.consolidator.bootstrap import create as create_consolidator
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.succession import SuccessionMetrics
+from poolgrid.discovery.core.registry import Registry, Seen
+from poolgrid.discovery.metrics import NamesMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.metrics import register_views as register_pool_views
-from poolgrid.naming.core.registry import Registry, Seen
-from poolgrid.naming.metrics import NamesMetrics
-from poolgrid.router.consolidator.bootstrap import create as create_consolidator
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
-from poolgrid.router.consolidator.succession import SuccessionMetrics
+from poolgrid.http.http_connections import HttpConnections, InvalidRequests
+from poolgrid.http.http_settings import HttpLimits
+from poolgrid.nats.nats_foreign import foreign_counter
+from poolgrid.process.clock import SystemClock
+from poolgrid.process.event_loop import LoopMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
@@ -35,14 +40,9 @@ from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, regi
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.event_loop import LoopMetrics
-from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
-from poolgrid.runtime.http_settings import HttpLimits
-from poolgrid.runtime.nats_foreign import foreign_counter
-from poolgrid.runtime.planes import PlaneMetrics
-from poolgrid.runtime.security import SecuritySettings
-from poolgrid.runtime.tls import Tls
+from poolgrid.transport.planes import PlaneMetrics
+from poolgrid.transport.security import SecuritySettings
+from poolgrid.transport.tls import Tls
 from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.gpus.metrics import GpuCollector

@@ -19,9 +19,9 @@ import httpx
 import msgspec
 
 from poolgrid.cli.bench import bench
-from poolgrid.loadgen.settings import BenchSettings
-from poolgrid.loadgen.statistics import Report
-from poolgrid.loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.tools.bench.statistics import Report
+from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
 from tests.e2e.processes import metric, running_pool

@@ -22,23 +22,24 @@ from prometheus_client.metrics_core import (
 )
 from typer.core import TyperGroup
 
+from lab.website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, without_table
+from lab.website.metrics_tables import PAGES as METRICS_PAGES
 from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
+from poolgrid.process.instruments import GaugeFamily
+from poolgrid.process.settings import Settings
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import POLICY_NAMES, Policy
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.policy_loading import PolicyError, load_policy
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.instruments import GaugeFamily
-from poolgrid.runtime.settings import Settings
 from poolgrid.wire.events import RequestStarted
 from tests.exported_metrics import Exported, exported
 from tests.forms import needs_checkout
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
-from website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, without_table
-from website.metrics_tables import PAGES as METRICS_PAGES
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "poolgrid"
 DOCS = ROOT / "docs"
 BESIDE = ("pool_configs", "engine_configs", "launch", "tests/data")
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / name / "README.md" for name in BESIDE)])
@@ -85,18 +86,23 @@ def test_every_settings_model_has_a_table() -> None:
     shown = {model for section in SECTIONS for model in section.models}
     found = {model for model in _settings_models() if not model.__module__.startswith(COMMANDS_OF_OTHER_PAGES)}
 
-    assert found <= shown, f"add to cli/configuration_page.py: {sorted(model.__name__ for model in found - shown)}"
+    assert found <= shown, (
+        f"add to src/poolgrid/cli/configuration_page.py: {sorted(model.__name__ for model in found - shown)}"
+    )
 
 
 def test_every_setting_is_read_by_its_own_service() -> None:
     """Some are read by name, of a table or of what was chosen."""
     for model in _settings_models():
-        package = ROOT / model.__module__.split(".")[1]  # behind our name
-        # Those of the front end are read by both routers.
-        holders = {package, *(ROOT / name for name in ("cli", "runtime", "naming"))}
-        if package.name == "frontend":
-            holders |= {ROOT / "router", ROOT / "global_router"}
-        code = "\n".join(path.read_text() for holder in holders for path in holder.rglob("*.py"))
+        package = PACKAGE / model.__module__.split(".")[1]
+        # Those of the API are read by both routers.
+        holders = {
+            package,
+            *(PACKAGE / name for name in ("cli", "process", "transport", "http", "nats", "discovery", "fleet_page")),
+        }
+        if package.name == "api":
+            holders |= {PACKAGE / "router", PACKAGE / "global_router"}
+        code = "\n".join(path.read_text() for holder in holders for path in holder.resolve().rglob("*.py"))
         read = set(re.findall(r"\.([a-z_]\w*)\b", code)) | set(re.findall(r'"([a-z_]\w*)"', code))
 
         assert set(model.model_fields) <= read, f"{model.__name__}: {sorted(set(model.model_fields) - read)} do nothing"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.process.settings import Settings
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.security import is_loopback
-from poolgrid.runtime.settings import Settings
+from poolgrid.transport.security import is_loopback
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from website.navigation import BELOW, HOME, NAVIGATION
-from website.plots import DOCS, PLOTS, PLOTTED, first_number, table_rows, times_ours
+from lab.website.navigation import BELOW, HOME, NAVIGATION
+from lab.website.plots import DOCS, PLOTS, PLOTTED, first_number, table_rows, times_ours
 
 ROOT = Path(__file__).parents[1]
 PLACES = (".", "docs", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
@@ -23,7 +23,7 @@ def test_every_page_has_one_place_on_the_site() -> None:
     found |= set(BELOW)
 
     assert len(listed) == len(set(listed))
-    assert set(listed) == found, "say in website/navigation.py where a page is"
+    assert set(listed) == found, "say in lab/website/navigation.py where a page is"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.awake_clock import AwakeClock
-from poolgrid.runtime.clock import Clock, SystemClock
-from poolgrid.runtime.event_loop import LoopMetrics
-from poolgrid.runtime.http_server import HttpServer
-from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from poolgrid.runtime.tasks import cancel_all, detached, owned, supervised, unless
-from poolgrid.runtime.tls import Tls
-from poolgrid.runtime.tracing.opening import open_tracing
+from poolgrid.http.http_server import HttpServer
+from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.clock import Clock, SystemClock
+from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.tasks import cancel_all, detached, owned, supervised, unless
+from poolgrid.process.tracing.opening import open_tracing
+from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from poolgrid.transport.tls import Tls
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.loading import LoadingWorker
@@ -45,7 +45,7 @@ from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
 
 if TYPE_CHECKING:
-    from poolgrid.naming.names import Names
+    from poolgrid.discovery.names import Names
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ async def serve(
         names: Names | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.naming.opening import open_names
+            from poolgrid.discovery.opening import open_names
 
             names = await open_names(opened, settings, clock, registry)
         epoch = time.time_ns()
@@ -249,8 +249,8 @@ def _follow_consolidator(
 ) -> asyncio.Task[None]:
     """Push to whichever consolidator of the pool is active, as NATS says."""
     # Late: most workers have no use for it.
-    from poolgrid.runtime.nats_connection import NatsConnection
-    from poolgrid.runtime.nats_leader import LeaderWatch
+    from poolgrid.nats.nats_connection import NatsConnection
+    from poolgrid.nats.nats_leader import LeaderWatch
     from poolgrid.wire.leadership import Leader
 
     def follow(leader: Leader | None) -> None:
@@ -277,7 +277,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 def _follow_by_name(names: Names, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
     """Push to the consolidator of the namespace, wherever it is."""
-    from poolgrid.naming.consolidators import NamedConsolidator
+    from poolgrid.discovery.consolidators import NamedConsolidator
 
     NamedConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()
 

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from poolgrid.runtime.log_lines import about
-from poolgrid.runtime.tasks import cancel_all, detached
+from poolgrid.process.log_lines import about
+from poolgrid.process.tasks import cancel_all, detached
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import Generate

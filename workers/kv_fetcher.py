@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints
-from poolgrid.runtime.log_lines import about
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import about
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import FetchKv, KvOffered, ReleaseKv

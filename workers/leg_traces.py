@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from poolgrid.runtime.tracing.record import SpanRecord, TraceRecord
-from poolgrid.runtime.tracing.tracing import Tracing
+from poolgrid.process.tracing.record import SpanRecord, TraceRecord
+from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
 from poolgrid.wire.requests import FinishReason, Generate
 from poolgrid.workers.engines.protocol import EngineReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.runtime.planes import PlaneContext
+from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire import codec
 from poolgrid.wire.loading import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
 from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket

@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import msgspec
 
-from poolgrid.runtime.leash import leashed
-from poolgrid.runtime.tasks import owned
+from poolgrid.process.leash import leashed
+from poolgrid.process.tasks import owned
 from poolgrid.workers.model_cache.progress import ProgressLine
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases

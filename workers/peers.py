@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from poolgrid.runtime.clock import Clock
+from poolgrid.process.clock import Clock
 from poolgrid.wire import codec
 from poolgrid.wire.requests import RefusalKind, TokenBatch, TokenDelta
 from poolgrid.workers.adapters.sockets import RequestSocket

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError

@@ -28,10 +28,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints, shown_peer
-from poolgrid.runtime.tasks import owned
-from poolgrid.runtime.tracing.tracing import Tracing
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.process.tasks import owned
+from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError

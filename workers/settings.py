@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.naming.settings import NamesSettings
-from poolgrid.runtime.http_settings import HttpSettings
-from poolgrid.runtime.nats_settings import EventPlaneSettings
-from poolgrid.runtime.settings import ZmqAddress
-from poolgrid.runtime.tracing.settings import TraceSettings
+from poolgrid.discovery.settings import NamesSettings
+from poolgrid.http.http_settings import HttpSettings
+from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.settings import ZmqAddress
+from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import CONSOLIDATOR, EndpointName, is_name

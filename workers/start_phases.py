@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.figures import size
+from poolgrid.process.clock import Clock
+from poolgrid.process.figures import size
 from poolgrid.workers.metrics import WorkerMetrics
 
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.runtime.settings import Settings
+from poolgrid.process.settings import Settings
 from poolgrid.wire.card import NO_STEP_TIMES, StepTimes
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TimingName, timing_model
 from poolgrid.workers.core.timing import step_times_of

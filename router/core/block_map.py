@@ -18,8 +18,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
+from poolgrid.consolidator.core.sharded_map import KEY_BITS, ShardedMap
 from poolgrid.router.core.run_forest import Run
-from poolgrid.router.sharded_map import KEY_BITS, ShardedMap
 
 TABLES = (16_384, 32_768)
 """Slots of the tables that grow ahead of time. A smaller one takes less than half a millisecond to rebuild."""

@@ -25,8 +25,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from poolgrid.consolidator.core.sharded_map import KEY_BITS, unknown_dict
 from poolgrid.router.core.run_forest import Run
-from poolgrid.router.sharded_map import KEY_BITS, unknown_dict
 
 GONE: Final = 1 << 31
 """In the number of a run: this block went."""

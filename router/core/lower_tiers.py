@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from poolgrid.router.sharded_map import KEY_BITS, ShardedMap
+from poolgrid.consolidator.core.sharded_map import KEY_BITS, ShardedMap
 from poolgrid.wire.identifiers import Tier
 
 

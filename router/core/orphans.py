@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from poolgrid.consolidator.core.sharded_map import ShardedMap
 from poolgrid.router.core.age_list import AgeList
 from poolgrid.router.core.aged import Aged
-from poolgrid.router.sharded_map import ShardedMap
 
 CLEARED_COSTS: Final = 3
 """Entries that could be looked at while one is taken out of its maps and links."""

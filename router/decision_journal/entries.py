@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from poolgrid.router.consolidator.journal.stored_records import SegmentKind
+from poolgrid.consolidator.journal.stored_records import SegmentKind
 from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.choice import Choice
 from poolgrid.router.core.decision import Decision

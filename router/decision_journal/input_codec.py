@@ -11,9 +11,9 @@ from typing import assert_never
 
 import msgspec
 
-from poolgrid.router.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
-from poolgrid.router.consolidator.journal.stored_records import StoredRecord, stored_records
-from poolgrid.router.consolidator.ports import Disk
+from poolgrid.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
+from poolgrid.consolidator.journal.stored_records import StoredRecord, stored_records
+from poolgrid.consolidator.ports import Disk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,

@@ -13,17 +13,17 @@ import os
 import threading
 from contextlib import AsyncExitStack
 
-from poolgrid.router.consolidator.adapters.jetstream import DUPLICATE_WINDOW_S, JetStreamMessages, ThreadedMessages
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
-from poolgrid.router.consolidator.stream.ports import StreamUnavailable
+from poolgrid.consolidator.adapters.jetstream import DUPLICATE_WINDOW_S, JetStreamMessages, ThreadedMessages
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.stream.ports import StreamUnavailable
+from poolgrid.nats.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import detached
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.opening import make_recorder
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.decision_journal.stream_segments import StreamSegments, begins_unit
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
-from poolgrid.runtime.tasks import detached
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
-from poolgrid.router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.clock import Clock
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import RouterSettingsNoted
@@ -15,7 +16,6 @@ from poolgrid.router.decision_journal.recorder import DecisionRecorder, Segments
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 

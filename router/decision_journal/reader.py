@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
-from poolgrid.router.consolidator.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
-from poolgrid.router.consolidator.ports import Disk
+from poolgrid.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.consolidator.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
+from poolgrid.consolidator.ports import Disk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.decision_journal.checkpoints import believed_chains
 from poolgrid.router.decision_journal.entries import (

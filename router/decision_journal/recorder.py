@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from poolgrid.process.clock import Clock
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Input, RecordsArrived
 from poolgrid.router.core.router_state import RouterState
@@ -39,7 +40,6 @@ from poolgrid.router.decision_journal.entries import (
     encoder,
 )
 from poolgrid.router.decision_journal.input_codec import Decided, InputWriter, Kept, kept, records_applied
-from poolgrid.runtime.clock import Clock
 from poolgrid.wire.hashing import stable_u64
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.router.consolidator.journal.as_of import NotKept
-from poolgrid.router.consolidator.ports import Disk
+from poolgrid.consolidator.journal.as_of import NotKept
+from poolgrid.consolidator.ports import Disk
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.load_ledger import LEDGER_BYTES, LoadLedger

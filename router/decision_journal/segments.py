@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poolgrid.router.consolidator.journal.errors import JournalCorrupt
-from poolgrid.router.consolidator.journal.framing import FILE_HEADER, Fault, file_header, frame, scan
-from poolgrid.router.consolidator.journal.stored_records import SUFFIX, created_ms_of, offset_of, segment_names
-from poolgrid.router.consolidator.ports import Disk
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import FILE_HEADER, Fault, file_header, frame, scan
+from poolgrid.consolidator.journal.stored_records import SUFFIX, created_ms_of, offset_of, segment_names
+from poolgrid.consolidator.ports import Disk
 from poolgrid.router.decision_journal.entries import DECISIONS
 
 

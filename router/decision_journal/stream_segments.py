@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from poolgrid.router.consolidator.journal.framing import file_header, frame
-from poolgrid.router.consolidator.journal.stored_records import SUFFIX
-from poolgrid.router.consolidator.stream.history import MessageHistory, ReadableMessages, corrupt
-from poolgrid.router.consolidator.stream.message import (
+from poolgrid.consolidator.journal.framing import file_header, frame
+from poolgrid.consolidator.journal.stored_records import SUFFIX
+from poolgrid.consolidator.stream.history import MessageHistory, ReadableMessages, corrupt
+from poolgrid.consolidator.stream.message import (
     BrokenChain,
     Chain,
     Damaged,
@@ -30,8 +30,8 @@ from poolgrid.router.consolidator.stream.message import (
     StoredMessage,
     pieces,
 )
-from poolgrid.router.consolidator.stream.ports import OutOfTurn, StreamFacts, StreamUnavailable
-from poolgrid.router.consolidator.stream.read_only_disk import ReadOnlyDisk
+from poolgrid.consolidator.stream.ports import OutOfTurn, StreamFacts, StreamUnavailable
+from poolgrid.consolidator.stream.read_only_disk import ReadOnlyDisk
 from poolgrid.router.decision_journal.entries import DECISIONS
 
 UNIT = struct.Struct("<4sQQQQ")
@@ -284,7 +284,7 @@ class _Window:
 
 
 class DecisionsInStream(ReadOnlyDisk):
-    """Implements ``poolgrid.router.consolidator.ports.Disk`` for reading: the stream as it was when this was made."""
+    """Implements ``poolgrid.consolidator.ports.Disk`` for reading: the stream as it was when this was made."""
 
     def __init__(self, stream: ReadableMessages) -> None:
         super().__init__("these decisions were opened for reading", SEGMENTS_KEPT)

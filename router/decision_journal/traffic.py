@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from zlib import decompress
 
-from poolgrid.router.consolidator.journal.as_of import reaches_back_to, state_at
-from poolgrid.router.consolidator.journal.stored_records import stored_records
-from poolgrid.router.consolidator.ports import Disk
+from poolgrid.consolidator.journal.as_of import reaches_back_to, state_at
+from poolgrid.consolidator.journal.stored_records import stored_records
+from poolgrid.consolidator.ports import Disk
 from poolgrid.router.decision_journal.entries import (
     DecisionMade,
     OverlapRealised,

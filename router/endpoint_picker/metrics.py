@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.instruments import Counter, Gauge, Histogram
+from poolgrid.process.instruments import Counter, Gauge, Histogram
 
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.access.cache_domains import CacheDomains
-from poolgrid.frontend.app import Application
-from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.api.access.cache_domains import CacheDomains
+from poolgrid.api.app import Application
+from poolgrid.api.request_ids import RequestIds
+from poolgrid.api.settings import FrontendSettings
+from poolgrid.process.clock import Clock
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker.exchange import Exchange
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
@@ -21,7 +22,6 @@ from poolgrid.router.endpoint_picker.server import EndpointPickerServer
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import Clock
 
 RENEWALS_PER_LEASE = 3
 """A lease is renewed so often in its time: one renewal may come late."""

@@ -20,8 +20,9 @@ from typing import Protocol
 
 import msgspec
 
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.api.request_ids import RequestIds
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.process.clock import Clock
 from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
@@ -33,7 +34,6 @@ from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.pods import Pods
 from poolgrid.router.endpoint_picker.prompt_reading import Reading
-from poolgrid.runtime.clock import Clock
 from poolgrid.wire.identifiers import Role, WorkerKey
 from poolgrid.wire.request_ids import dispatch_id
 

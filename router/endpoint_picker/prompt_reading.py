@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from poolgrid.frontend.access.cache_domains import CacheDomains
-from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.preparation import Job, Preparation
-from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.api.access.cache_domains import CacheDomains
+from poolgrid.api.body_shape import SHORT_BYTES, check_shape
+from poolgrid.api.errors import RequestError
+from poolgrid.api.preparation import Job, Preparation
+from poolgrid.api.tokenization import TokenizationPool
+from poolgrid.inference.inference_request import InferenceRequest
 
 log = logging.getLogger(__name__)
 

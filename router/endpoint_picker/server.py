@@ -12,14 +12,14 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints
+from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import Exchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Booking
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints
-from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.runtime.settings import Settings
+from poolgrid.process.settings import Settings
 
 
 def _is_there(name: str) -> bool:

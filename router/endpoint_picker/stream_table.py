@@ -1,6 +1,6 @@
 """All streams of one endpoint picker: which of them wait for their gateway, since when, and what is held for them.
 
-The limits are those of the router's HTTP server (``poolgrid.runtime.http_settings``), with as many streams for
+The limits are those of the router's HTTP server (``poolgrid.http.http_settings``), with as many streams for
 connections and the picker's own memory for bodies.
 
 Rules
@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Protocol
 
+from poolgrid.http.http_settings import HttpLimits
 from poolgrid.router.endpoint_picker.picker import Booking, Shed
-from poolgrid.runtime.http_settings import HttpLimits
 
 STREAMS_FULL = "streams_full"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from attacks import __main__ as command
-from attacks.catalogue import PARTS
-from attacks.page import PAGE, with_tables
-from attacks.table import Row, show, status, write
+from lab.attacks import __main__ as command
+from lab.attacks.catalogue import PARTS
+from lab.attacks.page import PAGE, with_tables
+from lab.attacks.table import Row, show, status, write
 
 HELD = Row("connections", "resets", "held", "5000 connections reset", requests=300, latency_ratio=1.5, memory_ratio=1.0)
 FELL = Row("guides", "[lists]", "fell", "12 × 200", ["w ended with status -11"], requests=300, errors=4)

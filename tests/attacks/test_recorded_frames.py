@@ -10,8 +10,8 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attacks.mutation import FRAME_MAX, mutated
-from attacks.wiretap import GREETING_BYTES, LONG, MORE, Frames, Heard, Wiretap
+from lab.attacks.mutation import FRAME_MAX, mutated
+from lab.attacks.wiretap import GREETING_BYTES, LONG, MORE, Frames, Heard, Wiretap
 
 MESSAGES = [[b"C", b"hello"], [b"B", bytes(70_000)], [b""], [b"last"]]
 

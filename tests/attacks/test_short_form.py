@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_short_form_holds(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    command = [sys.executable, "-m", "attacks", "--short", "--json", str(table)]
+    command = [sys.executable, "-m", "lab.attacks", "--short", "--json", str(table)]
 
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attacks import slow_disk
+from lab.attacks import slow_disk
 
 WRITER = "import os, sys; f = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY); os.write(f, b'a'); os.fdatasync(f)"
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from attacks.attack import Attack, Outcome, Scene
-from attacks.bystanders import Window
-from attacks.pool import Look
-from attacks.verdict import LOG_BYTES_MAX, PEAK_GROWTH_MB, Seen, judge
+from lab.attacks.attack import Attack, Outcome, Scene
+from lab.attacks.bystanders import Window
+from lab.attacks.pool import Look
+from lab.attacks.verdict import LOG_BYTES_MAX, PEAK_GROWTH_MB, Seen, judge
 
 
 async def nothing(scene: Scene) -> Outcome:

@@ -1,4 +1,4 @@
-"""What ``benchmarks.calls`` has a router count."""
+"""What ``lab.benchmarks.calls`` has a router count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.counting import sitecustomize as counting
+from lab.benchmarks.counting import sitecustomize as counting
 
 
 def called_twice() -> int:

@@ -5,10 +5,10 @@ import functools
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.chat_text import ChatText
-from benchmarks.chat_trace import ChatRequest, chat_requests, shared_tokens
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.loadgen.trace import TraceRow
+from lab.benchmarks.chat_text import ChatText
+from lab.benchmarks.chat_trace import ChatRequest, chat_requests, shared_tokens
+from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.tools.bench.trace import TraceRow
 
 WORDS = ["alpha", "request", "worker", "prefix", "token", "block", "model", "cache"]
 BOUNDS = {"requests": 100, "isl_min": 1150, "isl_max": 3000}

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_assignment, least_ttfts
-from poolgrid.loadgen.trace import read_trace
+from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_assignment, least_ttfts
 from poolgrid.router.core.policy import make_policy
-from poolgrid.simulation.pool import RouterFleet, SimulatedPool
-from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
-from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.tools.bench.trace import read_trace
+from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
+from poolgrid.tools.simulation.worker_speeds import SpeedChange, WorkerSpeeds
+from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.workers.core.timing import PolynomialTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 

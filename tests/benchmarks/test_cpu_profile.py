@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cpu_profile import GROUPS, LINES, find_py_spy, group_of, shares, short_path
+from lab.benchmarks.cpu_profile import GROUPS, LINES, find_py_spy, group_of, shares, short_path
 
 ROOT = Path(__file__).parents[2]
-RUN = ["run_service (cli/service_process.py:35)", "run (runtime/lifecycle.py:40)", "Runner.run (asyncio/runners.py:86)"]
-SERVE = [
-    "InferenceEndpoint.__call__ (frontend/inference_endpoint.py:104)",
-    "_Exchange.run (frontend/inference_endpoint.py:151)",
+PACKAGE = ROOT / "src" / "poolgrid"
+RUN = [
+    "run_service (cli/service_process.py:35)",
+    "run (process/lifecycle.py:40)",
+    "Runner.run (asyncio/runners.py:86)",
 ]
-DRAIN = "CallbackSocket._drain (runtime/zmq_socket.py:68)"
+SERVE = [
+    "InferenceEndpoint.__call__ (api/inference_endpoint.py:104)",
+    "_Exchange.run (api/inference_endpoint.py:151)",
+]
+DRAIN = "CallbackSocket._drain (transport/zmq_socket.py:68)"
 FOLD = ["CatchingUp.on_records (router/catching_up.py:3)", "PrefixIndex.store (router/core/prefix_index.py:4)"]
 DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._dispatch (router/service.py:520)"]
 
@@ -24,20 +29,20 @@ DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._disp
     ("inner", "group"),
     [
         ([], "event loop"),
-        (["DirectProtocol.on_message_complete (runtime/http_protocol.py:177)"], "HTTP parse"),
+        (["DirectProtocol.on_message_complete (http/http_protocol.py:177)"], "HTTP parse"),
         (SERVE, "endpoint"),
-        ([*SERVE, "parse (frontend/schema.py:328)"], "preparation"),
-        ([*SERVE, "_Fastokens.encode (frontend/prompt_encoder.py:81)"], "tokenization"),
+        ([*SERVE, "parse (api/schema.py:328)"], "preparation"),
+        ([*SERVE, "_Fastokens.encode (api/prompt_encoder.py:81)"], "tokenization"),
         ([*SERVE, *DISPATCH], "dispatch encode"),
         ([*SERVE, *DISPATCH, "Selector.select (router/core/selector.py:115)"], "decision"),
         ([*SERVE, *DISPATCH, "Selector.book (router/core/selector.py:2)", "__init__ (<string>:2)"], "decision"),
         ([*SERVE, *DISPATCH, "DecisionLog.add (router/core/decision.py:172)"], "recording"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:638)"], "ZMQ send"),
         ([DRAIN], "ZMQ receive"),
-        ([DRAIN, "WorkerLink.on_frame (dispatch/worker_link.py:116)"], "token intake"),
+        ([DRAIN, "WorkerLink.on_frame (serving/worker_link.py:116)"], "token intake"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:6)", "0x7f (zmq/backend/cython/_zmq.so)"], "ZMQ send"),
-        ([*SERVE, "_Exchange._whole (frontend/inference_endpoint.py:371)"], "answer encode"),
-        ([*SERVE, "DirectCycle._continue (runtime/direct_cycle.py:87)"], "write"),
+        ([*SERVE, "_Exchange._whole (api/inference_endpoint.py:371)"], "answer encode"),
+        ([*SERVE, "DirectCycle._continue (http/direct_cycle.py:87)"], "write"),
         (FOLD, "event stream"),
         ([*FOLD, "Socket.recv_multipart (zmq/sugar/socket.py:785)"], "ZMQ receive"),
         (["f (elsewhere/else.py:1)"], "event loop"),
@@ -80,15 +85,15 @@ def _functions(file: Path) -> set[str]:
 @pytest.mark.parametrize(("path", "pattern", "group"), LINES)
 def test_a_line_names_a_file_and_functions_that_exist(path: str, pattern: str, group: str) -> None:
     top = path.partition("/")[0]
-    found = ROOT / path
+    found = PACKAGE / path
 
     assert group in GROUPS
-    assert found.exists() or (not (ROOT / top).is_dir() and importlib.util.find_spec(top) is not None)
+    assert found.exists() or (not (PACKAGE / top).is_dir() and importlib.util.find_spec(top) is not None)
     if found.is_file():
         assert any(re.fullmatch(pattern, function) for function in _functions(found)), pattern
 
 
-@pytest.mark.parametrize("installed", [".", "poolgrid"])
+@pytest.mark.parametrize("installed", ["src/poolgrid", "poolgrid"])
 def test_a_path_is_shown_from_its_package_on(installed: str) -> None:
     assert short_path(str(ROOT / installed / "router" / "service.py")) == "router/service.py"
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from benchmarks.event_plane import BLOCKS_HELD, BLOCKS_PER_BATCH, Sources, lag_s
-from poolgrid.router.consolidator.bootstrap import create
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
-from poolgrid.runtime.clock import SystemClock
+from lab.benchmarks.event_plane import BLOCKS_HELD, BLOCKS_PER_BATCH, Sources, lag_s
+from poolgrid.consolidator.bootstrap import create
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.identifiers import Tier
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.growth import BATCHES, slope, student_quantile
+from lab.benchmarks.growth import BATCHES, slope, student_quantile
 
 
 def series(per_unit: float, seed: int, count: int = 400) -> list[tuple[float, float]]:

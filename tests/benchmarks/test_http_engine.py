@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from benchmarks.http_engine import Steps
+from lab.benchmarks.http_engine import Steps
 
 
 class Written(asyncio.Transport):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.http_worker import MockCache, MockEngine
+from lab.benchmarks.http_worker import MockCache, MockEngine
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, RequestFinished, RequestProgressed
 from poolgrid.wire.hashing import pack_tokens, unpack_hashes
 from poolgrid.wire.requests import FinishReason, Generate, Routing, Sampling

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.rank_test import accuracy, area
+from lab.benchmarks.rank_test import accuracy, area
 
 SIGNIFICANCE = 0.001
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.http import medians, with_ratios
+from lab.benchmarks.http import medians, with_ratios
 
 
 def test_rounds_become_medians_and_failures_add_up() -> None:

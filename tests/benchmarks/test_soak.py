@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.growth import Slope
-from benchmarks.services import LATE_ANSWERS_MAX, LateAnswer, Patience, PoolFailed, Reading, get, summed
-from benchmarks.soak import Sample, growth_faults, load_faults
-from benchmarks.soak_clients import Tally
-from benchmarks.soak_pool import leftovers
-from benchmarks.soak_requests import ENDINGS, MALFORMED, Plan
+from lab.benchmarks.growth import Slope
+from lab.benchmarks.services import LATE_ANSWERS_MAX, LateAnswer, Patience, PoolFailed, Reading, get, summed
+from lab.benchmarks.soak import Sample, growth_faults, load_faults
+from lab.benchmarks.soak_clients import Tally
+from lab.benchmarks.soak_pool import leftovers
+from lab.benchmarks.soak_requests import ENDINGS, MALFORMED, Plan
 
 QUIET = Reading(rss_mb=100, descriptors=40, sockets=20, threads=9, processes=1, tasks=6, books={"requests": 0.0})
 
@@ -117,7 +117,7 @@ def test_samples_of_a_metric_add_up() -> None:
 @pytest.mark.e2e
 def test_nothing_is_left_of_streams_whose_clients_leave(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.soak", "--streams", "60", "--seconds", "3", "--workers", "2"]
+    command = [sys.executable, "-m", "lab.benchmarks.soak", "--streams", "60", "--seconds", "3", "--workers", "2"]
     command += ["--speedup", "2", "--osl-max", "64", "--sample-s", "0.5", "--json", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_clients import Connection, Tally
-from benchmarks.soak_requests import Leaving, Planned
+from lab.benchmarks.soak_clients import Connection, Tally
+from lab.benchmarks.soak_requests import Leaving, Planned
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n"
 

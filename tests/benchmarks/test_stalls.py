@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.stalls import figures_of
+from lab.benchmarks.stalls import figures_of
 
 
 def test_the_longest_thousandth_of_the_gaps_is_what_is_above_the_percentile() -> None:

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks import tenant_timing
-from benchmarks.tenant_timing import ATTACKER, VICTIM, Ask, Row, Things, measure
+from lab.benchmarks import tenant_timing
+from lab.benchmarks.tenant_timing import ATTACKER, VICTIM, Ask, Row, Things, measure
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, shared: bool, one_tenant: bool = False) -> Row:
@@ -31,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, shared: bool, one_tenant: bool = F
         yield things
 
     monkeypatch.setattr(tenant_timing, "CACHES", {"planted": cache})
-    monkeypatch.setattr("benchmarks.tenant_timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lab.benchmarks.tenant_timing.time.perf_counter", lambda: now[0])
     [row] = asyncio.run(measure(sizes=(1000,), one_tenant=one_tenant))
     return row
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fleet import Fleet
-from benchmarks.peers import OURS, Peers
-from benchmarks.worker_load import WorkerLoadSpec
+from lab.benchmarks.fleet import Fleet
+from lab.benchmarks.peers import OURS, Peers
+from lab.benchmarks.worker_load import WorkerLoadSpec
 
 
 @pytest.mark.parametrize("stream", [False, True])

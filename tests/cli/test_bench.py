@@ -18,9 +18,9 @@ from poolgrid.cli.bench import plan, run_bench
 from poolgrid.cli.bench_pools import settings_of
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
-from poolgrid.loadgen.settings import BenchSettings
-from poolgrid.loadgen.trace import TraceError
-from tests.loadgen.fake_endpoint import FakeEndpoint, serving
+from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.tools.bench.trace import TraceError
+from tests.bench.fake_endpoint import FakeEndpoint, serving
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 BENCH_PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
@@ -332,6 +332,6 @@ def test_a_duration_is_given_with_its_unit_in_the_name_and_still_without(option:
 
 
 def test_every_json_key_is_documented() -> None:
-    from poolgrid.loadgen.statistics import Report
+    from poolgrid.tools.bench.statistics import Report
 
     assert [key for key in Report.__struct_fields__ if f"`{key}`" not in BENCH_PAGE] == []

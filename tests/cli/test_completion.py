@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 from poolgrid.cli import main
 from poolgrid.cli.completion import COMPLETE_VARIABLE, SHELLS
 from poolgrid.cli.main import app
-from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.router.core.policy import POLICY_NAMES
 from poolgrid.router.settings import RouterSettings
-from poolgrid.simulation.pool import SIMULATED_POLICIES
-from poolgrid.simulation.settings import SimulationSettings, WhatIfSettings
+from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.tools.simulation.pool import SIMULATED_POLICIES
+from poolgrid.tools.simulation.settings import SimulationSettings, WhatIfSettings
 
 LINES = {
     "poolgrid rou": {"router"},

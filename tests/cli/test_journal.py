@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
-from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from tests.consolidator.journal_builder import encoded, fold, write
 from tests.consolidator.test_journal_inspection import from_the_future
 

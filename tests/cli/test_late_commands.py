@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.late_group import LateCommands
 from poolgrid.cli.main import Commands, app, run
-from poolgrid.runtime import garbage
+from poolgrid.process import garbage
 
 ROOT = Path(__file__).parents[2]
 
 PACKAGES = (
-    "admission", "cli", "dispatch", "engine_check", "frontend", "global_router", "loadgen", "router", "runtime",
-    "simulation", "wire", "workers",
+    "api", "cli", "consolidator", "discovery", "fleet_page", "global_router", "http", "inference", "kv_events", "nats",
+    "process", "router", "serving", "structured_output", "tools", "transport", "wire", "workers",
 )  # fmt: skip
 
 PROBE = """
@@ -31,7 +31,7 @@ from poolgrid.cli.main import app
 typer.main.get_command(app).commands[sys.argv[1]]
 for module in sys.argv[2].split(","):
     importlib.import_module(module)
-from poolgrid.runtime.settings import Settings
+from poolgrid.process.settings import Settings
 waiting = [Settings]
 for each in waiting:
     waiting += each.__subclasses__()
@@ -42,28 +42,30 @@ print("\\n".join(sys.modules))
 
 NOT_NEEDED = {
     ("worker", "poolgrid.workers.engines.simulated.opening,poolgrid.workers.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "poolgrid.frontend", "poolgrid.router",
-        "poolgrid.global_router", "poolgrid.simulation",
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "poolgrid.api", "poolgrid.router",
+        "poolgrid.global_router", "poolgrid.tools.simulation",
     },
     ("up", "poolgrid.cli.local_pool"): {
         "fastapi", "uvicorn", "httpx", "rich", "numpy", "poolgrid.router", "poolgrid.global_router",
-        "poolgrid.simulation", "poolgrid.workers.service",
+        "poolgrid.tools.simulation", "poolgrid.workers.service",
     },
-    ("consolidator", "poolgrid.router.consolidator.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.frontend", "poolgrid.workers",
-        "poolgrid.global_router", "poolgrid.simulation", "poolgrid.router.core",
+    ("consolidator", "poolgrid.consolidator.bootstrap"): {
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.api", "poolgrid.workers",
+        "poolgrid.global_router", "poolgrid.tools.simulation", "poolgrid.router.core",
     },
     ("router", "poolgrid.router.bootstrap"): {
-        "poolgrid.workers", "poolgrid.global_router", "poolgrid.simulation", "poolgrid.loadgen", "yaml", "httpx",
+        "poolgrid.workers", "poolgrid.global_router", "poolgrid.tools.simulation", "poolgrid.tools.bench", "yaml",
+        "httpx",
         "rich", "matplotlib", "grpc", "google.protobuf",
     },
     ("global-router", "poolgrid.global_router.bootstrap"): {
         # httpx brings rich
-        "poolgrid.workers", "poolgrid.router", "poolgrid.simulation", "poolgrid.loadgen", "yaml", "matplotlib",
+        "poolgrid.workers", "poolgrid.router", "poolgrid.tools.simulation", "poolgrid.tools.bench", "yaml",
+        "matplotlib",
         "poolgrid.cli.config", "poolgrid.global_router.heat_map", "poolgrid.global_router.core.builder",
     },
     ("explain", "poolgrid.cli.explain"): {
-        "numpy", "poolgrid.router", "poolgrid.simulation", "poolgrid.cli.journal_directory",
+        "numpy", "poolgrid.router", "poolgrid.tools.simulation", "poolgrid.cli.journal_directory",
     },
 }  # fmt: skip
 """What a command's process must not import, by the command and the modules that start it."""
@@ -103,17 +105,19 @@ def test_every_command_is_made_when_asked_for_and_only_then() -> None:
 
 def test_a_command_is_where_its_name_says_and_nobody_imports_it() -> None:
     assert Commands.modules == {name: f"poolgrid.cli.commands.{name.replace('-', '_')}" for name in Commands.modules}
-    made = {path.stem for path in (ROOT / "cli" / "commands").glob("*.py")} - {"__init__"}
+    made = {path.stem for path in (ROOT / "src" / "poolgrid" / "cli" / "commands").glob("*.py")} - {"__init__"}
     assert made == {module.rpartition(".")[2] for module in Commands.modules.values()}
-    importing = re.compile(r"^\s*(?:from|import) (?:cli\.commands|cli import commands)", re.MULTILINE)
+    importing = re.compile(
+        r"^\s*(?:from|import) (?:poolgrid\.cli\.commands|poolgrid\.cli import commands)", re.MULTILINE
+    )
     typed = re.compile(r"^\s*(?:from|import) typer\b", re.MULTILINE)
     for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
+        for path in (ROOT / "src" / "poolgrid" / package).resolve().rglob("*.py"):
             text = path.read_text()
             assert not importing.search(text), f"{path} imports a command"
             assert package == "cli" or not typed.search(text), f"{path} is outside of cli and reads a command line"
             makes = "typer.Typer(" in text or " = CommandLine(" in text
-            assert not makes or path.parent.name == "commands" or path == ROOT / "cli" / "main.py", path
+            assert not makes or path.parent.name == "commands" or path.name == "main.py", path
 
 
 def test_help_shows_every_command_with_its_first_sentence() -> None:

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.cli.named_url import other_url_of, url_of
-from poolgrid.naming.directory import DirectoryNames
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.discovery.directory import DirectoryNames
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.registration import encode_registration
-from tests.naming.registrations import registration
+from tests.discovery.registrations import registration
 
 NAME = "dyn://blue.router.http"
 COMMANDS = (

@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from poolgrid.cli.part import Part, PartFailed, part_environment, stop_parts
-from poolgrid.runtime.bound_socket import bind
-from poolgrid.runtime.held_port import HeldPorts
-from poolgrid.runtime.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
+from poolgrid.process.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
+from poolgrid.transport.bound_socket import bind
+from poolgrid.transport.held_port import HeldPorts
 
 HOST = "127.0.0.1"
 

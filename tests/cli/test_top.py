@@ -23,7 +23,7 @@ from poolgrid.cli.top import (
     usage_bar,
     view,
 )
-from poolgrid.runtime.figures import milliseconds
+from poolgrid.process.figures import milliseconds
 from poolgrid.wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
 from tests.cli.json_server import Answer, serving
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poolgrid.router.consolidator.journal.errors import JournalCorrupt
-from poolgrid.router.consolidator.stream.message import Outgoing, StoredMessage, stored_message
-from poolgrid.router.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.stream.message import Outgoing, StoredMessage, stored_message
+from poolgrid.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 
 
 class FakeStream:

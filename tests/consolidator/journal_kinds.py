@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import count
 from typing import Protocol
 
-from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.router.consolidator.ports import Journal
-from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
-from poolgrid.router.consolidator.stream.ports import RecordStream
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.ports import Journal
+from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.consolidator.stream.ports import RecordStream
 from tests.consolidator.fake_stream import FakeStream, StillClock
 from tests.consolidator.journal_builder import FakeDisk
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import pytest
 
-from poolgrid.router.consolidator.ports import Journal
+from poolgrid.consolidator.ports import Journal
 from poolgrid.wire import codec
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, JournalKind

@@ -10,10 +10,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.router.consolidator.bootstrap import create
-from poolgrid.router.consolidator.service import ConsolidatorService
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
-from poolgrid.runtime.bulk_work import SLICE_MS
+from poolgrid.consolidator.bootstrap import create
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.bulk_work import SLICE_MS
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello

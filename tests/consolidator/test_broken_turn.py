@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from poolgrid.router.consolidator.core.consolidator import Consolidator, Turn
-from poolgrid.router.consolidator.service import ConsolidatorService
-from poolgrid.runtime.tasks import on_fatal
+from poolgrid.consolidator.core.consolidator import Consolidator, Turn
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.process.tasks import on_fatal
 from poolgrid.wire.identifiers import StreamState
 from tests.consolidator.pusher import Pusher, stored
 from tests.consolidator.test_service import Reader, run, started, truth

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core.consolidator import (
+from poolgrid.consolidator.core.consolidator import (
     Consolidator,
     ConsolidatorLimits,
     MemberJoined,
@@ -16,7 +16,7 @@ from poolgrid.router.consolidator.core.consolidator import (
     Now,
     Turn,
 )
-from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.wire import codec
 from poolgrid.wire.card import ChatSpec, MediaSpec, WorkerCard
 from poolgrid.wire.events import (

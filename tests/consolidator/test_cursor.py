@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.router.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.consolidator.core.cursor import Cursor, Verdict
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
+from poolgrid.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
 from poolgrid.wire.feed import Records, Replay, SnapshotPart, TakeSnapshot, TooOld
 from poolgrid.wire.feed_frames import (
     MESSAGE_BYTES_MAX,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core import frozen_blocks, presence
-from poolgrid.router.consolidator.core.frozen_blocks import Discarded, Overlay
-from poolgrid.router.consolidator.core.held_blocks import HeldBlocks
-from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
-from poolgrid.router.consolidator.core.presence import DUMP_STEP_BLOCKS, Presence, chains, dump
+from poolgrid.consolidator.core import frozen_blocks, presence
+from poolgrid.consolidator.core.frozen_blocks import Discarded, Overlay
+from poolgrid.consolidator.core.held_blocks import HeldBlocks
+from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
+from poolgrid.consolidator.core.presence import DUMP_STEP_BLOCKS, Presence, chains, dump
 from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.consolidator.pusher import removed, stored

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core.consolidator import MemberJoined, Turn
-from poolgrid.router.consolidator.core.further_source import FollowerLimits, FurtherSource
-from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.consolidator.core.consolidator import MemberJoined, Turn
+from poolgrid.consolidator.core.further_source import FollowerLimits, FurtherSource
+from poolgrid.consolidator.core.pool_state import PoolState
+from poolgrid.kv_events.follower import END_OF_REPLAY, REPLAY_ATTEMPTS_MAX, AskReplay
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
@@ -24,7 +25,6 @@ from poolgrid.wire.events import (
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Goodbye, Heartbeat
-from poolgrid.wire.publishers.follower import END_OF_REPLAY, REPLAY_ATTEMPTS_MAX, AskReplay
 from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
 from tests.consolidator.pusher import batch, card, removed, stored
 from tests.consolidator.test_consolidator import Bench, W, folded, hello, same

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core.held_blocks import (
+from poolgrid.consolidator.core.held_blocks import (
     PAGE_BLOCKS,
     SHARD_ENTRIES,
     SPARSE_BLOCKS_MIN,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
-from poolgrid.router.consolidator.journal.errors import JournalCorrupt
-from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings, records_of, verify
-from poolgrid.router.consolidator.journal.framing import (
+from poolgrid.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings, records_of, verify
+from poolgrid.consolidator.journal.framing import (
     ENTRY_HEADER,
     FILE_HEADER,
     SECTOR_BYTES,
@@ -21,7 +21,7 @@ from poolgrid.router.consolidator.journal.framing import (
     frame,
     scan,
 )
-from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk, encoded, facts_of, fold, record, write

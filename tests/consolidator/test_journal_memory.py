@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
-from poolgrid.router.consolidator.journal.files import FileJournal
+from poolgrid.consolidator.journal.files import FileJournal
 from tests.consolidator.journal_builder import FakeDisk
 
 RECORDS = 100_000

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.router.consolidator import journal_writer
-from poolgrid.router.consolidator.core.consolidator import Now, Turn
-from poolgrid.router.consolidator.journal.memory import MemoryJournal
-from poolgrid.router.consolidator.journal_writer import JournalWriter
-from poolgrid.runtime.bulk_work import BulkWork
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.consolidator import journal_writer
+from poolgrid.consolidator.core.consolidator import Now, Turn
+from poolgrid.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.journal_writer import JournalWriter
+from poolgrid.process.bulk_work import BulkWork
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.ingest import Unknown
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core.presence import CHAIN_BLOCKS_MAX, BlockEvent, Presence, chains
+from poolgrid.consolidator.core.presence import CHAIN_BLOCKS_MAX, BlockEvent, Presence, chains
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksShared, BlocksStored, CacheCleared, SnapshotBegan
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.wire.dialects.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
+from poolgrid.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
+from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.publishers.translation import EngineTranslator
 from tests.consolidator.pub_engine import BLOCK, Cache, all_cleared, block_removed, block_stored, frame_of
 
 DIALECTS = ["vllm", "trtllm"]

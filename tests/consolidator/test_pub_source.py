@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.wire.events import EventBatch
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.publishers.follower import (
+from poolgrid.kv_events.follower import (
     END_OF_REPLAY,
     REPLAY_ATTEMPTS_MAX,
     AskReplay,
@@ -16,6 +14,8 @@ from poolgrid.wire.publishers.follower import (
     PubFollower,
     SourceState,
 )
+from poolgrid.wire.events import EventBatch
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
 
 

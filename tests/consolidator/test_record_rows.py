@@ -7,8 +7,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from poolgrid.router.consolidator.journal.record_rows import event_row, event_rows
-from poolgrid.router.consolidator.journal.stored_records import StoredRecord, Understood
+from poolgrid.consolidator.journal.record_rows import event_row, event_rows
+from poolgrid.consolidator.journal.stored_records import StoredRecord, Understood
 from poolgrid.wire.events import AnyEvent, Event, JournalRecord
 from poolgrid.wire.hashing import unpack_hashes
 from tests.wire.test_wire_frames import GOLDEN

@@ -22,21 +22,21 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from poolgrid.router.consolidator import metrics
-from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
-from poolgrid.router.consolidator.bootstrap import create
-from poolgrid.router.consolidator.core import presence
-from poolgrid.router.consolidator.core.feed_reader import FeedEffect, FeedState
-from poolgrid.router.consolidator.core.pool_state import PoolState
-from poolgrid.router.consolidator.feed_follower import FeedFollower
-from poolgrid.router.consolidator.journal import snapshot_file
-from poolgrid.router.consolidator.journal.files import records_of, verify
-from poolgrid.router.consolidator.journal.memory import MemoryJournal
-from poolgrid.router.consolidator.service import ConsolidatorService
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
-from poolgrid.router.consolidator.sources_file import load_sources
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.zmq_subscriber import ZmqSubscriber
+from poolgrid.consolidator import metrics
+from poolgrid.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.consolidator.bootstrap import create
+from poolgrid.consolidator.core import presence
+from poolgrid.consolidator.core.feed_reader import FeedEffect, FeedState
+from poolgrid.consolidator.core.pool_state import PoolState
+from poolgrid.consolidator.feed_follower import FeedFollower
+from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal.files import records_of, verify
+from poolgrid.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.sources_file import load_sources
+from poolgrid.process.clock import SystemClock
+from poolgrid.transport.zmq_subscriber import ZmqSubscriber
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
@@ -697,7 +697,7 @@ def test_an_engine_that_cannot_be_followed_leaves_the_others_their_turn(
         engine, cache = PubEngine(context), Cache("vllm")
         (good,) = load_sources(sources_file(tmp_path, engine), 8)
         bad = msgspec.structs.replace(good, worker_id="bad", endpoint="tcp://nowhere")  # as no file's check lets in
-        monkeypatch.setattr("poolgrid.router.consolidator.service.load_sources", lambda *_: [bad, good])
+        monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
         replays = asyncio.create_task(engine.answer_replays("vllm"))
         service = await started()
         reader = Reader()
@@ -736,9 +736,9 @@ def test_a_sources_file_that_is_wrong_says_where(tmp_path: Path) -> None:
 
 PROCESS = """
 import asyncio, sys
-from poolgrid.router.consolidator.bootstrap import serve
-from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.runtime import lifecycle
+from poolgrid.consolidator.bootstrap import serve
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.process import lifecycle
 
 settings = ConsolidatorProcessSettings.model_validate_json(sys.argv[1])
 lifecycle.run(lambda stop: serve(settings, stop, lambda at: print(*at, flush=True)))

@@ -15,13 +15,13 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.router.consolidator import journal_writer, service
-from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
-from poolgrid.router.consolidator.bootstrap import create
-from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.router.consolidator.service import ConsolidatorService
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.consolidator import journal_writer, service
+from poolgrid.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.consolidator.bootstrap import create
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.feed import Replay, TooOld
 from tests.consolidator.pusher import Pusher, stored

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.router.consolidator import bootstrap
-from poolgrid.router.consolidator import service as service_module
-from poolgrid.router.consolidator.journal.errors import JournalCorrupt
-from poolgrid.router.consolidator.ports import Journal
-from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from poolgrid.consolidator import bootstrap
+from poolgrid.consolidator import service as service_module
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.ports import Journal
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
 
 def starting(

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.journal.errors import JournalCorrupt, JournalFenced
-from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
-from poolgrid.router.consolidator.stream.message import StoredMessage
-from poolgrid.router.consolidator.stream.ports import StreamUnavailable
+from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.consolidator.stream.message import StoredMessage
+from poolgrid.consolidator.stream.ports import StreamUnavailable
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import FakeStream, StillClock

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedState
-from poolgrid.router.consolidator.stream.journal import StreamJournal
-from poolgrid.router.consolidator.stream.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
+from poolgrid.consolidator.core.feed_reader import Deliver, FeedState
+from poolgrid.consolidator.stream.journal import StreamJournal
+from poolgrid.consolidator.stream.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import FakeStream, StillClock
 from tests.consolidator.journal_builder import record

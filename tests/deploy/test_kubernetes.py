@@ -17,16 +17,16 @@ import typer
 import yaml
 from typer.core import TyperGroup
 
+from poolgrid.api.access.gate import OPEN_PATHS
 from poolgrid.cli.main import app
-from poolgrid.frontend.access.gate import OPEN_PATHS
+from poolgrid.discovery.core.registry import Registry
+from poolgrid.discovery.core.slices import decode_slices, seen_in
 from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.naming.core.registry import Registry
-from poolgrid.naming.core.slices import decode_slices, seen_in
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.engines.registry import engine_definition
+from tests.discovery.slices import endpoint, endpoint_slice
 from tests.exported_metrics import exported
 from tests.kubernetes.chart import DIGEST_LINE, EXAMPLES, MANIFESTS, ROOT, digest
-from tests.naming.slices import endpoint, endpoint_slice
 
 Resource = dict[str, Any]
 EXAMPLE_IDS = [path.stem for path in EXAMPLES]

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from poolgrid.cli.main import app
-from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))

@@ -12,8 +12,8 @@ import httpx
 import psutil
 
 from poolgrid.cli.bench import bench
-from poolgrid.loadgen.settings import BenchSettings
-from poolgrid.loadgen.statistics import Report
+from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.tools.bench.statistics import Report
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from tests.e2e.expectation import SPOKEN, Verifier
 from tests.e2e.processes import eventually, metric

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
-from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.api.prompt_model import PromptModel
+from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
+from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output

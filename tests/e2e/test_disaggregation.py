@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from poolgrid.cli.bench import bench
-from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import PLAIN, Verifier, expected_text
 from tests.e2e.processes import (

@@ -15,8 +15,8 @@ import pytest
 
 from poolgrid.cli.bench import bench
 from poolgrid.cli.drain import Told, drain
-from poolgrid.loadgen.settings import BenchSettings
-from poolgrid.loadgen.statistics import Report
+from poolgrid.tools.bench.settings import BenchSettings
+from poolgrid.tools.bench.statistics import Report
 from tests.e2e.disturbed_load import assert_unharmed, held_at_work, kill_at_work, load_while
 from tests.e2e.expectation import PLAIN, Verifier
 from tests.e2e.processes import (

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.bench import bench
 from poolgrid.cli.main import app
-from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
 from tests.e2e.processes import eventually, is_settled, metric, running_pool

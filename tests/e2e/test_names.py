@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.discovery.api_server import ApiServer, in_a_thread
+from tests.discovery.slices import endpoint, endpoint_slice
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.fleet import all_available, assert_serves, pools
 from tests.e2e.processes import Process, eventually, is_settled, ready_workers
 from tests.e2e.screen import screen_of
-from tests.naming.api_server import ApiServer, in_a_thread
-from tests.naming.slices import endpoint, endpoint_slice
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
-from poolgrid.router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
-from poolgrid.runtime.figures import counted
+from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.process.figures import counted
 from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
 from tests.e2e.processes import eventually, is_settled, metric, ready_workers, running_pool
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.main import app as cli
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, ready_workers
-from tests.runtime.test_planes import make_pair
-from tests.runtime.test_tls import Files
+from tests.transport.test_planes import make_pair
+from tests.transport.test_tls import Files
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from poolgrid.cli.bench import bench
-from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import MODEL, PLAIN, Verifier
 from tests.e2e.processes import (

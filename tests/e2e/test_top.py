@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from poolgrid.cli.top import Frame, fetch, usage_bar
-from poolgrid.runtime.figures import milliseconds
+from poolgrid.process.figures import milliseconds
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.wire.request_ids import name_of
 from tests.e2e.fleet import POOL_CONFIGS, is_idle, running_fleet

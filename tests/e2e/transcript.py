@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-OFFERED = ("pool_configs", "tests", "frontend")
+OFFERED = ("pool_configs", "tests", "src")
 """What commands on pages name, of the repository."""
 
 RUN_TIMEOUT_S = 120.0

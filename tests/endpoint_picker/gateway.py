@@ -19,13 +19,13 @@ import httpx
 import yaml
 import zmq.asyncio
 
-from benchmarks.fleet import free_port
-from poolgrid.frontend.settings import FrontendSettings
+from lab.benchmarks.fleet import free_port
+from poolgrid.api.settings import FrontendSettings
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.leash import leashed
 from poolgrid.router.bootstrap import Endpoints
 from poolgrid.router.bootstrap import serve as serve_router
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.leash import leashed
 from poolgrid.workers.bootstrap import serve as serve_worker
 from poolgrid.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer

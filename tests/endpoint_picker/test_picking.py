@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.api.request_ids import RequestIds
+from poolgrid.http.http_settings import HttpLimits
+from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.policy import make_policy
@@ -24,7 +25,6 @@ from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
 from poolgrid.router.endpoint_picker.prompt_reading import Reading
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
-from poolgrid.runtime.http_settings import HttpLimits
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import WorkerDraining, WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerKey

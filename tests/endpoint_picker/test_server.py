@@ -13,13 +13,13 @@ import grpc.aio
 import pytest
 import trustme
 
+from poolgrid.http.http_settings import HttpLimits
+from poolgrid.process.tasks import cancel_all
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import Exchange
 from poolgrid.router.endpoint_picker.picker import Booking
 from poolgrid.router.endpoint_picker.server import EndpointPickerServer
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
-from poolgrid.runtime.http_settings import HttpLimits
-from poolgrid.runtime.tasks import cancel_all
 from tests.endpoint_picker.test_picking import Gateway, body, card_at, endpoints, request_headers
 
 BODY_MAX = 6 * 2**20

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from poolgrid.cli.engine_check import AREAS, run_engine_check
-from poolgrid.engine_check.core.finding import Kind
-from poolgrid.engine_check.settings import EngineCheckSettings
+from poolgrid.tools.engine_check.core.finding import Kind
+from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.core.timing import TableTiming
 from tests.engine_check.engine_server import Habits, engine_server
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.engine_check.core.evidence import Contact, Evidence, Exchange, RecordError, Replay, Source
-from poolgrid.engine_check.core.examination import Examination, examine
-from poolgrid.engine_check.core.finding import Kind, Severity
+from poolgrid.tools.engine_check.core.evidence import Contact, Evidence, Exchange, RecordError, Replay, Source
+from poolgrid.tools.engine_check.core.examination import Examination, examine
+from poolgrid.tools.engine_check.core.finding import Kind, Severity
 from tests.engine_check.records import (
     NAMES,
     Batch,

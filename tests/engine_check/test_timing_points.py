@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.engine_check.core.timing_points import (
+from poolgrid.tools.engine_check.core.timing_points import (
     DecodeSample,
     Measured,
     PrefillSample,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.core.load_ledger import LoadLedger
 from tests.fault_simulation.processes import (
     DECISIONS_KEPT,

@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.dispatch.request_machine import RequestMachine
+from poolgrid.consolidator.core.consolidator import Consolidator, Turn
+from poolgrid.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.consolidator.core.feed_reader import FeedReader
+from poolgrid.consolidator.journal import files
+from poolgrid.consolidator.journal.files import FileJournal
+from poolgrid.consolidator.journal_writer import JournalWriter
+from poolgrid.consolidator.stream.journal import StreamJournal
 from poolgrid.global_router.router_link import RouterLink
-from poolgrid.router.consolidator.core.consolidator import Consolidator, Turn
-from poolgrid.router.consolidator.core.cursor import Cursor, Verdict
-from poolgrid.router.consolidator.core.feed_reader import FeedReader
-from poolgrid.router.consolidator.journal import files
-from poolgrid.router.consolidator.journal.files import FileJournal
-from poolgrid.router.consolidator.journal_writer import JournalWriter
-from poolgrid.router.consolidator.stream.journal import StreamJournal
+from poolgrid.nats.nats_leader import LeaderWatch
+from poolgrid.process.awake_clock import AwakeTime
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.fleet_links import FleetLinks
-from poolgrid.runtime.awake_clock import AwakeTime
-from poolgrid.runtime.nats_leader import LeaderWatch
+from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.wire.ingest import Hello
 from poolgrid.workers.peers import Peers
 

@@ -16,22 +16,23 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.dispatch.worker_links import WorkerLinks
+from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.ports import Disk, Journal, PoolListener
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.consolidator.stream.message import BODY_BYTES
+from poolgrid.consolidator.succession import Succession, SuccessionMetrics
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.router.consolidator.journal.errors import JournalFenced
-from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.router.consolidator.journal.memory import MemoryJournal
-from poolgrid.router.consolidator.ports import Disk, Journal, PoolListener
-from poolgrid.router.consolidator.service import ConsolidatorService
-from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
-from poolgrid.router.consolidator.stream.message import BODY_BYTES
-from poolgrid.router.consolidator.succession import Succession, SuccessionMetrics
+from poolgrid.nats.nats_leader import LeaderWatch
+from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -46,8 +47,7 @@ from poolgrid.router.ports import JournalFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.awake_clock import AwakeClock
-from poolgrid.runtime.nats_leader import LeaderWatch
+from poolgrid.serving.worker_links import WorkerLinks
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState

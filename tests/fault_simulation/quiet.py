@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sized
 
 import numpy as np
 
-from poolgrid.router.consolidator.core.feed_reader import FeedState
-from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
-from poolgrid.router.consolidator.journal.errors import JournalCorrupt
-from poolgrid.router.consolidator.journal.files import FileJournal, records_of
-from poolgrid.router.consolidator.stream.history import StreamHistory
+from poolgrid.consolidator.core.feed_reader import FeedState
+from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.files import FileJournal, records_of
+from poolgrid.consolidator.stream.history import StreamHistory
 from poolgrid.router.feeds import RemoteFeed
 from poolgrid.router.nats_feed import NatsFeed
 from poolgrid.wire.hashing import unpack_hashes

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from poolgrid.router.consolidator.journal.files import FileJournal
+from poolgrid.consolidator.journal.files import FileJournal
+from poolgrid.process.clock import Clock
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import Checkpoint
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
@@ -23,7 +24,6 @@ from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings
 from poolgrid.router.decision_journal.replay import Replay, shown
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import Clock
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
-from poolgrid.router.consolidator.ports import Journal
+from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.consolidator.ports import Journal
 from poolgrid.router.feeds import RemoteFeed
 from poolgrid.router.nats_feed import NatsFeed
 from poolgrid.wire import codec

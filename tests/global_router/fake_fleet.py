@@ -16,10 +16,6 @@ from typing import Any
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.dispatch.worker_links import Link
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.stream_delta import StreamDelta
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.metrics import GlobalRouterMetrics
@@ -27,6 +23,10 @@ from poolgrid.global_router.pools import PoolConnection, Pools
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.serving.worker_links import Link
 from poolgrid.wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta

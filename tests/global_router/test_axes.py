@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from poolgrid.frontend.ports import HINT_HEADERS
 from poolgrid.global_router.core.builder.pool_profiles import PoolProfile, WantedGrid
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.output_length import ExpectedOutput
@@ -32,6 +31,7 @@ from poolgrid.global_router.core.document.grid_document import GridDocument, Tar
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.heat_map import terminal_map
+from poolgrid.inference.ports import HINT_HEADERS
 from tests.global_router.documents import document
 
 MODELS = {stage: get_args(GridDocument.model_fields[stage].annotation)[0] for stage in STAGES}

@@ -13,7 +13,7 @@ from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.configuration_group import FILE_NAME, ConfigurationGroup
 from poolgrid.global_router.core.choice.grid import GridRequest
 from poolgrid.global_router.document_file import read_document_file
-from poolgrid.runtime.process_group import GroupMember, GroupPlace
+from poolgrid.process.process_group import GroupMember, GroupPlace
 from tests.global_router.documents import POOL_CONFIGS, aggregated, changed
 from tests.global_router.fake_fleet import FakeClock
 

@@ -15,8 +15,8 @@ from poolgrid.global_router.core.document.grid_document import CircuitBreakerSet
 from poolgrid.global_router.pool_status import state_for
 from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint
 from poolgrid.global_router.router_link import PoolLost, RouterLink
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.process.clock import SystemClock
+from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.selection import (

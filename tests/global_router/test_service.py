@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.ports import Refused
-from poolgrid.frontend.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused
+from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling
 from poolgrid.wire.selection import SelectRefusal, SelectRefused, WorkerRank
-from tests.frontend.inference_requests import like
+from tests.api.inference_requests import like
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.api.settings import FrontendSettings
 from poolgrid.global_router import bootstrap
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.runtime.process_group import GroupPlace
+from poolgrid.process.process_group import GroupPlace
 from tests.global_router.documents import disagg
-from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
 
 def starting(

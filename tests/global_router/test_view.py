@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from poolgrid.global_router.view import GlobalRouterView
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.card import ChatSpec, MediaSpec
 from poolgrid.wire.selection import ModelStatus, PoolStatus
 

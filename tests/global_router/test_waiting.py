@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.ports import Refused
 from poolgrid.global_router.metrics import register_views
 from poolgrid.global_router.waiting_room import ATTEMPTS_PER_LANE_MAX
+from poolgrid.inference.ports import Refused
+from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import Generate
 from poolgrid.wire.selection import SelectRefusal, SelectRefused

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime import reconnecting
-from poolgrid.runtime.dealer import Dealer
-from poolgrid.runtime.dealer_choice import connect_dealer
-from poolgrid.runtime.planes import PlaneContext, PlaneMetrics
-from poolgrid.runtime.zmq_dealer import ZmqDealer
+from poolgrid.transport import reconnecting
+from poolgrid.transport.dealer import Dealer
+from poolgrid.transport.dealer_choice import connect_dealer
+from poolgrid.transport.planes import PlaneContext, PlaneMetrics
+from poolgrid.transport.zmq_dealer import ZmqDealer
 from tests.hosts.network import is_inside, make_hosts, run_inside
 
 TIMEOUT_S = 30.0

@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
+from tests.discovery import slices
 from tests.kubernetes.chart import CHART, EXAMPLES, MANIFESTS, NAMESPACE, ROOT, manifest_text
-from tests.naming import slices
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
         for message in answer["lint"]["messages"]
         if message["severity"] > 1
     ]
-    problems += [f"tests/naming/slices.py: {each}" for each in answer["documents"]]
+    problems += [f"tests/discovery/slices.py: {each}" for each in answer["documents"]]
     kinds: set[str] = set()
     for name in (*good, *VARIATIONS):
         if "refused" in found[name]:

@@ -26,13 +26,13 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.bench import bench
 from poolgrid.cli.main import app
-from poolgrid.loadgen.settings import BenchSettings
-from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape
-from poolgrid.router.consolidator.stream.message import Outgoing, empty_body
-from poolgrid.router.consolidator.stream.ports import StreamUnavailable
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.nats_connection import NatsConnection
-from poolgrid.runtime.nats_settings import EventPlaneSettings
+from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, StreamShape
+from poolgrid.consolidator.stream.message import Outgoing, empty_body
+from poolgrid.consolidator.stream.ports import StreamUnavailable
+from poolgrid.nats.nats_connection import NatsConnection
+from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.clock import SystemClock
+from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
 from tests.e2e.fleet import pools, running_fleet

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import httpx
 import psutil
 
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.nats_connection import NatsConnection
-from poolgrid.runtime.nats_leader import read_leader
-from poolgrid.runtime.nats_settings import EventPlaneSettings
+from poolgrid.nats.nats_connection import NatsConnection
+from poolgrid.nats.nats_leader import read_leader
+from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.leadership import Leader
 from tests.e2e.processes import Process
 

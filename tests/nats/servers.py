@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from poolgrid.runtime.leash import leashed
+from poolgrid.process.leash import leashed
 
 BINARY = next(
     (

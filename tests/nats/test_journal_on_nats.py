@@ -10,17 +10,17 @@ from itertools import count, product
 
 import pytest
 
-from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
-from poolgrid.router.consolidator.journal.errors import JournalFenced
-from poolgrid.router.consolidator.journal.stored_records import stored_payloads
-from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
+from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.stored_records import stored_payloads
+from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.nats.nats_connection import NatsConnection
+from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.clock import SystemClock
+from poolgrid.process.tasks import wait_from_thread
 from poolgrid.router.decision_journal.entries import DECISIONS, RequestEnded, encoder
 from poolgrid.router.decision_journal.jetstream import JetStreamDecisions, ThreadedDecisions, routers_with_decisions
 from poolgrid.router.decision_journal.stream_segments import DecisionsInStream, StreamSegments
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.nats_connection import NatsConnection
-from poolgrid.runtime.nats_settings import EventPlaneSettings
-from poolgrid.runtime.tasks import wait_from_thread
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import StillClock

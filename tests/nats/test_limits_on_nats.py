@@ -12,16 +12,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from poolgrid.frontend.access.key_file import KeyDocument, Tenant
-from poolgrid.frontend.access.limits_on_nats import BUCKET, LimitsOnNats
-from poolgrid.frontend.access.shared_meter import SharedMeter
-from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.naming.settings import NamesSettings
+from poolgrid.api.access.key_file import KeyDocument, Tenant
+from poolgrid.api.access.limits_on_nats import BUCKET, LimitsOnNats
+from poolgrid.api.access.shared_meter import SharedMeter
+from poolgrid.api.access.tenants import Tenants
+from poolgrid.discovery.settings import NamesSettings
+from poolgrid.nats.nats_connection import NatsMessage
+from poolgrid.process.clock import SystemClock
+from poolgrid.process.tasks import cancel_all
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.nats_connection import NatsMessage
-from poolgrid.runtime.tasks import cancel_all
-from tests.naming import waiting as naming
+from tests.discovery import waiting as naming
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]

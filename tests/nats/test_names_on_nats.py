@@ -12,17 +12,17 @@ import pytest
 from pydantic import ValidationError
 
 from poolgrid.cli.named_url import url_of
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.discovery.names import Names
+from poolgrid.discovery.nats import STREAM, SUBJECT, NatsNames
+from poolgrid.discovery.ports import NamesUnavailable, Scope
+from poolgrid.discovery.settings import NamesSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.naming.names import Names
-from poolgrid.naming.nats import STREAM, SUBJECT, NatsNames
-from poolgrid.naming.ports import NamesUnavailable, Scope
-from poolgrid.naming.settings import NamesSettings
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.nats_bucket import ANSWERS_MAX
-from poolgrid.runtime.nats_connection import NatsConnection, NatsMessage
-from tests.naming.registrations import registration, seen
-from tests.naming.waiting import HTTP, until, until_found
+from poolgrid.nats.nats_bucket import ANSWERS_MAX
+from poolgrid.nats.nats_connection import NatsConnection, NatsMessage
+from poolgrid.process.clock import SystemClock
+from tests.discovery.registrations import registration, seen
+from tests.discovery.waiting import HTTP, until, until_found
 from tests.nats.servers import BINARY, MISSING, NatsServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
@@ -121,7 +121,7 @@ def test_a_command_finds_a_router_by_its_name(server: NatsServer, monkeypatch: p
 
 
 def test_more_entries_than_an_answer_takes_are_all_read(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.runtime.nats_bucket.MESSAGES_PER_ANSWER", 3)
+    monkeypatch.setattr("poolgrid.nats.nats_bucket.MESSAGES_PER_ANSWER", 3)
 
     async def scenario() -> None:
         names = names_on(server)
@@ -143,7 +143,7 @@ def test_more_entries_than_an_answer_takes_are_all_read(server: NatsServer, monk
 def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poolgrid.runtime.nats_connection.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("poolgrid.nats.nats_connection.ASK_AGAIN_S", 0.05)
 
     async def scenario() -> None:
         names = names_on(server)

@@ -11,39 +11,39 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.access.key_file import KeyDocument, Tenant
-from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
-from poolgrid.frontend.access.shared_meter import SharedMeter
-from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.responses_api.store import KeptResponse, Owner
-from poolgrid.frontend.responses_api.store_on_nats import NatsResponseStore
-from poolgrid.naming.nats import NatsNames
-from poolgrid.naming.ports import NamesUnavailable, Scope
-from poolgrid.naming.settings import NamesSettings
-from poolgrid.router.consolidator.adapters.jetstream import (
+from poolgrid.api.access.key_file import KeyDocument, Tenant
+from poolgrid.api.access.limits_on_nats import LimitsOnNats
+from poolgrid.api.access.shared_meter import SharedMeter
+from poolgrid.api.access.tenants import Tenants
+from poolgrid.api.responses_api.store import KeptResponse, Owner
+from poolgrid.api.responses_api.store_on_nats import NatsResponseStore
+from poolgrid.consolidator.adapters.jetstream import (
     JetStreamJournal,
     RouterStream,
     StreamShape,
     ThreadedStream,
 )
-from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
-from poolgrid.router.consolidator.stream.message import Outgoing, empty_body
-from poolgrid.router.consolidator.stream.ports import StreamUnavailable
+from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.consolidator.stream.message import Outgoing, empty_body
+from poolgrid.consolidator.stream.ports import StreamUnavailable
+from poolgrid.discovery.nats import NatsNames
+from poolgrid.discovery.ports import NamesUnavailable, Scope
+from poolgrid.discovery.settings import NamesSettings
+from poolgrid.nats.nats_connection import NatsConnection
+from poolgrid.nats.nats_leader import LeaderLease, read_leader
+from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.clock import SystemClock
 from poolgrid.router.decision_journal.entries import RequestEnded, encoder
 from poolgrid.router.decision_journal.jetstream import JetStreamDecisions, ThreadedDecisions, routers_with_decisions
 from poolgrid.router.decision_journal.stream_segments import DecisionsInStream, StreamSegments
 from poolgrid.router.nats_feed import NatsFeed
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.nats_connection import NatsConnection
-from poolgrid.runtime.nats_leader import LeaderLease, read_leader
-from poolgrid.runtime.nats_settings import EventPlaneSettings
 from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX
 from tests.consolidator.journal_laws import fill, snapshot
 from tests.consolidator.test_service import Reader
-from tests.naming.registrations import registration, seen
-from tests.naming.waiting import until
+from tests.discovery.registrations import registration, seen
+from tests.discovery.waiting import until
 from tests.nats.servers import BINARY, MISSING, NatsServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]

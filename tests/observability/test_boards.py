@@ -18,11 +18,11 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 
-from poolgrid.observability.dashboards.__main__ import WRITTEN, known_series, stale
-from poolgrid.observability.dashboards.boards import BOARDS
-from poolgrid.observability.dashboards.checking import Known, problems, selectors
-from poolgrid.observability.dashboards.foreign import RECORDED
-from poolgrid.observability.dashboards.model import Board, Panel, Query, Row, Variable
+from lab.dashboards.__main__ import WRITTEN, known_series, stale
+from lab.dashboards.boards import BOARDS
+from lab.dashboards.checking import Known, problems, selectors
+from lab.dashboards.foreign import RECORDED
+from lab.dashboards.model import Board, Panel, Query, Row, Variable
 from tests.forms import needs_checkout
 from tests.observability_proof.drills import DRILLS
 from tests.observability_proof.stack import at_pace

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from poolgrid.runtime.figures import counted
+from poolgrid.process.figures import counted
 from tests.e2e import processes
 from tests.observability_proof.drills import DRILLS, Fired, hold, waiting
 from tests.observability_proof.fleet import Fleet, Load, running

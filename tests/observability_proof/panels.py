@@ -7,8 +7,8 @@ import re
 import time
 from dataclasses import dataclass
 
-from poolgrid.observability.dashboards.boards import BOARDS
-from poolgrid.observability.dashboards.model import Board, Panel, Query
+from lab.dashboards.boards import BOARDS
+from lab.dashboards.model import Board, Panel, Query
 from tests.observability_proof.stack import SCRAPE_S, Stack, pause
 
 RATE_INTERVAL_S = 15 * SCRAPE_S

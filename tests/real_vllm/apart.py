@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.fleet import free_port
+from lab.benchmarks.fleet import free_port
 from tests.e2e.processes import Process, eventually, metric
 from tests.real_vllm.servers import VllmServer, environment, held_at
 

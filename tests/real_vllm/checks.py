@@ -19,7 +19,7 @@ import httpx
 import openai
 import psutil
 
-from benchmarks.fleet import free_port
+from lab.benchmarks.fleet import free_port
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 from tests.e2e.processes import Process, eventually
 from tests.real_vllm.pool import Asked, Pool

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TypeVar
 
+from poolgrid.consolidator.core.sharded_map import ShardedMap
 from poolgrid.router.core.prefix_index import RUN_BLOCKS_MAX, PrefixIndex
 from poolgrid.router.core.run_forest import Run
-from poolgrid.router.sharded_map import ShardedMap
 
 V = TypeVar("V")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.router.consolidator.ports import Disk
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.ports import Disk
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (

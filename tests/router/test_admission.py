@@ -12,10 +12,10 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.ports import Refused
-from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.consolidator.ports import PoolListener
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import Refused
+from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -26,8 +26,8 @@ from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.feed import WorkerState
 from poolgrid.wire.hashing import pack_tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.router import sharded_map
+from poolgrid.consolidator.core import sharded_map
 from poolgrid.router.core import age_list, block_map, block_places, lower_tiers, orphans, prefix_index, run_forest
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey

@@ -9,10 +9,12 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from poolgrid.consolidator.core.feed_reader import FeedReader, FeedState
+from poolgrid.consolidator.ports import PoolListener
+from poolgrid.process import bulk_work
+from poolgrid.process.clock import SystemClock
 from poolgrid.router import catching_up
 from poolgrid.router.catching_up import ARRIVED_RECORDS_MAX, RECORD_BYTES, SLICE_BYTES
-from poolgrid.router.consolidator.core.feed_reader import FeedReader, FeedState
-from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.hole import Hole
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -26,8 +28,6 @@ from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime import bulk_work
-from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord, WorkerJoined
 from poolgrid.wire.feed import BlockChain, Records, SnapshotPart, WorkerState

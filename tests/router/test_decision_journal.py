@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from poolgrid.router.consolidator.journal.as_of import state_at
-from poolgrid.router.consolidator.journal.errors import JournalCorrupt
-from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
-from poolgrid.router.consolidator.journal.stored_records import offset_of
+from poolgrid.consolidator.journal.as_of import state_at
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.consolidator.journal.stored_records import offset_of
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
 from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from poolgrid.router.consolidator.journal.stored_records import stored_payloads
-from poolgrid.router.consolidator.stream.ports import StreamUnavailable
+from poolgrid.consolidator.journal.stored_records import stored_payloads
+from poolgrid.consolidator.stream.ports import StreamUnavailable
 from poolgrid.router.decision_journal.entries import DECISIONS, Checkpoint, DecisionMade, RequestEnded, encoder
 from poolgrid.router.decision_journal.reader import decisions_about, stored_entries
 from poolgrid.router.decision_journal.stream_segments import DecisionsInStream, StreamSegments

@@ -8,12 +8,12 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.router.consolidator.bootstrap import create
-from poolgrid.router.consolidator.core.loading_table import LoadingTable
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.bootstrap import create
+from poolgrid.consolidator.core.loading_table import LoadingTable
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.clock import SystemClock
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.ports import JournalFeed, PoolFeed
-from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.loading import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
 from tests.consolidator.pusher import Pusher, stored

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from poolgrid.admission.queue_view import QueueView
-from poolgrid.frontend.fleet_page import group_source
-from poolgrid.frontend.fleet_page.group_source import GroupFleetSource
-from poolgrid.frontend.fleet_page.ports import Picture
-from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.fleet_page import group_source
+from poolgrid.fleet_page.group_source import GroupFleetSource
+from poolgrid.fleet_page.playback.player import Player
+from poolgrid.fleet_page.ports import Picture
+from poolgrid.process.process_group import GroupMember, GroupPlace
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch
-from poolgrid.router.playback.player import Player
-from poolgrid.runtime.process_group import GroupMember, GroupPlace
+from poolgrid.serving.admission.queue_view import QueueView
 from tests.ui.large_pool import BLOCK_SIZE, LargePool
 
 INTERVAL_MS = 1.0

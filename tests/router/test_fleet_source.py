@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.fleet_page.ports import Picture
-from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.fleet_page.playback.player import Player
+from poolgrid.fleet_page.ports import Picture
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived
 from poolgrid.router.core.router_state import InputLog
 from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch
-from poolgrid.router.playback.player import Player
 from poolgrid.wire.events import RequestFinished, WorkerDraining
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.ui.large_pool import LargePool

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.dispatch.full_workers import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
-from poolgrid.frontend.ports import Refused, TokenStream
-from poolgrid.frontend.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, TokenStream
+from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.serving.full_workers import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
 from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-from tests.frontend.inference_requests import like
+from tests.api.inference_requests import like
 from tests.router.test_service import AFTER, BEFORE, NEW, OLD, REQUEST, Routed, card, routed
 
 

@@ -7,17 +7,17 @@ import asyncio
 import msgspec
 import pytest
 
-from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.ports import Refused
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import Refused
 from poolgrid.router.core.hold_plan import HELD_MAX
 from poolgrid.router.core.policy import make_policy
+from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.card import WorkerLimits
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, Sampling, TokenDelta
-from tests.frontend.inference_requests import like
+from tests.api.inference_requests import like
 from tests.router.test_service import Routed, card, routed
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))

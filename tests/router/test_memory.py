@@ -7,9 +7,9 @@ import tracemalloc
 
 import pytest
 
-from poolgrid.router.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now
-from poolgrid.router.consolidator.core.pool_state import PoolState
-from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now
+from poolgrid.consolidator.core.pool_state import PoolState
+from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
 from poolgrid.router.core.policy import KvAware

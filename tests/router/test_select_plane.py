@@ -11,13 +11,13 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.select_plane import SelectPlane
-from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
 from poolgrid.wire.hashing import hash_seed, pack_hashes

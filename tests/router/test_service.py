@@ -14,17 +14,14 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.dispatch.in_flight import CHANGES_PER_TURN
-from poolgrid.dispatch.link_budget import LINKS_MAX
-from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.dispatch.worker_link import WorkerLink
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.ports import Refused, TokenStream
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.api.prompt_model import PromptModel
+from poolgrid.consolidator.ports import PoolListener
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import Refused, TokenStream
+from poolgrid.process.clock import SystemClock
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_objection
-from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Choice, Policy, make_policy
@@ -38,7 +35,10 @@ from poolgrid.router.fleet_links import Objection
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.serving.in_flight import CHANGES_PER_TURN
+from poolgrid.serving.link_budget import LINKS_MAX
+from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.serving.worker_link import WorkerLink
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
@@ -53,7 +53,7 @@ from poolgrid.wire.requests import (
     Sampling,
     TokenDelta,
 )
-from tests.frontend.inference_requests import like
+from tests.api.inference_requests import like
 from tests.router.retention.mixed_prompts import trained
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.api.settings import FrontendSettings
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.process_group import GroupPlace
 from poolgrid.router import bootstrap
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.process_group import GroupPlace
-from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
 
 def starting(

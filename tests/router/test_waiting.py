@@ -8,11 +8,8 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.dispatch.full_workers import FullWorkers
-from poolgrid.dispatch.leg_times import LegWatch
-from poolgrid.dispatch.request_machine import RequestMachine
-from poolgrid.dispatch.token_delivery import TokenDelivery
-from poolgrid.frontend.inference_request import InferenceRequest
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.process.clock import SystemClock
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy
@@ -26,7 +23,10 @@ from poolgrid.router.placement import Lack, NotPlaced, WaitCause
 from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.waiting import WaitingLine
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.leg_times import LegWatch
+from poolgrid.serving.request_machine import RequestMachine
+from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 

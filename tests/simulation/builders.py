@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from poolgrid.loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow
-from poolgrid.simulation.workload import Workload
+from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.tools.simulation.workload import Workload
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"

@@ -9,9 +9,9 @@ import pytest
 
 from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.loadgen.trace import TraceRow, read_trace
 from poolgrid.router.core.policy import make_policy
-from poolgrid.simulation.fleet import (
+from poolgrid.tools.bench.trace import TraceRow, read_trace
+from poolgrid.tools.simulation.fleet import (
     FleetPool,
     FleetResult,
     GridPools,
@@ -27,8 +27,8 @@ from poolgrid.simulation.fleet import (
     fleet_report,
     round_robin,
 )
-from poolgrid.simulation.pool import SimulatedPool
-from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.workers.core.timing import TableTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.loadgen.trace import TraceRow, read_trace
 from poolgrid.router.core.policy import POLICY_NAMES, make_policy
-from poolgrid.simulation.pool import Retention, RouterFleet, RunResult, SimulatedPool
-from poolgrid.simulation.variants import Variant, run_variant
-from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.tools.bench.trace import TraceRow, read_trace
+from poolgrid.tools.simulation.pool import Retention, RouterFleet, RunResult, SimulatedPool
+from poolgrid.tools.simulation.variants import Variant, run_variant
+from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.timing import PolynomialTiming, TableTiming

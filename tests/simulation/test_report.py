@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.simulation.pool import RunResult
-from poolgrid.simulation.report import latency_summary, policy_report
+from poolgrid.tools.simulation.pool import RunResult
+from poolgrid.tools.simulation.report import latency_summary, policy_report
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e6), st.integers(1, 40)), min_size=1, max_size=30))

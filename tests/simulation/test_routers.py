@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from poolgrid.loadgen.trace import read_trace
 from poolgrid.router.core.policy import make_policy
-from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.tools.bench.trace import read_trace
+from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
+from poolgrid.tools.simulation.workload import Workload, build_workload
 from tests.simulation.builders import CONVERSATION, limits
 from tests.simulation.test_pool import assert_books_balance
 

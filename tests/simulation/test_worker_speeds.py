@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.loadgen.trace import read_trace
 from poolgrid.router.core.policy import make_policy
-from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.simulation.report import policy_report
-from poolgrid.simulation.ttft_targets import TargetError, TtftTargets
-from poolgrid.simulation.worker_speeds import ChangingTiming, SpeedChange, SpeedError, WorkerSpeeds
-from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.tools.bench.trace import read_trace
+from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
+from poolgrid.tools.simulation.report import policy_report
+from poolgrid.tools.simulation.ttft_targets import TargetError, TtftTargets
+from poolgrid.tools.simulation.worker_speeds import ChangingTiming, SpeedChange, SpeedError, WorkerSpeeds
+from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.workers.core.timing import PolynomialTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 

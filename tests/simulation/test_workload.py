@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow, ideal_cached_token_ratio, plan_trace, read_trace
-from poolgrid.simulation.workload import build_workload
+from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow, ideal_cached_token_ratio, plan_trace, read_trace
+from poolgrid.tools.simulation.workload import build_workload
 from poolgrid.wire.hashing import block_hashes, sequence_hashes
 from tests.simulation.builders import CONVERSATION, row, traces
 

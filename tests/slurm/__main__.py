@@ -24,9 +24,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from poolgrid.api.models import TINY_MODEL_PATH
 from poolgrid.cli.bench import bench
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.workers.model_cache.cache import ModelCache
 from tests.e2e.disturbed_load import active_requests, assert_unharmed, load_while
 from tests.e2e.expectation import PLAIN, SPOKEN, Verifier

@@ -12,7 +12,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import AnyEvent
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, Stage

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.identifiers import Role, Stage

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire.dialects.cache_events import StoredBlock
+from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
 from poolgrid.workers.core.vetting import UNLIKELY

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from poolgrid.wire.dialects.pub import EngineStored
+from poolgrid.kv_events.pub import EngineStored
+from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.events import BlocksStored
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.publishers.translation import EngineTranslator
 from poolgrid.wire.requests import Routing
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments, resolve_files

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.wire.dialects.cache_events import Stored
-from poolgrid.wire.dialects.trtllm import parse_event
+from poolgrid.kv_events.cache_events import Stored
+from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.wire.hashing import pack_tokens, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import Sampling

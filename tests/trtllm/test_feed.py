@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import BlocksStored, CacheCleared
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.wire.dialects.trtllm import parse_event
+from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_tokens, sequence_hashes, unpack_tokens
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import Generate, Sampling

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.dispatch.media_path import prompt_path
-from poolgrid.dispatch.tenant_paths import TenantPaths
-from poolgrid.frontend.inference_request import InferenceRequest
-from poolgrid.frontend.media.placeholders import place_media
+from poolgrid.api.media.placeholders import place_media
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.kv_events.cache_events import Stored, StoredBlock
+from poolgrid.kv_events.trtllm import parse_event
+from poolgrid.serving.media_path import prompt_path
+from poolgrid.serving.tenant_paths import TenantPaths
 from poolgrid.wire import codec
 from poolgrid.wire.card import MediaSpec, ResizedGrid, TiledGrid
-from poolgrid.wire.dialects.cache_events import Stored, StoredBlock
-from poolgrid.wire.dialects.trtllm import parse_event
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksStored
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_hashes

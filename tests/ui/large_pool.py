@@ -14,10 +14,12 @@ import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from poolgrid.admission.queue_view import QueueView
-from poolgrid.frontend.fleet_page.endpoints import add_fleet_page
-from poolgrid.frontend.fleet_page.hub import FleetHub
-from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.fleet_page.endpoints import add_fleet_page
+from poolgrid.fleet_page.hub import FleetHub
+from poolgrid.fleet_page.playback.player import Player
+from poolgrid.http.http_server import HttpServer
+from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, RecordsArrived, Released, WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -28,11 +30,9 @@ from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_source import RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch
-from poolgrid.router.playback.player import Player
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.http_server import HttpServer
+from poolgrid.serving.admission.queue_view import QueueView
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
@@ -48,8 +48,8 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application
+from tests.api.fake_backend import FakeBackend
+from tests.api.server import application
 
 BLOCK_SIZE = 32
 BLOCKS = 4096

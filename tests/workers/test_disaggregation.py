@@ -11,7 +11,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.wire.dialects.cache_events import AnyEngineEvent
-from poolgrid.wire.dialects.trtllm import _parse_checked, parse_event
+from poolgrid.kv_events.cache_events import AnyEngineEvent
+from poolgrid.kv_events.trtllm import _parse_checked, parse_event
 from poolgrid.wire.errors import DecodeError
 
 ODD: st.SearchStrategy[Any] = st.sampled_from(

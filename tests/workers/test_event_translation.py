@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.wire.dialects.cache_events import Created, Diff, Removed, Stored, StoredBlock, Updated
-from poolgrid.wire.dialects.trtllm import parse_event
+from poolgrid.kv_events.cache_events import Created, Diff, Removed, Stored, StoredBlock, Updated
+from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes

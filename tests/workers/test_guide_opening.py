@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.runtime.tracing.record import TraceRecord
-from poolgrid.runtime.tracing.sampling import Sampling
-from poolgrid.runtime.tracing.tracing import Tracing
+from poolgrid.process.tracing.record import TraceRecord
+from poolgrid.process.tracing.sampling import Sampling
+from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta

@@ -17,7 +17,7 @@ from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import ModelFetchError, cached_model
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
-from tests.runtime.leftovers import ended_leaving_nothing
+from tests.process.leftovers import ended_leaving_nothing
 from tests.workers.fakes import FakeConsolidator, Journal
 from tests.workers.running import make_settings, running_worker
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from poolgrid.runtime.security import SecuritySettings
+from poolgrid.process.clock import SystemClock
+from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from poolgrid.transport.security import SecuritySettings
 from poolgrid.workers.core.rank_group import RankGroup
 from poolgrid.workers.core.rank_place import RankPlace
 from poolgrid.workers.ranks.engine_part import EnginePart

@@ -15,7 +15,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.cli.drain import Told, drain_here
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import (
     BlocksStored,
     LoadReported,
@@ -678,7 +678,7 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
 
 PROGRAM = """
 import asyncio, sys
-from poolgrid.runtime import lifecycle
+from poolgrid.process import lifecycle
 from poolgrid.workers.bootstrap import serve
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import BlocksStored, LoadReported, RequestFinished, RequestStarted, SnapshotBegan
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.requests import FinishReason, Generate, Ping, RefusalKind, TokenDelta

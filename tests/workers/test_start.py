@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from poolgrid.runtime.tasks import on_fatal
+from poolgrid.process.tasks import on_fatal
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.timing import TableError
 from poolgrid.workers.engines.simulated import opening
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
-from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 from tests.workers.fakes import FakeConsolidator, Journal
 from tests.workers.running import make_settings
 

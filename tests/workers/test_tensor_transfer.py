@@ -13,7 +13,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire.requests import RefusalKind
 from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError

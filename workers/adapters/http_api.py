@@ -9,8 +9,8 @@ from urllib.parse import parse_qs
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.browser_requests import is_from_page
-from poolgrid.runtime.health_app import HealthApp, HttpAnswer, Observed, Receive, Scope, Send, send_answer
+from poolgrid.http.browser_requests import is_from_page
+from poolgrid.http.health_app import HealthApp, HttpAnswer, Observed, Receive, Scope, Send, send_answer
 from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX
 
 

@@ -33,7 +33,7 @@ from enum import Enum
 
 import msgspec
 
-from poolgrid.wire.dialects.cache_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
+from poolgrid.kv_events.cache_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
 from poolgrid.wire.identifiers import Tier

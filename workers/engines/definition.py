@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.awake_clock import AwakeClock
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.planes import PlaneContext
-from poolgrid.runtime.settings import Settings
+from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.clock import Clock
+from poolgrid.process.settings import Settings
+from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire.card import WorkerCard
 from poolgrid.workers.engines.protocol import Engine
 from poolgrid.workers.metrics import WorkerMetrics

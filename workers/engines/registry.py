@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from poolgrid.runtime.settings import Settings
+from poolgrid.process.settings import Settings
 
 if TYPE_CHECKING:
     from poolgrid.workers.engines.definition import EngineDefinition

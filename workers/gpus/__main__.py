@@ -10,7 +10,7 @@ import sys
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from poolgrid.runtime.clock import SystemClock
+from poolgrid.process.clock import SystemClock
 from poolgrid.workers.gpus.metrics import GpuCollector
 from poolgrid.workers.gpus.nvml import GpusUnavailable, NvmlReader, library_installed
 from poolgrid.workers.gpus.watch import Seen

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.runtime.instruments import GaugeFamily
+from poolgrid.process.instruments import GaugeFamily
 from poolgrid.workers.gpus.reading import GpuReading
 from poolgrid.workers.gpus.watch import Seen
 

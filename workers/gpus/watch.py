@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from poolgrid.runtime.clock import Clock
+from poolgrid.process.clock import Clock
 from poolgrid.workers.gpus.nvml import GpusUnavailable
 from poolgrid.workers.gpus.reading import GpuReading
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from poolgrid.runtime.clock import Clock
+from poolgrid.process.clock import Clock
 
 LINE_MS = 500.0
 """Least time between two lines of the same phase."""

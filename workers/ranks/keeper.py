@@ -12,12 +12,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.awake_clock import AwakeClock
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.complaints import Complaints
-from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from poolgrid.runtime.security import SecuritySettings
-from poolgrid.runtime.tasks import cancel_all, owned
+from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.clock import SystemClock
+from poolgrid.process.complaints import Complaints
+from poolgrid.process.tasks import cancel_all, owned
+from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from poolgrid.transport.security import SecuritySettings
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.adapters.sockets import LEADER_OF_RANKS, DealerSocket
 from poolgrid.workers.core.rank_keeping import RankEnd, RankKeeping

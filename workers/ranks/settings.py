@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.runtime.settings import Settings
+from poolgrid.process.settings import Settings
 from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import zmq
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints, shown_peer
-from poolgrid.runtime.planes import PlaneContext, name_plane
-from poolgrid.runtime.tasks import cancel_all, detached, owned
-from poolgrid.runtime.zmq_socket import CallbackSocket, bind
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.process.tasks import cancel_all, detached, owned
+from poolgrid.transport.planes import PlaneContext, name_plane
+from poolgrid.transport.zmq_socket import CallbackSocket, bind
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.core.rank_group import RankGroup, named
 from poolgrid.workers.core.rank_messages import decode_beat, encode

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from poolgrid.runtime.clock import Clock
+from poolgrid.process.clock import Clock
 from poolgrid.wire.tensors import NixlRegion, TensorDescriptor
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints, shown_peer
-from poolgrid.runtime.planes import name_plane
-from poolgrid.runtime.zmq_socket import CallbackSocket, bind, bracketed, port_of
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.transport.planes import name_plane
+from poolgrid.transport.zmq_socket import CallbackSocket, bind, bracketed, port_of
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import FRAME_BYTES_MAX

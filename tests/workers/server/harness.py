@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.http_client import Exchange, RequestFailed
+from poolgrid.http.http_client import Exchange, RequestFailed
+from poolgrid.process.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, EventBatch, LoadReported

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.loadgen.client import EVENT_BYTES_MAX
-from poolgrid.loadgen.client import Exchange as Loaded
-from poolgrid.runtime.http_client import RequestFailed
+from poolgrid.http.http_client import RequestFailed
+from poolgrid.tools.bench.client import EVENT_BYTES_MAX
+from poolgrid.tools.bench.client import Exchange as Loaded
 from poolgrid.workers.engines.server.core.event_stream import LINE_BYTES_MAX, EventStream, LineTooLong
 
 

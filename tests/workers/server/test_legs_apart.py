@@ -16,10 +16,10 @@ import pytest
 import zmq.asyncio
 from tokenizers import Tokenizer
 
-from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.api.settings import FrontendSettings
+from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.router import bootstrap as router
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
 from poolgrid.workers import bootstrap as worker
 from poolgrid.workers.engines.registry import engine_definition

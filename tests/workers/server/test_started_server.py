@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.fleet import free_port
+from lab.benchmarks.fleet import free_port
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.requests import FinishReason
 from poolgrid.workers import bootstrap

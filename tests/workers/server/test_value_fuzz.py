@@ -16,13 +16,13 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from poolgrid.kv_events.pub import decode_pub
+from poolgrid.kv_events.translation import EngineTranslator
+from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.wire import codec
-from poolgrid.wire.dialects.pub import decode_pub
-from poolgrid.wire.dialects.trtllm import parse_event
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import EventBatch
 from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.publishers.translation import EngineTranslator
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.server.core.told_blocks import ToldBlocks
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from poolgrid.runtime.tasks import owned
+from poolgrid.process.tasks import owned
 
 log = logging.getLogger(__name__)
 

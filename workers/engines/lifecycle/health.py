@@ -19,8 +19,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.tasks import detached
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import detached
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from poolgrid.runtime.http_client import Exchange, RequestFailed
+from poolgrid.http.http_client import Exchange, RequestFailed
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.server.core.calls import Call, Piece
 from poolgrid.workers.engines.server.core.event_stream import EventStream, LineTooLong

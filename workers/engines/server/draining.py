@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.runtime.tasks import supervised
-from poolgrid.wire.dialects.cache_events import AnyEngineEvent, StoredBlock
+from poolgrid.kv_events.cache_events import AnyEngineEvent, StoredBlock
+from poolgrid.process.tasks import supervised
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, BlocksStored
 from poolgrid.wire.hashing import BASE_SEED, hash_seed

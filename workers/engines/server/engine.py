@@ -17,7 +17,7 @@ Rules:
 7. Loads are the worker's own books (``lifecycle.rank_load``): what others send to the server is not in them.
 8. An answer ends at ``max_tokens``, whatever the server sends: the rest is cut off, and the connection closed.
 9. An exception while one answer is read ends that request as broken. One in a callback for all of them is not caught:
-   it ends the worker (``poolgrid.runtime.lifecycle``).
+   it ends the worker (``poolgrid.process.lifecycle``).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints
-from poolgrid.runtime.http_client import RequestFailed
-from poolgrid.runtime.tasks import cancel_all, owned
+from poolgrid.http.http_client import RequestFailed
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints
+from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksStored,

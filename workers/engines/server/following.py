@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from poolgrid.runtime.clock import Clock
+from poolgrid.process.clock import Clock
 from poolgrid.wire.events import AnyEvent, BlocksStored
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.engines.server.core.server_facts import EventSource

@@ -20,7 +20,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from poolgrid.runtime.clock import Clock
+from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-from poolgrid.runtime.http_target import Target
-from poolgrid.runtime.security import is_loopback
+from poolgrid.http.http_target import Target
+from poolgrid.transport.security import is_loopback
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.errors import DecodeError

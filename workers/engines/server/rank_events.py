@@ -2,7 +2,7 @@
 
 Rules:
 
-1. The publisher is followed as a consolidator follows one (``poolgrid.wire.publishers.follower``): numbered frames,
+1. The publisher is followed as a consolidator follows one (``poolgrid.kv_events.follower``): numbered frames,
    holes replayed, lives told apart. Its epochs and numbers end here; what comes out is part of the worker's stream.
 2. A new life of the publisher, and a loss that no replay mends, is told as ``CacheCleared``: what was claimed before
    may not be there. So is a connection that is gone for the lease.
@@ -17,12 +17,12 @@ from typing import Any
 
 import zmq
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.publisher_sockets import PublisherSockets
+from poolgrid.kv_events.follower import Leave, NewLife, PubEffect, PubFollower, SourceState
+from poolgrid.kv_events.publisher_sockets import PublisherSockets
+from poolgrid.kv_events.translation import RootSeed
+from poolgrid.process.clock import Clock
 from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from poolgrid.wire.publishers.follower import Leave, NewLife, PubEffect, PubFollower, SourceState
-from poolgrid.wire.publishers.translation import RootSeed
 from poolgrid.workers.engines.server.core.server_facts import EventSource
 from poolgrid.workers.engines.server.core.told_blocks import ToldBlocks
 

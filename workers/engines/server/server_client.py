@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import msgspec
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.http_client import Exchange, HttpClient, RequestFailed, bearer
-from poolgrid.runtime.http_target import Target
+from poolgrid.http.http_client import Exchange, HttpClient, RequestFailed, bearer
+from poolgrid.http.http_target import Target
+from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.server.core.openai_words import KEY_REFUSED
 

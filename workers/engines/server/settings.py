@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.runtime.http_target import Target
-from poolgrid.runtime.settings import ZmqEndpoint
+from poolgrid.http.http_target import Target
+from poolgrid.process.settings import ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX

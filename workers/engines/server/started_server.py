@@ -3,10 +3,10 @@
 Rules
 
 1. A server that does not start the first time ends the worker, with the last lines of its log: what is wrong with its
-   arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.runtime.restart_pace``)
+   arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.restart_pace``)
    and ``engine_restarts_max`` times in a row; then the worker ends.
 2. It keeps its addresses over its lives: who connects to it finds it again. Its port is held for it while it is down.
-3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.runtime.leash``) holds
+3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.process.leash``) holds
    the end of a pipe, and ends it. The two and all that they start are a process group, and what is left of that when
    one of them has ended is killed: it would hold GPUs that the next life needs.
 4. All its words are in a file of its own, which is only ever added to.
@@ -30,11 +30,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poolgrid.runtime.bound_socket import bind
-from poolgrid.runtime.held_port import HeldPorts
-from poolgrid.runtime.leash import leashed
-from poolgrid.runtime.restart_pace import RestartPace
-from poolgrid.runtime.tasks import cancel_all, owned
+from poolgrid.process.leash import leashed
+from poolgrid.process.restart_pace import RestartPace
+from poolgrid.process.tasks import cancel_all, owned
+from poolgrid.transport.bound_socket import bind
+from poolgrid.transport.held_port import HeldPorts
 from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.server.core.launching import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from poolgrid.runtime.http_target import Target
+from poolgrid.http.http_target import Target
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.core.calls import Dialect
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts

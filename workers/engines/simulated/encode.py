@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from poolgrid.runtime.clock import Clock
+from poolgrid.process.clock import Clock
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.hashing import TOKEN_BYTES

@@ -15,9 +15,9 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.log_lines import about
-from poolgrid.runtime.tasks import detached
+from poolgrid.process.clock import Clock
+from poolgrid.process.log_lines import about
+from poolgrid.process.tasks import detached
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, RequestFinished
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Stage

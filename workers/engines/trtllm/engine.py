@@ -38,8 +38,8 @@ import msgspec
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.tasks import owned
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import owned
 from poolgrid.wire.errors import WireError
 from poolgrid.wire.events import (
     AnyEvent,

@@ -19,8 +19,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.wire.dialects.cache_events import AnyEngineEvent
+from poolgrid.kv_events.cache_events import AnyEngineEvent
+from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.identifiers import Tier

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from poolgrid.runtime.tasks import detached
+from poolgrid.process.tasks import detached
 from poolgrid.wire import codec as wire_codec
 from poolgrid.wire.errors import WireError
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens

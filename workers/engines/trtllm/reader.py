@@ -27,10 +27,10 @@ from collections.abc import AsyncIterable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.tasks import owned
-from poolgrid.wire.dialects.cache_events import AnyEngineEvent, Stored
-from poolgrid.wire.dialects.trtllm import parse_event
+from poolgrid.kv_events.cache_events import AnyEngineEvent, Stored
+from poolgrid.kv_events.trtllm import parse_event
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import owned
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, parse_statistics
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.runtime.settings import Settings
+from poolgrid.process.settings import Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.workers.ranks.settings import RankSettings

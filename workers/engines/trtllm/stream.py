@@ -13,8 +13,8 @@ from typing import Any
 
 import zmq
 
-from poolgrid.runtime.clock import Clock
-from poolgrid.wire.dialects.cache_events import StoredBlock
+from poolgrid.kv_events.cache_events import StoredBlock
+from poolgrid.process.clock import Clock
 from poolgrid.wire.events import AnyEvent, BlocksStored
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import RootSeed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from poolgrid.wire.dialects.trtllm import parse_event
+from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.core.calls import Dialect
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts

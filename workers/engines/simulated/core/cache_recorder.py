@@ -13,7 +13,7 @@ from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.wire.dialects.cache_events import AnyEngineEvent, Created, Diff, Removed, Stored, StoredBlock, Updated
+from poolgrid.kv_events.cache_events import AnyEngineEvent, Created, Diff, Removed, Stored, StoredBlock, Updated
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.cache_facts import CacheEvent, CacheFacts
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from poolgrid.wire.dialects.cache_events import StoredBlock
+from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.wire.hashing import BASE_SEED, pack_tokens, unpack_tokens
 from poolgrid.wire.multimodal import media_hash_u64
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from poolgrid.wire.dialects.cache_events import StoredBlock
+from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, unpack_tokens
 from poolgrid.workers.engines.trtllm.core.block_key import root_key
 

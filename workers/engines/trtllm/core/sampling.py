@@ -19,10 +19,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from poolgrid.structured_output.structural_tags import lark_grammar, newer_form
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import Generate, Sampling
-from poolgrid.wire.structural_tags import lark_grammar, newer_form
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
 
 LLGUIDANCE = "llguidance"

@@ -1,1 +1,0 @@
-"""The catalogue of attacks on a pool, run against real processes: ``python -m attacks --help``."""

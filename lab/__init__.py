@@ -1,0 +1,1 @@
+"""Benchmarks, attacks, dashboards and the site: in the repository, not installed."""

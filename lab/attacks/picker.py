@@ -1,0 +1,151 @@
+"""Attacks on the endpoint picker's gRPC port, as a gateway with hostile clients or a hostile gateway sends them.
+
+Simulated workers serve no endpoint of their own, so an honest gateway is told ``no_worker``: its request has come as
+far as the choice. What ends before that is starved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from lab.attacks.attack import Attack, Outcome, Part, Run, Scene
+from lab.attacks.pool import Shape
+from poolgrid.router.endpoint_picker import envoy_messages as envoy
+
+STREAMS_MAX = 200
+BODY_BYTES_MAX = 64 * 2**20
+PICKING = Shape(
+    router=(
+        *("--ext-proc-port", "0", "--ext-proc-streams", str(STREAMS_MAX)),
+        *("--ext-proc-body-bytes", str(BODY_BYTES_MAX), "--http-body-timeout-ms", "3000"),
+    )
+)
+SLOW_BYTES = 4 * 2**20
+HEAD_BYTES = 15 * 10**6
+ANSWER_TIMEOUT_S = 10.0
+ASKED_MIN = 3
+"""Honest requests of each attack, however long they take."""
+
+CHOSEN = {"poolgrid_no_worker", "poolgrid_busy"}
+Hold = Callable[[Any, Scene], Awaitable[None]]
+
+
+def _stream(channel: grpc.aio.Channel) -> Any:
+    return channel.stream_stream(
+        f"/{envoy.SERVICE}/{envoy.METHOD}",
+        request_serializer=envoy.ProcessingRequest.SerializeToString,
+        response_deserializer=envoy.ProcessingResponse.FromString,
+    )()
+
+
+def _head(ends: bool = False, more: str = "") -> Any:
+    message = envoy.ProcessingRequest()
+    message.protocol_config.request_body_mode = envoy.FULL_DUPLEX_STREAMED
+    message.request_headers.end_of_stream = ends
+    for name, value in ((":method", "POST"), (":path", "/v1/completions"), ("x-request-id", more or "attack")):
+        message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    return message
+
+
+def _body(data: bytes, ends: bool = True) -> Any:
+    message = envoy.ProcessingRequest()
+    message.request_body.body = data
+    message.request_body.end_of_stream = ends
+    return message
+
+
+async def _asked(channel: grpc.aio.Channel) -> str:
+    """Return what an honest gateway is told, or why nothing."""
+    call = _stream(channel)
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            await call.write(_head())
+            await call.write(_body(b'{"model": "tiny", "prompt": "hello", "max_tokens": 1}'))
+            answer = await call.read()
+        return "" if answer is grpc.aio.EOF else str(answer.immediate_response.details or "picked")
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+        return type(error).__name__
+    finally:
+        call.cancel()
+
+
+async def _slow_upload(call: Any, scene: Scene) -> None:
+    await call.write(_head())
+    await call.write(_body(bytes(SLOW_BYTES), False))
+    await asyncio.sleep(scene.seconds)
+
+
+async def _headers_only(call: Any, scene: Scene) -> None:
+    await call.write(_head())
+    await asyncio.sleep(scene.seconds)
+
+
+async def _large_head(call: Any, scene: Scene) -> None:
+    await call.write(_head(more="x" * HEAD_BYTES))
+    await asyncio.sleep(scene.seconds)
+
+
+async def _out_of_phase(call: Any, scene: Scene) -> None:
+    for _ in range(30):
+        await call.write(_head(True))
+
+
+async def _garbage(call: Any, scene: Scene) -> None:
+    await call.write(envoy.ProcessingRequest())
+
+
+def holding(hold: Hold, count: int) -> Run:
+    """Return an attack that keeps ``count`` streams busy while an honest gateway asks."""
+
+    async def run(scene: Scene) -> Outcome:
+        until = scene.deadline()
+        wanted = scene.count(count, 8)
+        address = scene.pool.service("router").word("ext-proc")
+
+        async def attack(channel: grpc.aio.Channel) -> None:
+            while asyncio.get_running_loop().time() < until:
+                call = _stream(channel)
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await hold(call, scene)
+                call.cancel()
+                await asyncio.sleep(0.01)
+
+        told: list[str] = []
+        async with grpc.aio.insecure_channel(address) as hostile, grpc.aio.insecure_channel(address) as honest:
+            attackers = [asyncio.create_task(attack(hostile)) for _ in range(wanted)]
+            await asyncio.sleep(min(1.0, scene.seconds / 4))
+            while len(told) < ASKED_MIN or asyncio.get_running_loop().time() < until:
+                told.append(await _asked(honest))
+                await asyncio.sleep(0.1)
+            for task in attackers:
+                task.cancel()
+            await asyncio.gather(*attackers, return_exceptions=True)
+        starved = [each for each in told if each not in CHOSEN]
+        faults = [f"{len(starved)} of {len(told)} honest requests were starved: {starved[0]}"] if starved else []
+        return Outcome(f"{wanted} streams, {len(told)} honest requests", faults)
+
+    return run
+
+
+PART = Part(
+    "picker",
+    "The endpoint picker's gRPC port",
+    (
+        Attack("slow uploads to the picker", "Sends 4 MiB of a body and stalls; 39 streams.", holding(_slow_upload, 39),
+               PICKING, short=False, judge_latency=False),
+        Attack("headers only to the picker", "Opens as many streams as there may be, with headers and nothing more.",
+               holding(_headers_only, STREAMS_MAX), PICKING, short=False, judge_latency=False),
+        Attack("large headers to the picker", "Sends 15 MB of headers on each of 40 streams.", holding(_large_head, 40),
+               PICKING, short=False, judge_latency=False),
+        Attack("messages out of phase", "Sends the headers of a request 30 times on each of 60 streams.",
+               holding(_out_of_phase, 60), PICKING, short=False, judge_latency=False),
+        Attack("messages that are none", "Sends empty messages on 60 streams.", holding(_garbage, 60),
+               PICKING, short=False, judge_latency=False),
+    ),
+)  # fmt: skip

@@ -1,0 +1,228 @@
+"""Where the CPU of our router goes, by what it does for a request: samples of py-spy, folded into groups.
+
+Rules
+    1. A sample counts for the first of its frames, the innermost first, that a line of ``LINES`` names. What many
+       share (dataclass constructors, clocks, codecs) has no line: it counts for whoever called it.
+    2. What is done for events of the stream counts for ``event stream`` whatever it calls, but for reading sockets.
+    3. The sampler takes waiting threads for working ones now and then: with native frames it can be seen, and stacks
+       that end in a wait (``WAITS``) do not count.
+    4. Shares are per thread and weighted with the thread's CPU time from the scheduler. Threads without Python (those
+       of ZMQ) have a line of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+SAMPLES_PER_S = 200
+"""Each stops the process for a millisecond, native frames are slow to find: a third of the time, which is no CPU."""
+
+STOP_TIMEOUT_S = 60.0
+"""A minute of samples is written in a second."""
+
+PARSE, ENDPOINT, PREPARATION = "HTTP parse", "endpoint", "preparation"
+TOKENIZATION, HASHING, DECISION, RECORDING = "tokenization", "hashing", "decision", "recording"
+DISPATCH, SEND, RECEIVE = "dispatch encode", "ZMQ send", "ZMQ receive"
+INTAKE, ENCODE, WRITE = "token intake", "answer encode", "write"
+EVENTS, LOOP, ZMQ_THREADS, OTHER = "event stream", "event loop", "ZMQ threads", "other"
+GROUPS = (
+    PARSE, ENDPOINT, PREPARATION, TOKENIZATION, HASHING, DECISION, RECORDING, DISPATCH, SEND, ZMQ_THREADS, RECEIVE,
+    INTAKE, ENCODE, WRITE, EVENTS, LOOP, OTHER,
+)  # fmt: skip
+"""In the order in which a request passes through."""
+
+LINES: tuple[tuple[str, str, str], ...] = (
+    ("zmq/sugar/socket.py", r".*\.send\w*", SEND),
+    ("transport/zmq_socket.py", r".*\.send", SEND),
+    ("transport/stream_dealer.py", r"StreamDealer\.send", SEND),
+    ("transport/zmtp.py", r"framed", SEND),
+    ("transport/stream_dealer.py", r".*", RECEIVE),
+    ("transport/zmtp.py", r".*", RECEIVE),
+    ("zmq/sugar/", r".*", RECEIVE),
+    ("transport/zmq_socket.py", r".*", RECEIVE),
+    ("http/direct_cycle.py", r".*", WRITE),
+    ("uvicorn/protocols/http/httptools_impl.py", r".*\.(send|on_response_complete)", WRITE),
+    ("http/http_protocol.py", r".*", PARSE),
+    ("uvicorn/", r".*", PARSE),
+    ("api/inference_endpoint.py", r"_Exchange\.(_start|_start_stream|_write|_end)", WRITE),
+    ("api/inference_endpoint.py", r"_Exchange\.(_whole|_usage|_events|_events_of_one|_response_headers)", ENCODE),
+    ("api/inference_endpoint.py", r"_Exchange\.(_next|_take|_absorb)|_Pumps\..*", INTAKE),
+    ("api/inference_endpoint.py", r"_Exchange\.(_read_body|_inflate)", PREPARATION),
+    ("api/responses.py", r".*", ENCODE),
+    ("api/parsed_answers.py", r".*", ENCODE),
+    ("api/stream_head.py", r".*", ENCODE),
+    ("api/sequence_output.py", r".*", INTAKE),
+    ("api/detokenization.py", r".*", INTAKE),
+    ("api/stop_strings.py", r".*", INTAKE),
+    ("api/metrics.py", r".*", RECORDING),
+    ("api/prompt_encoder.py", r".*", TOKENIZATION),
+    ("api/tokenization.py", r".*", TOKENIZATION),
+    ("api/prompt_model.py", r".*\.encode\w*", TOKENIZATION),
+    ("concurrent/futures/", r".*", TOKENIZATION),
+    ("api/prompt_model.py", r".*", PREPARATION),
+    ("api/preparation.py", r".*", PREPARATION),
+    ("api/schema.py", r".*", PREPARATION),
+    ("api/chat_template.py", r".*", PREPARATION),
+    ("api/template_sandbox.py", r".*", PREPARATION),
+    ("jinja2/", r".*", PREPARATION),
+    ("api/", r".*", ENDPOINT),
+    ("wire/hashing.py", r"(?!(un)?pack_tokens).*", HASHING),
+    ("serving/prompt_paths.py", r".*", HASHING),
+    ("serving/media_path.py", r".*", HASHING),
+    ("router/choosing.py", r"Chooser\.path\w*", HASHING),
+    ("router/core/decision.py", r".*", RECORDING),
+    ("router/decision_journal/", r".*", RECORDING),
+    ("router/metrics.py", r".*", RECORDING),
+    ("prometheus_client/", r".*", RECORDING),
+    ("router/core/", r".*", DECISION),
+    ("router/service.py", r"RouterService\.(_on_ended|_end|_give_up)", INTAKE),
+    ("serving/worker_link.py", r"WorkerLink\.(on|_take)_\w+", INTAKE),
+    ("serving/request_machine.py", r"RequestMachine\.begin", DISPATCH),
+    ("serving/request_machine.py", r".*", INTAKE),
+    ("serving/token_delivery.py", r".*", INTAKE),
+    ("serving/in_flight.py", r".*", INTAKE),
+    ("serving/", r".*", DISPATCH),
+    ("router/", r".*", DISPATCH),
+    ("asyncio/", r".*", LOOP),
+    ("process/lifecycle.py", r".*", LOOP),
+)
+"""Beginning of the file's path, function, group; the first line that fits counts."""
+
+EVENT_FRAMES = ("consolidator/", "router/feeds.py")
+EVENT_FUNCTIONS = ("CatchingUp.on_records", "CatchingUp.on_snapshot", "CatchingUp._step")
+
+WAITS = frozenset(
+    (
+        "epoll_wait",
+        "epoll_pwait",
+        "epoll_pwait2",
+        "PyThread_acquire_lock_timed",
+        "take_gil",
+        "sem_wait",
+        "sem_timedwait",
+    )
+)
+"""Functions in which a thread does nothing: waiting for sockets, a lock, the interpreter."""
+
+WAIT_DEPTH = 6
+"""Innermost frames that are looked at for a wait: what the C library does inside has other names everywhere."""
+
+_FRAME = re.compile(r"(.*) \((.*?)(?::\d+)?\)")
+_THREAD = re.compile(r"thread \((\d+)\)")
+
+
+def find_py_spy(python: str) -> str:
+    """Return the py-spy beside a Python, or the one on the path; raises ``FileNotFoundError``."""
+    beside = Path(python).parent / "py-spy"
+    found = str(beside) if beside.is_file() else shutil.which("py-spy")
+    if found is None:
+        raise FileNotFoundError(f"profiling: there is no py-spy beside {python} nor on the path; nothing was measured")
+    return found
+
+
+class Recording:
+    """Samples a process from now until ``shares`` is asked for."""
+
+    def __init__(self, py_spy: str, pid: int, stacks: Path) -> None:
+        """Write folded stacks to ``stacks``."""
+        self._pid = pid
+        self._stacks = stacks
+        self._before = thread_cpu_s(pid)
+        command = [py_spy, "record", "--format", "raw", "--threads", "--native", "--rate", str(SAMPLES_PER_S)]
+        command += ["--duration", "unlimited", "--output", str(stacks), "--pid", str(pid)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def shares(self) -> dict[str, float]:
+        """End it and return each group's share of the CPU time; raises ``RuntimeError`` when nothing was sampled."""
+        after = thread_cpu_s(self._pid)
+        self._process.send_signal(signal.SIGINT)
+        fault = self._process.communicate(timeout=STOP_TIMEOUT_S)[1].decode()
+        if self._process.returncode or not self._stacks.is_file():
+            raise RuntimeError(f"py-spy could not sample process {self._pid}: {fault.strip()[-500:]}")
+        used = {thread_id: seconds - self._before.get(thread_id, 0.0) for thread_id, seconds in after.items()}
+        with self._stacks.open() as lines:
+            return shares(lines, used)
+
+    def close(self) -> None:
+        """End it, whatever became of it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def thread_cpu_s(pid: int) -> dict[int, float]:
+    """Return the CPU seconds of each thread of a process, from the scheduler's counts."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except OSError:
+            pass  # it ended meanwhile
+    return found
+
+
+def shares(stacks: Iterable[str], cpu_s: Mapping[int, float]) -> dict[str, float]:
+    """Return each group's share of the CPU time, from folded stacks with threads and the CPU of each thread."""
+    samples: dict[int, Counter[str]] = {}
+    waits: dict[int, Counter[str]] = {}
+    for line in stacks:
+        stack, _, count = line.rstrip("\n").rpartition(" ")
+        frames = stack.split(";")
+        thread = _THREAD.match(frames[0])
+        if thread is not None:
+            kind = waits if is_waiting(frames) else samples
+            kind.setdefault(int(thread[1]), Counter())[group_of(frames[1:])] += int(count)
+    total = sum(cpu_s.values()) or 1.0
+    found: dict[str, float] = dict.fromkeys(GROUPS, 0.0)
+    for thread_id, seconds in cpu_s.items():
+        # A thread that was never seen at work had little of it, and did it where it was seen to wait.
+        of_thread = samples.get(thread_id) or waits.get(thread_id)
+        if of_thread is None:
+            found[ZMQ_THREADS] += seconds / total
+            continue
+        for group, samples_of_group in of_thread.items():
+            found[group] += seconds / total * samples_of_group / of_thread.total()
+    return found
+
+
+def is_waiting(frames: Sequence[str]) -> bool:
+    """Return whether a stack (outermost frame first) ends in a wait."""
+    return any(frame.partition(" (")[0] in WAITS for frame in frames[-WAIT_DEPTH:])
+
+
+def group_of(frames: Iterable[str]) -> str:
+    """Return what a stack (outermost frame first) is doing."""
+    parsed = [(match[1], short_path(match[2])) for frame in frames if (match := _FRAME.fullmatch(frame)) is not None]
+    is_event = any(path.startswith(EVENT_FRAMES) or function in EVENT_FUNCTIONS for function, path in parsed)
+    for function, path in reversed(parsed):
+        for beginning, pattern, group in LINES:
+            if path.startswith(beginning) and re.fullmatch(pattern, function):
+                return EVENTS if is_event and group not in (RECEIVE, SEND) else group
+        if is_event and (path.startswith(EVENT_FRAMES) or function in EVENT_FUNCTIONS):
+            return EVENTS
+    return OTHER
+
+
+def short_path(path: str) -> str:
+    """Return a path from its package on, wherever the package is installed; ours as in the repository."""
+    for root in sorted(sys.path, key=len, reverse=True):
+        if root and path.startswith(f"{root}/"):
+            return path[len(root) + 1 :].removeprefix("poolgrid/")
+    return path
+
+
+def profile_table(us: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return a table of CPU µs per request by what they are spent for, with a column per load."""
+    table = Table("CPU µs per request of our router", *us, title="where the CPU goes")
+    for group in GROUPS:
+        table.add_row(group, *(f"{each[group]:.1f} ({each[group] / sum(each.values()):.0%})" for each in us.values()))
+    table.add_row("together", *(f"{sum(each.values()):.0f}" for each in us.values()))
+    return table

@@ -1,0 +1,414 @@
+"""Workers and their engines: batch, caches, transfers, what engines say of themselves, GPUs."""
+
+from __future__ import annotations
+
+from lab.dashboards.model import Board, Panel, Query, Row, Threshold, quantile, share
+from lab.dashboards.selectors import NAMESPACES, POOL, POOLS, ROLES, WORKERS, by_worker
+
+NO_WORKER = "no such worker is scraped"
+TRTLLM = "TensorRT-LLM workers, whose own series are in the worker's answer"
+VLLM = "vLLM's own `/metrics` among the scraped targets"
+GPU = "workers on hosts with GPUs"
+
+
+def _own(expr: str, legend: str = "{{worker}}") -> Query:
+    return Query(by_worker(expr), legend)
+
+
+def _gauge(name: str) -> str:
+    return f"sum by (instance) (poolgrid_worker_{name}{{{POOL}}})"
+
+
+def _each(name: str, label: str) -> str:
+    return f"sum by (instance, {label}) (poolgrid_worker_{name}{{{POOL}}})"
+
+
+def _rate(name: str) -> str:
+    return f"sum by (instance) (rate(poolgrid_worker_{name}_total{{{POOL}}}[$__rate_interval]))"
+
+
+def _quantiles(name: str) -> tuple[Query, ...]:
+    buckets = f"poolgrid_worker_{name}_bucket{{{POOL}}}"
+    return tuple(Query(f"{quantile(q, buckets)} >= 0", f"p{q * 100:g}") for q in (0.5, 0.95))
+
+
+WORKERS_BOARD = Board(
+    "poolgrid-workers",
+    "poolgrid: Workers and engines",
+    "What workers and their engines do: batch, caches, transfers, health, GPUs, and the engines' own series.",
+    (NAMESPACES, POOLS, ROLES, WORKERS),
+    (
+        Row(
+            "Workers",
+            (
+                Panel(
+                    "Workers by role and state",
+                    "short",
+                    (
+                        Query(
+                            f"max by (pool, model, role, state) (poolgrid_router_role_workers{{{POOL}, "
+                            'role=~"$role"}) > 0',
+                            "{{pool}} {{model}} {{role}}: {{state}}",
+                        ),
+                    ),
+                    "How the pools' routers see their workers.",
+                    "`unreachable`: the request plane to it is down; `/v1/workers` says why. `draining`: it ends.",
+                    "no-worker-of-a-role",
+                    no_value="no worker is known",
+                ),
+                Panel(
+                    "Requests in the batch",
+                    "short",
+                    (_own(_gauge("running_requests")),),
+                    "Requests that hold blocks, by worker.",
+                    "All at `max_batch_size`: the pool is full. One far above the others: see Spread on Routing.",
+                    "spread",
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "Requests waiting at the worker",
+                    "short",
+                    (_own(_gauge("waiting_requests")),),
+                    "Accepted, and not in the batch yet.",
+                    "If it is high here and routers have no queue, lower `worker_queue_factor`.",
+                    "queue-filling",
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "Time of an engine step",
+                    "s",
+                    _quantiles("engine_step_seconds"),
+                    "A floor under the time between tokens.",
+                    "It grows with the batch and with prefills in it: fewer requests a worker, or decode workers.",
+                    "latency-objective",
+                ),
+                Panel(
+                    "Tokens computed and generated",
+                    "short",
+                    (
+                        _own(_rate("prefill_tokens"), "{{worker}} prefill/s"),
+                        _own(_rate("decode_tokens"), "{{worker}} decode/s"),
+                    ),
+                    "Prompt tokens computed, and tokens decoded, per second.",
+                    "Prefill without decode on a worker of the whole: very short answers, or it only fills caches.",
+                    "cache-thrashing",
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "Start by phase",
+                    "s",
+                    (_own(_each("start_seconds", "phase"), "{{worker}} {{phase}}"),),
+                    "What the last start of each worker took, by phase.",
+                    "Long `fetch` or `wait`: keep models on machines (`poolgrid model`). Long `load`: faster disks.",
+                    "engine-unhealthy",
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "Engine health",
+                    "short",
+                    (_own(_gauge("engine_healthy")),),
+                    "1 while the engine does its work; 0 while it makes no progress.",
+                    "0: `/health` of the worker says why. Its requests go on elsewhere; restart it.",
+                    "engine-unhealthy",
+                    kind="stat",
+                    no_value=NO_WORKER,
+                    mappings=(("1", "healthy", "green"), ("0", "unhealthy", "red")),
+                ),
+            ),
+        ),
+        Row(
+            "Caches",
+            (
+                Panel(
+                    "KV blocks held by requests",
+                    "percentunit",
+                    (_own(share(_gauge("active_blocks"), _gauge("total_blocks"))),),
+                    "Share of device blocks that running requests hold.",
+                    "Near 1: requests will be preempted. Smaller batches, or more workers.",
+                    "cache-thrashing",
+                    maximum=1,
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "KV blocks with reusable content",
+                    "percentunit",
+                    (_own(share(_gauge("cached_blocks"), _gauge("total_blocks"))),),
+                    "Share of device blocks that hold something reusable.",
+                    "Near 1 is what one wants. From then on everything new evicts something: see Evictions.",
+                    "cache-thrashing",
+                    maximum=1,
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "Stored and evicted blocks",
+                    "short",
+                    (
+                        _own(_rate("stored_blocks"), "{{worker}} stored/s"),
+                        _own(_rate("evicted_blocks"), "{{worker}} evicted/s"),
+                    ),
+                    "Blocks that came into the cache and that left it, per second.",
+                    "Equal rates mean a full cache. It is too small if achievable reuse (Routing) is far above found.",
+                    "cache-thrashing",
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "Prompt tokens reused, as the worker says",
+                    "percentunit",
+                    (
+                        _own(
+                            share(
+                                _rate("cached_tokens"),
+                                f"({_rate('cached_tokens')} + {_rate('prefill_tokens')})",
+                            )
+                        ),
+                    ),
+                    "Reused, of reused and computed.",
+                    "One worker far below its like: the router sends it what it does not have, or it lost its cache.",
+                    "cache-thrashing",
+                    maximum=1,
+                ),
+                Panel(
+                    "Preemptions",
+                    "short",
+                    (_own(_rate("preemptions"), "{{worker}}/s"),),
+                    "Requests that gave up their blocks to be computed again.",
+                    "Any steady rate: the cache is too small for the batch. Lower `max_batch_size`.",
+                    "cache-thrashing",
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "Refusals by kind",
+                    "reqps",
+                    (
+                        Query(
+                            f"sum by (kind) (rate(poolgrid_worker_refusals_total{{{POOL}}}[$__rate_interval]))",
+                            "{{kind}}",
+                        ),
+                    ),
+                    "Requests that workers did not take.",
+                    "`busy` and `crowded` go elsewhere by themselves. `broken`: an engine has failed.",
+                    "engine-unhealthy",
+                    no_value="no worker refused a request",
+                ),
+            ),
+        ),
+        Row(
+            "KV transfers",
+            (
+                Panel(
+                    "Time of a KV transfer",
+                    "s",
+                    _quantiles("kv_transfer_seconds"),
+                    "From the question to the prefill worker until the blocks are here.",
+                    "It grows with prompt length and with the load of the network between workers.",
+                    "latency-objective",
+                    needs="prefill and decode workers",
+                    no_value="no KV was moved",
+                ),
+                Panel(
+                    "Bytes of a KV transfer",
+                    "bytes",
+                    _quantiles("kv_transfer_bytes"),
+                    "What one transfer moved; blocks that were here already are not among them.",
+                    "If it is large for conversations, decode workers forget: see their caches.",
+                    "cache-thrashing",
+                    needs="prefill and decode workers",
+                    no_value="no KV was moved",
+                ),
+                Panel(
+                    "KV moved",
+                    "Bps",
+                    (_own(_rate("kv_moved_bytes")),),
+                    "Bytes of KV per second that came to each decode worker.",
+                    "Compare with what the link between the hosts can do.",
+                    "latency-objective",
+                    needs="prefill and decode workers",
+                    no_value=NO_WORKER,
+                ),
+            ),
+        ),
+        Row(
+            "Engines' own series",
+            (
+                Panel(
+                    "TensorRT-LLM: requests running and waiting",
+                    "short",
+                    (
+                        Query(f"sum by (instance) (trtllm_num_requests_running{{{POOL}}})", "{{instance}} running"),
+                        Query(f"sum by (instance) (trtllm_num_requests_waiting{{{POOL}}})", "{{instance}} waiting"),
+                    ),
+                    "What the engine itself says of its batch.",
+                    "If it differs from ours above for long, the worker does not hear the engine: see its log.",
+                    "engine-unhealthy",
+                    needs=TRTLLM,
+                    no_value="no TensorRT-LLM is scraped",
+                ),
+                Panel(
+                    "TensorRT-LLM: KV use",
+                    "percentunit",
+                    (
+                        Query(f"trtllm_kv_cache_utilization{{{POOL}}}", "{{instance}}"),
+                        Query(
+                            f"sum by (instance) (poolgrid_trtllm_kv_blocks_used{{{POOL}}}) / "
+                            f"(sum by (instance) (poolgrid_trtllm_kv_blocks{{{POOL}}}) > 0)",
+                            "{{instance}} by our count",
+                        ),
+                    ),
+                    "Share of the engine's KV blocks in use, by its own count and by ours.",
+                    "Near 1: smaller batches or more workers.",
+                    "cache-thrashing",
+                    maximum=1,
+                    needs=TRTLLM,
+                    no_value="no TensorRT-LLM is scraped",
+                ),
+                Panel(
+                    "vLLM: requests running and waiting",
+                    "short",
+                    (
+                        Query(f"sum by (instance) (vllm:num_requests_running{{{POOL}}})", "{{instance}} running"),
+                        Query(f"sum by (instance) (vllm:num_requests_waiting{{{POOL}}})", "{{instance}} waiting"),
+                    ),
+                    "What vLLM itself says of its batch.",
+                    "Waiting above 0 for long while others are idle: see Spread on the Routing board.",
+                    "queue-filling",
+                    needs=VLLM,
+                    no_value="no vLLM is scraped",
+                ),
+                Panel(
+                    "vLLM: KV use and prefix hits",
+                    "percentunit",
+                    (
+                        Query(f"vllm:kv_cache_usage_perc{{{POOL}}}", "{{instance}} KV in use"),
+                        Query(
+                            f"sum by (instance) (rate(vllm:prefix_cache_hits_total{{{POOL}}}[$__rate_interval])) / "
+                            f"(sum by (instance) (rate(vllm:prefix_cache_queries_total{{{POOL}}}[$__rate_interval]))"
+                            " > 0)",
+                            "{{instance}} prefix hits",
+                        ),
+                    ),
+                    "Share of KV in use, and share of looked-up prompt tokens that were found.",
+                    "Hits far below `reused` on the Routing board: its events do not reach the consolidator.",
+                    "cache-thrashing",
+                    maximum=1,
+                    needs=VLLM,
+                    no_value="no vLLM is scraped",
+                ),
+            ),
+        ),
+        Row(
+            "GPUs",
+            (
+                Panel(
+                    "GPU use",
+                    "percentunit",
+                    (_own(f"poolgrid_worker_gpu_utilization_ratio{{{POOL}}}", "{{worker}} GPU {{gpu}}"),),
+                    "Share of time in which a kernel ran.",
+                    "Low while requests wait: the engine waits for something else. See its step times.",
+                    "gpu-trouble",
+                    maximum=1,
+                    needs=GPU,
+                    no_value="no GPU is seen",
+                ),
+                Panel(
+                    "GPU memory",
+                    "percentunit",
+                    (
+                        _own(
+                            f"poolgrid_worker_gpu_memory_used_bytes{{{POOL}}} / "
+                            f"poolgrid_worker_gpu_memory_total_bytes{{{POOL}}}",
+                            "{{worker}} GPU {{gpu}}",
+                        ),
+                    ),
+                    "Share of GPU memory in use, by all processes.",
+                    "Engines take most of it at the start and keep it: growth is a leak or a neighbor.",
+                    "gpu-trouble",
+                    maximum=1,
+                    needs=GPU,
+                    no_value="no GPU is seen",
+                ),
+                Panel(
+                    "GPU temperature",
+                    "celsius",
+                    (_own(f"poolgrid_worker_gpu_temperature_celsius{{{POOL}}}", "{{worker}} GPU {{gpu}} {{sensor}}"),),
+                    "Of the core, and of the memory where it is told.",
+                    "Where it rises, clocks fall: see Throttling.",
+                    "gpu-trouble",
+                    needs=GPU,
+                    no_value="no GPU is seen",
+                    thresholds=(Threshold(85, "red"),),
+                ),
+                Panel(
+                    "GPU power",
+                    "watt",
+                    (_own(f"poolgrid_worker_gpu_power_watts{{{POOL}}}", "{{worker}} GPU {{gpu}}"),),
+                    "Power drawn now.",
+                    "At its limit for long: the power cap throttles it.",
+                    "gpu-trouble",
+                    needs=GPU,
+                    no_value="no GPU is seen",
+                ),
+                Panel(
+                    "Clocks",
+                    "hertz",
+                    (_own(f"poolgrid_worker_gpu_clock_hertz{{{POOL}}}", "{{worker}} GPU {{gpu}} {{domain}}"),),
+                    "Of the multiprocessors (sm) and of the memory.",
+                    "One GPU below its like at the same load is held down: Throttling says why.",
+                    "gpu-trouble",
+                    needs=GPU,
+                    no_value="no GPU is seen",
+                ),
+                Panel(
+                    "Throttling",
+                    "short",
+                    (_own(f"poolgrid_worker_gpu_throttled{{{POOL}}}", "{{worker}} GPU {{gpu}}: {{reason}}"),),
+                    "1 while clocks are held down, by reason.",
+                    "Thermal: cooling. Power: the cap. Hardware: the host.",
+                    "gpu-trouble",
+                    needs=GPU,
+                    no_value="no GPU is seen",
+                ),
+                Panel(
+                    "ECC errors",
+                    "short",
+                    (
+                        _own(
+                            f"increase(poolgrid_worker_gpu_ecc_errors_total{{{POOL}}}[$__rate_interval])",
+                            "{{worker}} GPU {{gpu}}: {{kind}}",
+                        ),
+                    ),
+                    "Memory errors in each interval.",
+                    "Uncorrected ones end the process that met them: drain the host and reset the GPU.",
+                    "gpu-trouble",
+                    needs=GPU,
+                    no_value="no GPU is seen",
+                ),
+                Panel(
+                    "NVLinks",
+                    "short",
+                    (_own(f"poolgrid_worker_gpu_nvlinks{{{POOL}}}", "{{worker}} GPU {{gpu}} {{state}}"),),
+                    "Links between GPUs, by state.",
+                    "An inactive one among GPUs that had it: every step of a model over several GPUs is slower. Reset "
+                    "the host; if it stays, the board or the bridge is broken.",
+                    "gpu-trouble",
+                    needs=GPU,
+                    no_value="no NVLink is seen",
+                ),
+                Panel(
+                    "NVLink traffic",
+                    "Bps",
+                    (
+                        _own(
+                            f"rate(poolgrid_worker_gpu_nvlink_bytes_total{{{POOL}}}[$__rate_interval])",
+                            "{{worker}} GPU {{gpu}} {{direction}}",
+                        ),
+                    ),
+                    "Payload that crosses a GPU's links.",
+                    "KV transfers between GPUs of a host, and what engines exchange in each step, are in it.",
+                    "gpu-trouble",
+                    needs=GPU,
+                    no_value="no NVLink is seen",
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,1 +1,0 @@
-"""What people watch a fleet with: dashboards as code. The metrics themselves are counted where things happen."""

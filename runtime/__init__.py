@@ -1,1 +1,0 @@
-"""The shell kit that poolgrid's processes share: clocks, logs, lifecycle, settings. It decides nothing."""

@@ -1,0 +1,148 @@
+"""A conversation with media: which media its messages name, how its contents are rendered, what the prompt becomes.
+
+The one module of media that the preparation of requests uses. A request without media passes through here at the cost
+of one look at each message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from poolgrid.api.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.api.media.content_form import ContentForm, shape_content, text_part
+from poolgrid.api.media.placeholders import place_media
+from poolgrid.api.media.references import IMAGE_PARTS, MediaReference, read_reference
+from poolgrid.api.media.refusals import MediaRefused
+from poolgrid.api.prompt_model import PromptModel
+from poolgrid.api.schema import ContentPart, Message, PlacedPart
+from poolgrid.process.tenant_caches import CacheDomain
+from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
+from poolgrid.wire.multimodal import MediaItem, MultimodalInput
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+ITEM_BYTES_MAX: Final = 512
+"""What a medium takes in a message beside its bytes: hash, type, place."""
+
+NO_MEDIA: Final = "[an image, which is left out: this model takes text only]"
+"""Stands for an image that a tool returned: the client sends it with every later turn, so that a refusal would end the
+session."""
+
+REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
+"""What the rest of a request may take beside prompt and media: sampling, a JSON schema, output that moves along."""
+
+
+def find_media(messages: Sequence[Message], spec: MediaSpec, model: str) -> tuple[MediaReference, ...]:
+    """Return what the messages name, in order; raises ``RequestError`` for what the model does not take.
+
+    Of a model that takes none, those in results of tools become text.
+    """
+    found: list[MediaReference] = []
+    for index, message in enumerate(messages):
+        if not isinstance(message.content, list):
+            continue
+        for number, part in enumerate(message.content):
+            if part.type in IMAGE_PARTS and message.role == "tool" and not spec.kinds:
+                message.content[number] = ContentPart("text", NO_MEDIA)
+            elif part.type in IMAGE_PARTS:
+                found.append(_reference(part, _place(part, index, number), spec, model))
+    return tuple(found)
+
+
+def shape_message(
+    content: str | list[ContentPart] | None, index: int, form: ContentForm, placeholder: str
+) -> str | list[Mapping[str, str]] | None:
+    """Return a message's content as its template takes it; raises ``RequestError``."""
+    if not isinstance(content, list):
+        return content if content is None or form.strings else [text_part(content)]
+    pieces: list[str | None] = []
+    for number, part in enumerate(content):
+        where = _place(part, index, number)
+        if part.type in IMAGE_PARTS:
+            pieces.append(None)
+        elif part.type not in TEXT_PARTS:
+            raise unsupported(f"{where}.type", f"only text and image parts are served (got {quoted(part.type)})")
+        elif part.text is None:
+            raise invalid(f"{where}.text", f"{where}.text is missing: allowed is a string")
+        else:
+            pieces.append(part.text)
+    shaped = shape_content(pieces, form, placeholder)
+    if shaped is None:
+        raise RequestError(
+            400,
+            "media_not_supported",
+            f"messages[{index}].content holds media, which the model's chat template cannot show, and its workers name "
+            "no placeholder. The request was not run.",
+            param=f"messages[{index}].content",
+        )
+    return shaped
+
+
+def with_media(
+    text: str,
+    items: Sequence[MediaItem],
+    spec: MediaSpec,
+    model: PromptModel,
+    add_special_tokens: bool,
+    domain: CacheDomain | None = None,
+) -> tuple[bytes, MultimodalInput]:
+    """Return the tokens of a rendered prompt with its media in place, and what the engine is given beside them.
+
+    ``items`` is not empty. Raises ``RequestError`` when placeholders and media do not match, or when all of it does not
+    fit into a message.
+    """
+    if spec.placeholder_token_id is None and spec.placeholder:
+        # As one token it is found wherever the template put it, and text that only looks like it is not.
+        spec = msgspec.structs.replace(spec, placeholder_token_id=model.tokenizer.token_to_id(spec.placeholder))
+    special = add_special_tokens or spec.adds_special_tokens
+    try:
+        token_ids, placed = place_media(text, items, spec, lambda part: model.encode(part, special, domain))
+        size = sum(len(item.data) + ITEM_BYTES_MAX for item in placed) + 4 * len(text)
+        if (
+            len(text) > PROMPT_CHARS_MAX
+            or size > MULTIMODAL_BYTES_MAX
+            or size + len(token_ids) + REQUEST_BYTES_MAX > FRAME_BYTES_MAX
+        ):
+            raise MediaRefused(
+                "media_too_large",
+                f"media and text take {size + len(token_ids)} bytes in a message to a worker, allowed are at most "
+                f"{min(MULTIMODAL_BYTES_MAX, FRAME_BYTES_MAX - REQUEST_BYTES_MAX)}",
+            )
+    except MediaRefused as refusal:
+        message = f"messages: {refusal.message}. The request was not run."
+        raise RequestError(refusal.status, refusal.code, message, param="messages") from None
+    return token_ids, MultimodalInput(text, placed)
+
+
+def _place(part: ContentPart, index: int, number: int) -> str:
+    return part.place if isinstance(part, PlacedPart) else f"messages[{index}].content[{number}]"
+
+
+def _reference(part: ContentPart, where: str, spec: MediaSpec, model: str) -> MediaReference:
+    if not spec.kinds:
+        words = f"{quoted(part.type)} is not supported by model {quoted(model)}, which takes text only"
+        raise _refused(f"{where}.type", MediaRefused("media_not_supported", words))
+    value: Any = part.image_url
+    param = f"{where}.image_url" if isinstance(value, str) else f"{where}.image_url.url"
+    url = value if isinstance(value, str) or value is None else value.url
+    if url is None:
+        raise invalid(param, f"{param} is missing: allowed is a URL", "missing_required_parameter")
+    try:
+        reference = read_reference(url, param)
+        if reference.kind.value not in spec.kinds:
+            raise MediaRefused(
+                "media_not_supported",
+                f"{reference.shown} names {reference.kind.value}: model {quoted(model)} takes {', '.join(spec.kinds)}",
+            )
+    except MediaRefused as refusal:
+        raise _refused(param, refusal) from None
+    return reference
+
+
+def _refused(param: str, refusal: MediaRefused) -> RequestError:
+    message = f"{param}: {refusal.message}. The request was not run."
+    return RequestError(refusal.status, refusal.code, message, param=param)

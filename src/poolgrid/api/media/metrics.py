@@ -1,0 +1,62 @@
+"""What is measured about media, under ``poolgrid_frontend_media_``."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from poolgrid.process.instruments import Gauge
+
+FETCH_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""A neighbouring cache answers in milliseconds, a far server in seconds; beyond the time-out there is nothing."""
+
+
+class MediaMetrics:
+    """The instruments of one loader, registered in ``registry``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.loaded = Counter(
+            "poolgrid_frontend_media_loaded",
+            "Media taken, by where they came from (`http`, `https`, `data`, `file`) and kind (`image`, `embeddings`).",
+            ["source", "kind"],
+            registry=registry,
+        )
+        self.loaded_bytes = Counter(
+            "poolgrid_frontend_media_loaded_bytes", "Bytes of media taken.", ["source"], registry=registry
+        )
+        self.uncounted = Counter(
+            "poolgrid_frontend_media_uncounted",
+            "Media whose number of tokens is not known from the card of the model's workers, by kind. Routing goes by "
+            "the blocks before the first of them, so equal pictures find no cached blocks.",
+            ["kind"],
+            registry=registry,
+        )
+        self.refused = Counter(
+            "poolgrid_frontend_media_refused",
+            "Media not taken, by the reason code that the client saw. If `media_address_not_allowed` or "
+            "`media_path_not_allowed` grows, somebody tries to reach what clients may not.",
+            ["reason"],
+            registry=registry,
+        )
+        self.fetch_seconds = Histogram(
+            "poolgrid_frontend_media_fetch_seconds",
+            "Time to fetch one URL, from name lookup to last byte, redirects included. Only media that were "
+            "fetched count. It is part of TTFT.",
+            buckets=FETCH_BUCKETS_S,
+            registry=registry,
+        )
+        self.held_bytes = Gauge(
+            "poolgrid_frontend_media_held_bytes",
+            "Bytes of the media of requests in flight. At `media_memory_mb` the next request is answered 429.",
+            across="sum",
+            registry=registry,
+        )
+        self.cached_bytes = Gauge(
+            "poolgrid_frontend_media_cached_bytes", "Bytes of the media kept by URL.", across="sum", registry=registry
+        )
+        self.cache_lookups = Counter(
+            "poolgrid_frontend_media_cache_lookups",
+            "URLs asked for: `hit`, `miss` (fetched) or `shared` (a fetch under way was joined).",
+            ["outcome"],
+            registry=registry,
+        )

@@ -1,0 +1,138 @@
+"""What an operator can choose about media; part of the OpenAI surface's settings."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from poolgrid.process.settings import Settings
+
+SCHEMES = ("http", "https", "data", "file")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that can be allowed: those whose headers are read here."""
+
+MEGABYTE = 1024 * 1024
+
+
+class MediaSettings(Settings):
+    """Where media may come from, how large they may be, how long they may take."""
+
+    allowed_local_media_path: Path | None = Field(
+        default=None,
+        description="Directory below which media may be named by path (file:///... or /...), symbolic links and .. "
+        "resolved; none = no local files, so that clients cannot read this machine's.",
+    )
+    media_allowed_schemes: tuple[str, ...] = Field(
+        default=("https", "http", "data"),
+        description="URL schemes that media may come by: http, https, data. Repeat for more; file needs "
+        "allowed-local-media-path instead.",
+    )
+    media_allowed_networks: tuple[str, ...] = Field(
+        default=(),
+        max_length=256,
+        description="Networks (CIDR, e.g. 10.1.0.0/16) that media may be fetched from although they are private, "
+        "loopback, link-local or a metadata service; none by default, because a client chooses the URL. Repeat for "
+        "more.",
+    )
+    media_image_formats: tuple[str, ...] = Field(
+        default=("PNG", "JPEG", "WEBP", "GIF"),
+        min_length=1,
+        description="Image formats that are taken, told by content: PNG, JPEG, WEBP, GIF, BMP, TIFF. The default are "
+        "those of OpenAI's API. Repeat for more.",
+    )
+    max_file_size_mb: int = Field(
+        default=50,
+        ge=1,
+        le=52,
+        description="Largest medium, in 2^20 bytes, enforced while it streams in. 50 takes any photograph; above 52 it "
+        "would not fit into a message to a worker. Where a model's workers were told less, that holds.",
+    )
+    max_media_request_mb: int = Field(
+        default=52, ge=1, le=52, description="All media of one request together, in 2^20 bytes; the message's bound."
+    )
+    max_media_items: int = Field(
+        default=16,
+        ge=0,
+        le=256,
+        description="Media in one request; 0 = none are taken. 16 is a long conversation's worth.",
+    )
+    max_image_pixels: int = Field(
+        default=50_000_000,
+        ge=1,
+        le=178_000_000,
+        description="Width times height of an image, read from its header before anything is decoded. 50 million is "
+        "a 48-megapixel photograph; decoded it takes 150 MB, whatever its file size.",
+    )
+    media_fetch_timeout_ms: int = Field(
+        default=10_000,
+        ge=10,
+        le=600_000,
+        description="Longest time for one URL, from resolving its host to the last byte, redirects included: a server "
+        "that sends one byte a second is cut off too.",
+    )
+    media_redirects_max: int = Field(
+        default=3, ge=0, le=20, description="Redirects that are followed for one URL; each target is checked anew."
+    )
+    media_fetches_max: int = Field(
+        default=32,
+        ge=1,
+        le=1024,
+        description="Media that are fetched at a time; more wait within their time-out. Bounds sockets and threads.",
+    )
+    media_memory_mb: int = Field(
+        default=1024,
+        ge=1,
+        le=1_048_576,
+        description="Media of all requests in flight, in 2^20 bytes: they are kept until the answer ends, in case a "
+        "worker dies. Beyond it a request with media is answered 429.",
+    )
+    media_cache_mb: int = Field(
+        default=256,
+        ge=0,
+        le=1_048_576,
+        description="Media kept by URL, in 2^20 bytes, least recently used out first; a conversation sends its "
+        "pictures again with every turn. 0 = none are kept; equal fetches under way are still shared.",
+    )
+    media_cache_ttl_ms: int = Field(
+        default=60_000,
+        ge=0,
+        le=86_400_000,
+        description="How long a fetched URL is believed to be unchanged.",
+    )
+
+    @field_validator("allowed_local_media_path")
+    @classmethod
+    def _directory(cls, value: Path | None) -> Path | None:
+        if value is None:
+            return None
+        resolved = value.resolve()
+        if not resolved.is_dir():
+            raise ValueError(f"{value} is not a directory")
+        if resolved == Path(resolved.anchor):
+            raise ValueError("/ would let clients read every file of this machine: name a directory with media only")
+        return resolved
+
+    @field_validator("media_allowed_schemes")
+    @classmethod
+    def _schemes(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if value not in SCHEMES[:3]:
+                raise ValueError(f"{value!r} is not a scheme that can be allowed; those are http, https and data")
+        return values
+
+    @field_validator("media_allowed_networks")
+    @classmethod
+    def _networks(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            ipaddress.ip_network(value)  # its ValueError says what is wrong
+        return values
+
+    @field_validator("media_image_formats")
+    @classmethod
+    def _formats(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if value not in IMAGE_FORMATS:
+                raise ValueError(f"{value!r} is not one of {', '.join(IMAGE_FORMATS)}")
+        return values

@@ -1,0 +1,86 @@
+"""The head of a stream (status line, headers, what its body begins with): sent once, by whoever writes first.
+
+It waits a moment for output, so that a worker that refuses at once is answered with a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from poolgrid.process.tasks import detached
+
+REFUSAL_WAIT_S = 0.1
+"""How long the head waits for output: long enough for a worker to refuse, too short to be noticed."""
+
+
+QUEUE_LOOK_S = 1.0
+"""Time between two looks whether a request that waits in the queue for room has a worker."""
+
+
+class StreamHead:
+    """Calls ``start`` before the first write, or after ``REFUSAL_WAIT_S`` when nothing is written until then."""
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[None]],
+        write: Callable[[bytes], Awaitable[None]],
+        beginning: bytes,
+        is_queued: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """While ``is_queued`` holds no head is sent for the time alone: the request may still be answered 429."""
+        self._is_queued = is_queued
+        self._start = start
+        self._write = write
+        self._beginning = beginning
+        self._starting = asyncio.Lock()
+        self._sent = False
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(REFUSAL_WAIT_S, self._waited)
+
+    @property
+    def is_sent(self) -> bool:
+        """Return whether the head is out, and what the body begins with too."""
+        return self._sent and (self._task is None or self._task.done())
+
+    async def before(self, body: bytes) -> bytes:
+        """Start the answer unless it has begun; return ``body`` with the beginning before it the first time.
+
+        What is returned is to be written, for the head leaves with it.
+        """
+        if not self._sent:
+            async with self._starting:
+                if not self._sent:
+                    await self._start()
+                    self._sent = True
+                    return self._beginning + body
+        return body
+
+    async def settled(self) -> None:
+        """Wait until the head is either out or will not be sent by anyone but the caller."""
+        self._timer.cancel()
+        async with self._starting:
+            pass
+
+    def close(self) -> None:
+        """Send nothing more by itself; nobody asks this for anything afterwards."""
+        self._timer.cancel()
+        # Let go of: a task that was cancelled holds the frame it was cancelled in, which holds this.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+
+    def _waited(self) -> None:
+        if self._sent:
+            return
+        if self._is_queued():
+            self._timer = asyncio.get_running_loop().call_later(QUEUE_LOOK_S, self._waited)
+        else:
+            self._task = detached(self._alone(), "head of a stream")
+
+    async def _alone(self) -> None:
+        try:
+            # Also when it is empty: servers send a status line with what comes first of the body.
+            await self._write(await self.before(b""))
+        except OSError:
+            pass  # the client has left; whoever watches the connection finds out

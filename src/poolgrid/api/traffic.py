@@ -1,0 +1,174 @@
+"""What a front end's log says of its traffic: a line for each request on demand, and one every ten seconds for all.
+
+Rules
+    1. Nothing is said of what a prompt or an answer holds: only names, counts and times.
+    2. Nothing is done per token. What a request has got is asked of it when a line is due, and when it ends.
+    3. Where nothing happens nothing is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from poolgrid.process.clock import Clock
+from poolgrid.process.figures import counted, number, percent
+from poolgrid.process.log_lines import Field, about
+from poolgrid.process.logs import EVERY_LINE
+from poolgrid.process.tasks import Restart, cancel_all, supervised
+
+log: Final = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S: Final = 10.0
+"""Between two lines about all requests, as engines have it."""
+
+
+R = TypeVar("R")
+"""A request under way."""
+
+
+class Account(NamedTuple):
+    """What requests have sent and got."""
+
+    prompt_tokens: int = 0
+    """Of sequences that have a worker; a prompt with several choices counts for each of them."""
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+NOTHING_YET: Final = Account()
+
+
+class Totals(NamedTuple):
+    """What a front end has served since it began."""
+
+    ended: int
+    running: int
+    account: Account
+
+
+class EndedRequest(NamedTuple):
+    """A request that is over, as its line tells it."""
+
+    name: str
+    """As the client calls it, and as its answer does."""
+    endpoint: str
+    status: int
+    error: str
+    """The error's code; empty when there was none."""
+    streaming: bool
+    model: str
+    tenant: str
+    account: Account
+    ttft_ms: float | None
+    duration_ms: float
+    workers: str
+    trace_id: str = ""
+    """Of a request whose trace is kept."""
+
+
+class Traffic(Generic[R]):
+    """The requests of one front end: those under way, and the sum of those that are over."""
+
+    def __init__(
+        self, each_request: bool, account_of: Callable[[R], Account], line_of: Callable[[R], EndedRequest]
+    ) -> None:
+        """``each_request``: log a line for each, whatever level other lines have. ``account_of`` is asked what a
+        request has got until now, ``line_of`` what there is to log of one that is over."""
+        self._each = each_request
+        self._account_of = account_of
+        self._line_of = line_of
+        self.running: set[R] = set()
+        """Whoever begins a request puts it here: what every request does must cost next to nothing."""
+        self._ended = 0
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        if each_request:
+            log.setLevel(logging.INFO)
+
+    def end(self, request: R, account: Account) -> None:
+        """Take note that a request is over, and of what it has got."""
+        self.running.remove(request)
+        prompt_tokens, cached_tokens, output_tokens = account
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += cached_tokens
+        self._output_tokens += output_tokens
+        self._ended += 1
+        if self._each:
+            ended = self._line_of(request)
+            log.info("%s", request_line(ended), extra=EVERY_LINE | about(**fields_of(ended)))
+
+    def totals(self) -> Totals:
+        """Return what was served until now, of requests under way too."""
+        accounts = [(self._prompt_tokens, self._cached_tokens, self._output_tokens)]
+        accounts += map(self._account_of, self.running)
+        return Totals(self._ended, len(self.running), Account(*map(sum, zip(*accounts, strict=True))))
+
+
+def fields_of(ended: EndedRequest) -> dict[str, Field]:
+    """Return all that is told of a request that is over; what is empty is not told."""
+    return {"request_id": ended.name, "endpoint": ended.endpoint, "status": ended.status, **_further(ended)}
+
+
+def _further(ended: EndedRequest) -> dict[str, Field]:
+    account = ended.account
+    return {
+        "error": ended.error,
+        "model": ended.model,
+        "tenant": ended.tenant,
+        "isl": account.prompt_tokens,
+        "cached": account.cached_tokens,
+        "osl": account.output_tokens,
+        "ttft_ms": "" if ended.ttft_ms is None else round(ended.ttft_ms),
+        "total_ms": round(ended.duration_ms),
+        "worker": ended.workers,
+        "trace_id": ended.trace_id,
+    }
+
+
+def request_line(ended: EndedRequest) -> str:
+    """Return the line of a request that is over, ``key=value`` after its name, endpoint and status."""
+    told = " ".join(f"{key}={_word(str(value))}" for key, value in _further(ended).items() if value != "")
+    return f"request {ended.name} {ended.endpoint} {ended.status}{' stream' if ended.streaming else ''} {told}"
+
+
+def _word(text: str) -> str:
+    """Return a value that nobody can take for several, whatever a client wrote into it."""
+    return repr(text) if any(each in text for each in " \"'=") else text
+
+
+def report_line(before: Totals, now: Totals, waiting: int, interval_s: float) -> str | None:
+    """Return the line about an interval; ``None`` when nothing happened. ``waiting``: requests in the queue."""
+    ended = now.ended - before.ended
+    if not ended and not now.running and now.account == before.account:
+        return None
+    prompt, cached, output = (a - b for a, b in zip(now.account, before.account, strict=True))
+    hits = percent(cached / prompt) if prompt > 0 else "none"
+    return (
+        f"last {interval_s:.0f} s: {counted(ended, 'request')}, "
+        f"{counted(prompt, 'prompt token')} ({number(prompt / interval_s, 0)}/s, {hits} cached), "
+        f"{counted(output, 'output token')} ({number(output / interval_s, 0)}/s); "
+        f"now {now.running:,} running, of which {waiting:,} waiting"
+    )
+
+
+def open_report(opened: AsyncExitStack, traffic: Traffic[Any], waiting: Callable[[], int], clock: Clock) -> None:
+    """Begin to log a line about all requests every ten seconds; ``opened`` ends it. ``waiting``: those in the queue."""
+    report = supervised(lambda: report_traffic(traffic, waiting, clock), "report of the traffic", Restart())
+    opened.push_async_callback(cancel_all, [report])
+
+
+async def report_traffic(
+    traffic: Traffic[Any], waiting: Callable[[], int], clock: Clock, interval_s: float = REPORT_INTERVAL_S
+) -> None:
+    """Log a line every interval in which something happened, until cancelled."""
+    before, before_ms = traffic.totals(), clock.monotonic_ms()
+    while True:
+        await asyncio.sleep(interval_s)
+        now, now_ms = traffic.totals(), clock.monotonic_ms()
+        line = report_line(before, now, waiting(), max(0.001, (now_ms - before_ms) / 1000))
+        if line is not None:
+            log.info("%s", line)
+        before, before_ms = now, now_ms

@@ -1,0 +1,85 @@
+"""The pools that ``poolgrid bench --policies`` compares: one of simulated workers for each policy, on free ports."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from poolgrid.api.prompt_model import ModelDirectoryError, PromptModel
+from poolgrid.cli.local_pool import LocalPool, UpSettings, plan
+from poolgrid.cli.options import option_name
+from poolgrid.cli.part import PartFailed
+
+OWN = ("port", "policy", "data_dir", "pools", "engine", "dry_run")
+"""Settings of a pool that are not for its options to say."""
+
+
+class PoolsFailed(Exception):
+    """The pools could not be started; the message says why."""
+
+
+@asynccontextmanager
+async def open_pools(policies: Sequence[str], options: str) -> AsyncIterator[dict[str, str]]:
+    """Run a pool for each policy; their URLs by policy. ``options`` are those of ``poolgrid up``.
+
+    Raises ``PoolsFailed``; whatever ends the block, the pools are ended.
+    """
+    given = settings_of(options)
+    async with AsyncExitStack() as opened:
+        urls: dict[str, str] = {}
+        try:
+            model = PromptModel.load(given.model_path)
+            for policy in policies:
+                directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-bench-")))
+                settings = given.model_copy(update={"policy": policy, "port": 0})
+                pool = LocalPool(settings, directory, model, plan(settings, model, lambda _: ()))
+                opened.push_async_callback(pool.stop)
+                urls[policy] = await pool.start()
+        except (PartFailed, ModelDirectoryError, TimeoutError, OSError) as error:
+            raise PoolsFailed(
+                f"starting a pool for each of {', '.join(policies)}: {error or 'not ready in time'}"
+            ) from None
+        yield urls
+
+
+def settings_of(options: str) -> UpSettings:
+    """Return the settings that options of ``poolgrid up`` make; raises ``PoolsFailed``."""
+    try:
+        return UpSettings.model_validate(_given(shlex.split(options)))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = option_name(str(fault["loc"][0]), {}) if fault["loc"] else "options"
+        said = f"{place}: {fault['msg'].removeprefix('Value error, ')}"
+    except ValueError as error:
+        said = str(error)
+    raise PoolsFailed(f"reading --pool-options {options!r}: {said}; nothing was started")
+
+
+def _given(words: list[str]) -> dict[str, str]:
+    """Return what options say, by the names of settings; raises ``ValueError``."""
+    by_option = {option_name(name, {}): name for name in UpSettings.model_fields if name not in OWN}
+    given: dict[str, str] = {}
+    left = iter(words)
+    for word in left:
+        option, has_value, value = word.partition("=")
+        name = by_option.get(option.replace("--no-", "--", 1))
+        if name is None:
+            near = difflib.get_close_matches(option, by_option, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{option} is no option of these pools{hint}")
+        if UpSettings.model_fields[name].annotation is bool:
+            given[name] = str(not option.startswith("--no-"))
+        elif has_value:
+            given[name] = value
+        else:
+            following = next(left, None)
+            if following is None:
+                raise ValueError(f"{option} has no value")
+            given[name] = following
+    return given

@@ -1,0 +1,460 @@
+"""`poolgrid journal ...`: look into a journal's directory, check it, shrink it, take its records elsewhere.
+
+All but ``compact`` only read, take no lock, and may run while a consolidator writes the journal. Rows go to standard
+output, progress and remarks to standard error. Exit status: 0; 1 when the journal is not sound or what was asked for is
+not in it; 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.journal_directory import (
+    STREAM_SCHEMES,
+    JournalFiles,
+    UsageError,
+    journal_errors,
+    open_decisions,
+    open_directory,
+    open_journal,
+    progress_bar,
+    survey_bytes,
+)
+from poolgrid.cli.json_output import AsJson, print_json
+from poolgrid.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
+from poolgrid.consolidator.journal.as_of import (
+    NotKept,
+    load_snapshot,
+    next_offset,
+    offset_at,
+    reaches_back_to,
+    snapshot_offsets,
+    state_at,
+)
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.inspection import Verified, check_journal, survey
+from poolgrid.consolidator.journal.record_rows import (
+    chosen_events,
+    record_row,
+    write_parquet,
+)
+from poolgrid.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
+from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.figures import UNKNOWN, counted, size
+from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.router.decision_journal.reader import DIRECTORY, ReadRemarks, stored_entries
+from poolgrid.wire.identifiers import Tier
+
+app = CommandLine(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
+
+Directory = Annotated[
+    str,
+    typer.Argument(
+        help="Directory of the journal (a consolidator's data_dir), or nats://HOST:PORT/POOL of one on NATS; "
+        "credentials and certificates are those of POOLGRID_NATS_*."
+    ),
+]
+From = Annotated[
+    str | None, typer.Option("--from", help="First record: an offset, or a time (2026-11-21T14:00:00, UTC).")
+]
+To = Annotated[str | None, typer.Option("--to", help="Record after the last: an offset, or a time (UTC).")]
+Types = Annotated[list[str] | None, typer.Option("--type", help="Only events of this kind; may be given again.")]
+WorkerOption = Annotated[str | None, typer.Option("--worker", help="Only this worker: an id, or id/rank.")]
+
+_SETTINGS = ConsolidatorSettings()
+
+
+def offset_or_time(text: str) -> tuple[int | None, int | None]:
+    """Return an offset, or a Unix time in milliseconds; times without a zone are UTC."""
+    if text.isdigit():
+        return int(text), None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise UsageError(
+            f"{text!r} is neither an offset nor a time; allowed are integers and times like 2026-11-21T14:00:00"
+        ) from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return None, int(moment.timestamp() * 1000)
+
+
+def resolve(disk: Disk, text: str) -> int:
+    """Return the offset that an offset or a time means."""
+    offset, time_ms = offset_or_time(text)
+    if offset is not None:
+        return offset
+    assert time_ms is not None
+    return offset_at(disk, time_ms)
+
+
+def clock_time(time_ms: int) -> str:
+    """Return a Unix time in milliseconds as people write it, UTC."""
+    return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S") if time_ms else UNKNOWN
+
+
+def _table(*headings: str) -> TerminalTable:
+    return TerminalTable([Heading(heading, numeric=number > 0) for number, heading in enumerate(headings)])
+
+
+@app.command("ls")
+def list_files(directory: Directory, as_json: AsJson = False) -> None:
+    """List segments and snapshots with their offsets, times and sizes, and the streams that are in them."""
+    with journal_errors():
+        disk = open_journal(directory)
+        found = survey(disk)
+        try:
+            streams = _streams(state_at(disk, next_offset(disk), BLOCKS_PER_WORKER_MAX))
+            problem = ""
+        except (JournalCorrupt, NotKept) as error:
+            streams, problem = [], str(error)
+        in_use = disk.is_in_use()
+    if as_json:
+        segments = [{name: getattr(each, name) for name in each.__dataclass_fields__} for each in found.segments]
+        snapshots = [{name: getattr(each, name) for name in each.__dataclass_fields__} for each in found.snapshots]
+        answer = {"directory": str(directory), "in_use": in_use, "segments": segments, "snapshots": snapshots}
+        print_json({**answer, "streams": streams, "problem": problem})
+        return
+    console = terminal()
+    # Offsets are copied into --from and --at: they have no commas.
+    files = _table("file", "records from", "to before", "begun (UTC)", "size")
+    for segment in found.segments:
+        name = Text.assemble(segment.file, (f" ({segment.damage})" if segment.damage else "", "yellow"))
+        row = (str(segment.first_offset), str(segment.next_offset), clock_time(segment.created_ms))
+        files.add(name, *row, size(segment.bytes))
+    for snapshot in found.snapshots:
+        files.add(snapshot.file, UNKNOWN, str(snapshot.offset), UNKNOWN, size(snapshot.bytes))
+    console.print(files)
+    if streams:
+        table = _table("worker", "source", "epoch", "next seq", "blocks", "requests")
+        for stream in streams:
+            numbers = (f"{stream[key]:,}" for key in ("blocks", "requests"))
+            table.add(*(str(stream[key]) for key in ("worker", "source", "epoch", "next_seq")), *numbers)
+        console.print(Text(), table)
+    files_found = f"{counted(len(found.segments), 'segment')} and {counted(len(found.snapshots), 'snapshot')}"
+    console.print(f"{size(found.bytes)} in {files_found}", soft_wrap=True)
+    if in_use:
+        console.print("a running process writes this journal")
+    if problem:
+        console.print(Text.assemble(("not sound: ", "yellow"), problem), soft_wrap=True)
+
+
+def _streams(pool: PoolState) -> list[dict[str, Any]]:
+    return [
+        {
+            "worker": str(key),
+            "source": source,
+            "epoch": cursor.epoch,
+            "next_seq": cursor.next_seq,
+            "blocks": worker.presence.count_of(source),
+            "requests": len(worker.requests),
+        }
+        for key, worker in sorted(pool.workers.items())
+        for source, cursor in sorted(worker.cursors.items())
+    ]
+
+
+@app.command()
+def cat(
+    directory: Directory,
+    first: From = None,
+    to: To = None,
+    types: Types = None,
+    worker: WorkerOption = None,
+) -> None:
+    """Print records as JSON lines."""
+    with journal_errors():
+        disk = open_journal(directory)
+        unknown: dict[str, int] = {}
+        extra = 0
+        for stored in _chosen(disk, first, to, worker):
+            for kind in stored.understood.unknown:
+                unknown[kind] = unknown.get(kind, 0) + 1
+            extra += stored.understood.extra_fields
+            events = chosen_events(stored.record, types or ())
+            if events or not types:
+                sys.stdout.write(json.dumps(record_row(stored, events)) + "\n")
+        sys.stdout.flush()
+    _say_unknown(unknown, extra)
+
+
+def _chosen(disk: Disk, first: str | None, to: str | None, worker: str | None) -> Iterator[StoredRecord]:
+    from_offset = 0 if first is None else resolve(disk, first)
+    to_offset = None if to is None else resolve(disk, to)
+    for stored in stored_records(disk, from_offset, count_fields=True, to_offset=to_offset):
+        record = stored.record
+        if worker is None or worker in (record.worker_id, f"{record.worker_id}/{record.dp_rank}"):
+            yield stored
+
+
+def _say_unknown(unknown: dict[str, int], extra_fields: int) -> None:
+    for kind, count in sorted(unknown.items()):
+        typer.echo(f"skipped {count:,} of the unknown kind {kind}: a later version wrote them", err=True)
+    if extra_fields:
+        typer.echo(f"skipped {counted(extra_fields, 'trailing field')} that this version does not know", err=True)
+
+
+@app.command()
+def verify(directory: Directory, as_json: AsJson = False) -> None:
+    """Check every byte, and every snapshot against the records; status 1 with file, offset and remedy if not sound."""
+    with journal_errors():
+        disk = open_journal(directory)
+        total = survey_bytes(disk)
+        try:
+            with progress_bar("verifying", total) as on_progress:
+                found = check_journal(disk, BLOCKS_PER_WORKER_MAX, on_progress)
+            _refuse_torn(disk, found.torn, "the tail, which was never acknowledged under fsync=always")
+            decisions = {router: _verify_decisions(router, files) for router, files in open_decisions(directory)}
+        except JournalCorrupt as error:
+            if as_json:
+                fault = {name: getattr(error, name) for name in ("file", "position", "offset", "detail", "remedy")}
+                print_json({"sound": False, **fault})
+            raise
+    if as_json:
+        print_json({"sound": True, **_verified_row(found), "decisions": decisions})
+    else:
+        typer.echo(
+            f"sound: {counted(found.records, 'record')}, {counted(found.snapshots, 'snapshot')} "
+            f"({found.compared_snapshots:,} of them compared with the records before), {size(total)}"
+        )
+        for router, entries in decisions.items():
+            typer.echo(f"sound: {counted(entries, 'entry')} in the decisions of {router}")
+        if found.torn is not None:
+            typer.echo(f"the last record of {found.torn.file} is being written")
+    _say_unknown(found.unknown, found.extra_fields)
+
+
+def _refuse_torn(disk: JournalFiles, torn: TornTail | None, what: str) -> None:
+    """Raise for a torn tail, unless somebody is writing there now."""
+    if torn is not None and not disk.is_in_use():
+        raise JournalCorrupt(
+            torn.file,
+            torn.position,
+            torn.offset,
+            f"a torn tail: {torn.detail}",
+            f"records before {torn.offset} are sound; the next process that opens the directory to write cuts {what}",
+        )
+
+
+def _verify_decisions(router: str, disk: JournalFiles) -> int:
+    remarks = ReadRemarks()
+    try:
+        count = sum(1 for _ in stored_entries(disk, remarks))
+        _refuse_torn(disk, remarks.torn[0] if remarks.torn else None, "the tail")
+    except JournalCorrupt as error:
+        # The name alone would be looked for in the wrong directory.
+        file = f"{DIRECTORY}/{router}/{error.file}"
+        raise JournalCorrupt(file, error.position, error.offset, error.detail, error.remedy) from None
+    return count
+
+
+def _verified_row(found: Verified) -> dict[str, Any]:
+    return {
+        "records": found.records,
+        "snapshots": found.snapshots,
+        "compared_snapshots": found.compared_snapshots,
+        "unknown": found.unknown,
+        "extra_fields": found.extra_fields,
+        "being_written": found.torn is not None,
+    }
+
+
+@app.command()
+def compact(
+    directory: Directory,
+    retention_bytes: Annotated[
+        int, typer.Option(min=0, help="Keep the newest segments up to this size; 0 keeps only the open one.")
+    ] = _SETTINGS.retention_bytes,
+    retention_ms: Annotated[
+        int, typer.Option(min=0, help="Keep segments that are younger than this (milliseconds).")
+    ] = _SETTINGS.retention_ms,
+    as_json: AsJson = False,
+) -> None:
+    """Write a snapshot at the end, check it, and drop what it covers beyond retention; refuses a journal in use."""
+    with journal_errors():
+        if directory.startswith(STREAM_SCHEMES):
+            raise UsageError(
+                f"{directory} is a stream: its consolidator keeps it small (retention_bytes, retention_ms); nothing "
+                "was changed"
+            )
+        path = Path(directory)
+        before = survey_bytes(open_directory(path))
+        try:
+            disk = PosixDisk(path)
+        except DirectoryInUse as error:
+            typer.echo(f"{error}; nothing was changed", err=True)
+            raise typer.Exit(1) from None
+        try:
+            journal = FileJournal(disk, JournalSettings(_SETTINGS.segment_bytes, retention_bytes, retention_ms))
+            with progress_bar("folding", 1, as_bytes=False):
+                pool = journal.recover(BLOCKS_PER_WORKER_MAX)
+            for line in journal.report:
+                typer.echo(line, err=True)
+            if pool.offset not in snapshot_offsets(disk):
+                journal.write_snapshot(pool.freeze())
+            if load_snapshot(disk, pool.offset, BLOCKS_PER_WORKER_MAX).facts() != pool.facts():
+                raise JournalCorrupt(
+                    f"{pool.offset:020d}.snapshot",
+                    0,
+                    pool.offset,
+                    "the snapshot just written does not read back as the state it was made of",
+                    "nothing was removed; check the disk",
+                )
+            journal.keep_newest_snapshot()
+            removed = journal.retain(int(time.time() * 1000))
+        finally:
+            disk.close()
+        after = survey_bytes(ReadOnlyDirectory(path))
+    if as_json:
+        sizes = {"bytes_before": before, "bytes_after": after}
+        print_json({"directory": str(directory), "segments_removed": removed, **sizes, "offset": pool.offset})
+        return
+    typer.echo(
+        f"{counted(removed, 'segment')} removed, {size(before)} before, {size(after)} after, offset {pool.offset}"
+    )
+
+
+FORMATS = ("jsonl", "parquet")
+
+
+def _formats(incomplete: str) -> list[str]:
+    return [name for name in FORMATS if name.startswith(incomplete)]
+
+
+@app.command()
+def export(
+    directory: Directory,
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    format_: Annotated[
+        str,
+        typer.Option("--format", help="jsonl (a record a line) or parquet (an event a row).", autocompletion=_formats),
+    ],
+    first: From = None,
+    to: To = None,
+    worker: WorkerOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write records to a file for other tools; the file appears when it is whole."""
+    if format_ not in FORMATS:
+        typer.echo(f"--format: {format_!r} is unknown, allowed are {' and '.join(FORMATS)}", err=True)
+        raise typer.Exit(2)
+    unfinished = out.with_name(out.name + ".unfinished")
+    with journal_errors():
+        disk = open_journal(directory)
+        try:
+            with progress_bar("exporting", survey_bytes(disk)) as on_progress:
+                stored = _told(_chosen(disk, first, to, worker), on_progress)
+                if format_ == "parquet":
+                    count, what = write_parquet(stored, unfinished), "event"
+                else:
+                    count, what = _write_lines(stored, unfinished), "record"
+            os.replace(unfinished, out)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    written = out.stat().st_size
+    if as_json:
+        print_json({"out": str(out), "format": format_, f"{what}s": count, "bytes": written})
+        return
+    typer.echo(f"{counted(count, what)} in {out}, {size(written)}")
+
+
+def _told(stored: Iterable[StoredRecord], on_progress: Callable[[int], None]) -> Iterator[StoredRecord]:
+    done = 0
+    for number, each in enumerate(stored):
+        done += each.size
+        if number % 1000 == 0:
+            on_progress(done)
+        yield each
+
+
+def _write_lines(stored: Iterable[StoredRecord], out: Path) -> int:
+    count = 0
+    with out.open("w", encoding="utf-8") as file:
+        for each in stored:
+            file.write(json.dumps(record_row(each)) + "\n")
+            count += 1
+    return count
+
+
+@app.command()
+def state(
+    directory: Directory,
+    at: Annotated[
+        str | None, typer.Option(help="State before this offset, or at this time (UTC); the end when not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the pool as it was at any moment the journal reaches: members, blocks by worker and tier, load."""
+    with journal_errors():
+        disk = open_journal(directory)
+        offset = next_offset(disk) if at is None else resolve(disk, at)
+        begin = reaches_back_to(disk)
+        with progress_bar("folding", max(1, offset - begin), as_bytes=False) as on_progress:
+            pool = state_at(disk, offset, BLOCKS_PER_WORKER_MAX, lambda reached: on_progress(reached - begin))
+    rows = [_worker_row(pool, key) for key in sorted(pool.workers)]
+    if as_json:
+        print_json({"offset": pool.offset, "workers": rows})
+        return
+    tiers = [tier.name.lower() for tier in Tier]
+    table = TerminalTable(
+        [
+            Heading("worker", numeric=False),
+            Heading("model", numeric=False, optional=True),
+            Heading("role", numeric=False, optional=True),
+            Heading("state", numeric=False),
+            *(Heading(f"{tier} blocks", optional=not any(row["blocks"][tier] for row in rows)) for tier in tiers),
+            *map(Heading, ("requests", "prefill tok", "active blocks")),
+        ]
+    )
+    for row in rows:
+        counts = [*(row["blocks"][tier] for tier in tiers), len(row["requests"]), row["prefill_tokens"]]
+        names = (row[key] for key in ("worker", "model", "role", "state"))
+        table.add(*names, *(f"{count:,}" for count in (*counts, row["active_blocks"])))
+    console = terminal()
+    console.print(table)
+    console.print(f"state before record {pool.offset}, {counted(len(rows), 'worker rank')}")
+
+
+def _worker_row(pool: PoolState, key: Any) -> dict[str, Any]:
+    worker = pool.workers[key]
+    counts = worker.presence.counts()
+    requests = list(worker.requests.values())
+    load = worker.load
+    return {
+        "worker": str(key),
+        "worker_id": key.worker_id,
+        "dp_rank": key.dp_rank,
+        "epoch": worker.epoch,
+        "model": worker.card.model,
+        "role": worker.card.role.name.lower(),
+        "state": "draining" if worker.draining else "restating" if worker.restating else "ready",
+        "blocks": {tier.name.lower(): counts[tier] for tier in Tier},
+        "prefill_tokens": sum(each.isl - each.cached_tokens for each in requests if each.prefilling),
+        "active_blocks": sum(each.active_blocks for each in requests),
+        "running_requests": load.running_requests if load else 0,
+        "waiting_requests": load.waiting_requests if load else 0,
+        "requests": [
+            {
+                "request_id": each.request_id,
+                "isl": each.isl,
+                "cached_tokens": each.cached_tokens,
+                "active_blocks": each.active_blocks,
+                "prefilling": each.prefilling,
+            }
+            for each in requests
+        ],
+    }

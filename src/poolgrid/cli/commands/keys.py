@@ -1,0 +1,226 @@
+"""`poolgrid keys ...`: make and look at API keys and tenants, and CURVE keys of the ZMQ planes."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+import zmq.auth
+
+from poolgrid.api.access import key_file
+from poolgrid.api.access.key_file import Key, KeyFileError, Tenant
+from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.json_output import AsJson, print_json
+from poolgrid.process.clock import SystemClock
+from poolgrid.process.figures import counted
+
+app = CommandLine(help="Make and look at API keys, tenants and CURVE keys.", no_args_is_help=True)
+
+KeyFile = Annotated[Path, typer.Argument(help="File of API keys and tenants (JSON).")]
+
+
+def _examined(path: Path) -> tuple[key_file.KeyDocument | None, list[str]]:
+    """Return what is in a file, or what is wrong with it."""
+    try:
+        return key_file.read(path), []
+    except KeyFileError as error:
+        return None, [str(problem) for problem in error.problems]
+    except OSError as error:
+        return None, [f"cannot be read: {error.strerror}"]
+
+
+def _read(path: Path) -> key_file.KeyDocument:
+    document, problems = _examined(path)
+    for problem in problems:
+        typer.echo(f"{path}: {problem}", err=True)
+    if document is None:
+        raise typer.Exit(1)
+    return document
+
+
+@app.command()
+def create(
+    file: KeyFile,
+    tenant: Annotated[str, typer.Argument(help="Whose key it is; a new name makes a new tenant.")],
+    name: Annotated[str, typer.Option(help="What the key is for.")] = "",
+    expires: Annotated[
+        datetime | None,
+        typer.Option(
+            help="When it stops to be taken, in UTC: a date, or a time like 2027-01-31T14:00:00.",
+            metavar="TIME",
+            formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
+        ),
+    ] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="The tenant's request rate.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Its rate of prompt and output tokens.")] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(min=1, help="Its requests in flight.")] = None,
+    priority_max: Annotated[int | None, typer.Option(help="Highest priority that its requests get.")] = None,
+    weight: Annotated[float | None, typer.Option(min=1e-6, max=1e6, help="Its share of a full queue.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model that it may use; repeat for more. All by default.")
+    ] = None,
+    operator: Annotated[
+        bool | None, typer.Option("--operator/--no-operator", help="Whether it may see and change the router.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add a new key to a tenant and print it, once: the file keeps its hash only. Options change the tenant."""
+    document = _read(file) if file.exists() else key_file.new_document()
+    key = key_file.make_key()
+    when = None if expires is None else expires.replace(tzinfo=UTC)
+    given = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+        "priority_max": priority_max,
+        "weight": weight,
+        "models": tuple(model) if model else None,
+        "operator": operator,
+    }
+    there = document.tenants.get(tenant, Tenant())
+    changed = msgspec.structs.replace(
+        there,
+        keys=(*there.keys, Key(key_file.hash_key(key), name, when)),
+        **{field: value for field, value in given.items() if value is not None},
+    )
+    document = msgspec.structs.replace(document, tenants={**document.tenants, tenant: changed})
+    try:
+        # What is written is what a router would take.
+        key_file.parse(msgspec.json.encode(document), str(file))
+        key_file.write(file, document)
+    except KeyFileError as error:
+        typer.echo(f"{error}; nothing was written", err=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        typer.echo(f"writing {file}: {error.strerror}; nothing was written", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        print_json({"key": key, "id": changed.keys[-1].id, "tenant": tenant, "file": str(file)})
+    else:
+        typer.echo(f"{key}")
+    typer.echo(f"key {changed.keys[-1].id} of tenant {tenant} is in {file}; it is not shown again", err=True)
+
+
+@app.command()
+def revoke(
+    file: KeyFile, key_id: Annotated[str, typer.Argument(help="Short name of the key, as `list` shows it.")]
+) -> None:
+    """Take a key away; running routers refuse it once they have read the file again. Its tenant stays."""
+    document = _read(file)
+    tenants = {
+        name: msgspec.structs.replace(tenant, keys=tuple(key for key in tenant.keys if key.id != key_id))
+        for name, tenant in document.tenants.items()
+    }
+    if tenants == document.tenants:
+        typer.echo(f"{file} has no key {key_id!r}; nothing was written", err=True)
+        raise typer.Exit(1)
+    try:
+        key_file.write(file, msgspec.structs.replace(document, tenants=tenants))
+    except OSError as error:
+        typer.echo(f"writing {file}: {error.strerror}; nothing was written", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command("hash")
+def hash_command() -> None:
+    """Print what a file keeps of the key on standard input (not of an argument: shells remember those)."""
+    key = sys.stdin.readline().strip()
+    if not key:
+        typer.echo("there is no key on standard input", err=True)
+        raise typer.Exit(1)
+    typer.echo(key_file.hash_key(key))
+
+
+@app.command("list")
+def list_command(file: KeyFile, as_json: AsJson = False) -> None:
+    """Show every tenant with its limits, and the short names of its keys; never a key or its hash."""
+    tenants = {name: _tenant_row(tenant) for name, tenant in _read(file).tenants.items()}
+    if as_json:
+        print_json(tenants)
+        return
+    for name, row in tenants.items():
+        limits = {field: value for field, value in row.items() if field != "keys"}
+        typer.echo(" ".join([name, *(f"{field}={_shown(value)}" for field, value in limits.items())]))
+        for key in row["keys"]:
+            until = f"{'expired' if key['expired'] else 'expires'} {key['expires']}" if key["expires"] else ""
+            typer.echo(f"  {' '.join(word for word in (key['id'], key['name'], until) if word)}")
+
+
+def _tenant_row(tenant: Tenant) -> dict[str, Any]:
+    now = datetime.fromtimestamp(SystemClock().wall_ms() / 1000, UTC)
+    row: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(tenant, keys=()))
+    keys = [
+        {
+            "id": key.id,
+            "name": key.name,
+            "expires": None if key.expires is None else key.expires.isoformat(),
+            "expired": key.expires is not None and key.expires <= now,
+        }
+        for key in tenant.keys
+    ]
+    return {**row, "keys": keys}
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+
+
+@app.command()
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Files of API keys and tenants (JSON).")], as_json: AsJson = False
+) -> None:
+    """Find every problem of files, one a line. Status 1 when there is any."""
+    rows: dict[str, dict[str, Any]] = {}
+    for file in files:
+        document, problems = _examined(file)
+        tenants = document.tenants if document is not None else {}
+        keys = sum(len(tenant.keys) for tenant in tenants.values())
+        rows[str(file)] = {"tenants": len(tenants), "keys": keys, "problems": problems}
+        if as_json:
+            continue
+        for problem in problems:
+            typer.echo(f"{file}: {problem}", err=True)
+        if not problems:
+            typer.echo(f"{file}: {counted(len(tenants), 'tenant')} with {counted(keys, 'key')}")
+    if as_json:
+        print_json(rows)
+    raise typer.Exit(1 if any(row["problems"] for row in rows.values()) else 0)
+
+
+@app.command()
+def curve(
+    directory: Annotated[Path, typer.Argument(help="Where the two files go; it is made if it is not there.")],
+    name: Annotated[str, typer.Option(help="Name of the key pair.")] = "poolgrid",
+    as_json: AsJson = False,
+) -> None:
+    """Make a CURVE key pair for the ZMQ planes: NAME.key_secret for --curve-key, NAME.key for everybody."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        typer.echo(f"--name is {name!r}: allowed are 1 to 64 letters, digits, '.', '_', '-'", err=True)
+        raise typer.Exit(2)
+    there = [path for path in (directory / f"{name}.key", directory / f"{name}.key_secret") if path.exists()]
+    if there:
+        typer.echo(f"{there[0]} exists already; nothing was written", err=True)
+        raise typer.Exit(1)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # The file is private from its first byte on.
+        before = os.umask(0o077)
+        try:
+            public, secret = zmq.auth.create_certificates(directory, name)
+        finally:
+            os.umask(before)
+        os.chmod(public, 0o644)
+    except OSError as error:
+        typer.echo(f"writing to {directory}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        print_json({"secret": str(secret), "public": str(public)})
+        return
+    typer.echo(f"{secret}")
+    typer.echo(f"public key: {public}", err=True)

@@ -1,0 +1,45 @@
+"""`poolgrid router`: one router, or several that share a port."""
+
+from __future__ import annotations
+
+import asyncio
+
+from poolgrid.api.settings import FrontendSettings
+from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.router_group import serve_group
+from poolgrid.cli.service_process import run_service, say_ready
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.process.process_group import GroupPlace
+from poolgrid.router.settings import RouterSettings
+
+app = CommandLine()
+
+
+@app.command()
+@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings, from_file=True)
+def router(
+    settings: RouterSettings,
+    frontend: FrontendSettings,
+    consolidator: ConsolidatorSettings,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = None,
+) -> None:
+    """Run a router with an OpenAI HTTP API; without --feed-endpoint, the consolidator runs inside it."""
+    from poolgrid.router.bootstrap import Endpoints, serve
+
+    def ready(endpoints: Endpoints) -> None:
+        ingest = [f"ingest={endpoints.ingest}"] if endpoints.ingest else []
+        ext_proc = [f"ext-proc={endpoints.ext_proc}"] if endpoints.ext_proc else []
+        say_ready(endpoints.http, *ingest, f"select={endpoints.select}", *ext_proc)
+
+    chosen = LogChoice(log_level, log_format)
+
+    async def main(stop: asyncio.Event) -> None:
+        if settings.http_workers > 1:
+            await serve_group(settings, frontend, consolidator, chosen, stop, say_ready)
+        else:
+            await serve(settings, frontend, consolidator, stop, ready, GroupPlace.from_environment())
+
+    run_service("router", chosen, main, router=settings.router_id)

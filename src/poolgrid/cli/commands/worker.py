@@ -1,0 +1,149 @@
+"""`poolgrid worker`: one worker, with any engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from poolgrid.cli.help_page import CommandLine, HelpedCommand
+from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
+from poolgrid.cli.options import with_chosen_settings
+from poolgrid.cli.service_process import run_service, say_ready
+from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
+from poolgrid.workers.ranks.settings import RankSettings
+from poolgrid.workers.ranks.task import TASK_VARIABLE
+from poolgrid.workers.settings import WorkerProcessSettings
+
+app = CommandLine()
+
+OF_ROUTERS = {"--allowed-local-media-path": "--allowed-local-media-path"}
+"""Options that workers of other systems have, each with the option of our routers that does it."""
+
+OTHER_NAMES = {"--custom-jinja-template": "--chat-template"}
+"""Options by the names that workers of other systems have for them."""
+
+
+OF_SERVERS = "--"
+"""What stands after it is for the engine's own server."""
+
+SHIPPED_MODEL = "tiny"
+"""What a router serves that is not told otherwise."""
+
+
+class WorkerCommand(HelpedCommand):
+    """The command, which knows what its options are called elsewhere."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse options of routers by the name that they have there; read the others."""
+        at = args.index(OF_SERVERS) if OF_SERVERS in args else len(args)
+        args, of_server = args[:at], args[at + 1 :]
+        words = []
+        for word in args:
+            name, equals, value = word.partition("=")
+            if name in OF_ROUTERS:
+                typer.echo(
+                    f"{name}: it is the routers that read media, and which files of their machines are read is not "
+                    f"for workers to say: give {OF_ROUTERS[name]} to poolgrid router",
+                    err=True,
+                )
+                raise typer.Exit(2)
+            words.append(OTHER_NAMES.get(name, name) + equals + value)
+        words += [f"--engine-argument={each}" for each in of_server]
+        return super().parse_args(ctx, words)
+
+
+@app.command(cls=WorkerCommand)
+@with_chosen_settings(EngineChoice, {name: engine_definition(name).settings for name in ENGINES})
+def worker(
+    settings: WorkerProcessSettings,
+    print_engine_args: Annotated[
+        bool,
+        typer.Option(
+            "--print-engine-args",
+            help="Print what the engine would be started with, and where each value came from; start nothing.",
+        ),
+    ] = False,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = None,
+) -> None:
+    """Run one worker: with the simulated engine, with TensorRT-LLM, or with an engine's own server.
+
+    Such a server (--engine vllm, sglang, trtllm-serve) runs already (--engine-url), or is started with the worker
+    (--model-path DIR). What stands after -- then goes to the server:
+
+    poolgrid worker --engine vllm --model-path DIR -- --max-model-len 8192
+    """
+    from poolgrid.workers.bootstrap import serve
+
+    settings = with_shipped_tokenizer(settings)
+    if print_engine_args:
+        raise typer.Exit(show_engine_arguments(settings))
+    if settings.chat_template is not None:
+        check_template(settings.chat_template)
+
+    if spans_nodes(settings):
+        from poolgrid.cli.rank import keep
+
+        keep(settings, LogChoice(log_level, log_format))
+        return
+
+    async def main(stop: asyncio.Event) -> None:
+        await serve(settings, stop, say_ready)
+
+    run_service(settings.worker_id, LogChoice(log_level, log_format), main, worker=settings.worker_id)
+
+
+def spans_nodes(settings: WorkerProcessSettings) -> bool:
+    """Tell whether this process is to keep one rank of an engine; the worker of rank 0 is started by its keeper."""
+    if not isinstance(settings, RankSettings) or settings.nodes == 1:
+        return False
+    return TASK_VARIABLE not in os.environ
+
+
+def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSettings:
+    """Return settings with the tokenizer of the model that ships, where its name is given and nothing else is said."""
+    from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+
+    if not isinstance(settings, SimulatedWorkerSettings) or settings.model != SHIPPED_MODEL:
+        return settings
+    if {"tokenizer_path", "vocabulary_size"} & settings.model_fields_set:
+        return settings
+    from poolgrid.api.models import TINY_MODEL_PATH
+
+    return settings.model_copy(update={"tokenizer_path": TINY_MODEL_PATH})
+
+
+def check_template(path: Path) -> None:
+    """End with status 2 when a chat template cannot be used: the worker hands it on, and only routers render it."""
+    from poolgrid.api.chat_template import ChatTemplate, TemplateFailure
+
+    try:
+        ChatTemplate(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, TemplateFailure) as error:
+        typer.echo(f"--chat-template: {path} cannot be used: {error}; nothing was started", err=True)
+        raise typer.Exit(2) from None
+
+
+def show_engine_arguments(settings: WorkerProcessSettings) -> int:
+    """Print the arguments that a worker's engine would be started with; return the exit status."""
+    definition = engine_definition(settings.engine_name)
+    if definition.start_plan is None:
+        have = [name for name in ENGINES if engine_definition(name).start_plan is not None]
+        typer.echo(
+            f"--print-engine-args: {definition.title} has no such arguments, give --engine {' or '.join(have)}",
+            err=True,
+        )
+        return 2
+    try:
+        plan = definition.start_plan(settings)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        return 1
+    for warning in plan.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo(plan.text, nl=False)
+    return 0

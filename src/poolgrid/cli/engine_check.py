@@ -1,0 +1,298 @@
+"""Runs a check of an engine server and shows what it came to: a table of what was compared, then the findings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zmq
+from rich.console import Console
+from rich.text import Text
+
+from poolgrid.cli.api_key import API_KEY_VARIABLE, api_key_headers
+from poolgrid.cli.json_output import cannot_write, json_text, print_json
+from poolgrid.process import lifecycle
+from poolgrid.process.clock import SystemClock
+from poolgrid.process.figures import UNKNOWN, counted, milliseconds
+from poolgrid.process.tasks import unless
+from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.tools.engine_check.check import gather_evidence
+from poolgrid.tools.engine_check.core.evidence import Evidence, RecordError
+from poolgrid.tools.engine_check.core.examination import Examination, examine
+from poolgrid.tools.engine_check.core.finding import Finding, Kind, Severity
+from poolgrid.tools.engine_check.core.timing_points import timing_table
+from poolgrid.tools.engine_check.measuring import Measurement
+from poolgrid.tools.engine_check.server import EngineServer
+from poolgrid.tools.engine_check.settings import EngineCheckSettings
+from poolgrid.workers.engines.server.server_client import ServerError
+
+AREAS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
+    (
+        "publishers",
+        (
+            Kind.EVENTS_OFF,
+            Kind.PUBLISHER_CONNECTS,
+            Kind.ENDPOINT_REFUSED,
+            Kind.NO_PUBLISHER,
+            Kind.PORTS_COLLIDE,
+            Kind.RANK_WITHOUT_SOURCE,
+            Kind.RANK_SILENT,
+        ),
+    ),
+    (
+        "messages",
+        (
+            Kind.WRONG_RANK,
+            Kind.WRONG_TOPIC,
+            Kind.MESSAGE_SHAPE,
+            Kind.UNDECODABLE,
+            Kind.FORMS_MIXED,
+            Kind.UNKNOWN_EVENTS,
+            Kind.RESTARTED,
+            Kind.SEQUENCE_JUMPS,
+        ),
+    ),
+    ("replay", (Kind.REPLAY_MISSING, Kind.REPLAY_SILENT, Kind.REPLAY_DIFFERS)),
+    (
+        "blocks",
+        (
+            Kind.BLOCK_SIZE,
+            Kind.TOKENS_MISSING,
+            Kind.TOKENS_AND_HASHES,
+            Kind.PARENT_UNKNOWN,
+            Kind.WINDOWS,
+            Kind.GROUPS_UNNAMED,
+            Kind.OTHER_MEDIUM,
+            Kind.BLOCKS_MISSING,
+            Kind.BLOCKS_TOO_MANY,
+            Kind.NOT_TAKEN_IN,
+        ),
+    ),
+    (
+        "salts and adapters",
+        (Kind.SALT_MISSING, Kind.SALT_IGNORED, Kind.LORA_UNNAMED, Kind.KEYS_ORDER, Kind.KEYS_UNKNOWN),
+    ),
+    ("reuse", (Kind.CACHING_OFF, Kind.CACHED_TOKENS_UNSAID, Kind.CACHED_TOKENS_DIFFER)),
+    ("probes", (Kind.PROBE_FAILED,)),
+)
+"""The rows of the table: which findings belong to which."""
+
+STYLES = {Severity.FAULT: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+
+
+def run_engine_check(settings: EngineCheckSettings) -> int:
+    """Check, or measure, or judge a recorded check; return the exit status."""
+    errors = Console(stderr=True, highlight=False)
+    for option, path in (("--record", settings.record), ("--measure-timing", settings.measure_timing)):
+        if fault := cannot_write(path):
+            errors.print(f"checking an engine: {option}: {fault}; nothing was sent", markup=False)
+            return 2
+    if settings.recorded is not None:
+        return _judge_recorded(settings, settings.recorded, errors)
+    status = 2
+
+    async def main(stop: asyncio.Event) -> None:
+        nonlocal status
+        done = await unless(stop, _ask(settings, errors), "engine check")
+        status = 130 if done is None else done
+
+    lifecycle.run(main)
+    return status
+
+
+def _judge_recorded(settings: EngineCheckSettings, path: Path, errors: Console) -> int:
+    try:
+        evidence = Evidence.from_json(path.read_bytes())
+    except (OSError, RecordError) as error:
+        errors.print(f"checking an engine: --recorded {path}: {error}", markup=False)
+        return 2
+    return _show(settings, evidence)
+
+
+async def _ask(settings: EngineCheckSettings, errors: Console) -> int:
+    clock = SystemClock()
+
+    def tell(words: str) -> None:
+        if sys.stderr.isatty():
+            errors.print(Text(words, style="dim"))
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=settings.concurrency)
+    async with httpx.AsyncClient(timeout=settings.timeout_s, headers=api_key_headers(), limits=limits) as client:
+        context = zmq.Context()
+        server = None
+        try:
+            server = EngineServer(client, settings.url, clock, os.environ.get(API_KEY_VARIABLE, ""))
+            if settings.measure_timing is not None:
+                return await _measure(settings, settings.measure_timing, server, clock, tell, errors)
+            evidence = await gather_evidence(settings, server, context, clock, tell)
+        except (ServerError, zmq.ZMQError, ValueError) as error:
+            errors.print(f"checking an engine: {error}", markup=False)
+            return 2
+        finally:
+            if server is not None:
+                server.close()
+            context.term()
+    if settings.record is not None:
+        _keep(settings.record, evidence.to_json())
+    return _show(settings, evidence)
+
+
+async def _measure(
+    settings: EngineCheckSettings,
+    path: Path,
+    server: EngineServer,
+    clock: SystemClock,
+    tell: Callable[[str], None],
+    errors: Console,
+) -> int:
+    facts = await server.learn(settings.engine, settings.model)
+    held = facts.total_blocks * facts.block_size if facts.total_blocks and facts.block_size else None
+    kv_tokens = settings.kv_tokens or held
+    if kv_tokens is None:
+        raise ServerError(
+            f"asking {settings.url} how many tokens its KV blocks hold: it does not say, give --kv-tokens; decode "
+            "steps are measured by the share of them that is used"
+        )
+    measurement = Measurement(settings, server, facts.model, clock, tell)
+    measured = await measurement.run(kv_tokens, facts.max_sequence_length)
+    source = (
+        f"Measured by poolgrid engine-check over HTTP: {facts.kind} {facts.version}, model {facts.model}, "
+        f"{kv_tokens:,} tokens of KV, up to {settings.concurrency} requests at a time; prefill is the median time to "
+        f"the first token of {settings.repeats} prompts less {measured.overhead_ms:.2f} ms for a request without work, "
+        "decode the median over requests of the mean time between tokens."
+    )
+    table = timing_table(measured, source)
+    _keep(path, json_text(table).encode())
+    if measurement.cut_short:
+        errors.print(
+            f"measuring: --measure-timeout-s {settings.measure_timeout_s:g} was over; the table has the points until "
+            "then",
+            markup=False,
+        )
+    if settings.as_json:
+        print_json(table)
+    else:
+        _show_timing(table, path)
+    return 0
+
+
+def _keep(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _show_timing(table: dict[str, Any], path: Path) -> None:
+    shown = TerminalTable([Heading("prefill tokens"), Heading("ms")], note=f"written to {path}; use it: --timing-table")
+    for tokens, ms in table["prefill"]:
+        shown.add(f"{tokens:,.0f}", f"{ms:,.2f}")
+    decode = TerminalTable([Heading("used share"), Heading("ms a decode step")])
+    for share, ms in table["decode"]:
+        decode.add(f"{share:.1%}", f"{ms:,.2f}")
+    console = terminal()
+    console.print(decode)
+    console.print(shown)
+
+
+def _show(settings: EngineCheckSettings, evidence: Evidence) -> int:
+    found = examine(evidence)
+    if settings.as_json:
+        print_json(report(evidence, found))
+    else:
+        console = terminal()
+        console.print(check_table(evidence, found))
+        for finding in found.findings:
+            console.print(words_of(finding))
+    return 1 if found.faults else 0
+
+
+def words_of(finding: Finding) -> Text:
+    """Return a finding as a paragraph."""
+    text = Text.assemble(
+        (f"{finding.severity.value}: {finding.kind.value}", STYLES[finding.severity]),
+        f" ({finding.place}): {finding.words}.",
+    )
+    return text.append(f" To set: {finding.remedy}.") if finding.remedy else text
+
+
+def check_table(evidence: Evidence, found: Examination) -> TerminalTable:
+    """Return what was compared, a row for each area."""
+    told = evidence.told
+    title = " ".join(word for word in (told.kind, told.version, told.model) if word)
+    table = TerminalTable([Heading("what", False), Heading("result", False), Heading("seen", False)], title)
+    for area, kinds in AREAS:
+        of_area = [each for each in found.findings if each.kind in kinds]
+        severities = {each.severity for each in of_area}
+        worst = next((each for each in Severity if each in severities), None)
+        seen = _seen(area, evidence, found)
+        result = "ok" if worst is None or worst is Severity.NOTE else worst.value
+        if worst in (None, Severity.NOTE) and not seen:
+            result = "not seen"
+        style = STYLES.get(worst, "") if worst else ""
+        if result == "ok" and _lacks(area, found):
+            result, style = "lacking", STYLES[Severity.FAULT]
+        table.add(area, Text(result, style), seen or UNKNOWN)
+    return table
+
+
+def _lacks(area: str, found: Examination) -> bool:
+    """Return whether figures are not as they should be, for a reason that another row names."""
+    if area == "blocks":
+        return bool(found.blocks.missing)
+    return area == "reuse" and found.reuse.equal < len(found.reuse.comparisons)
+
+
+def _seen(area: str, evidence: Evidence, found: Examination) -> str:
+    blocks, reuse = found.blocks, found.reuse
+    if area == "publishers":
+        return ", ".join(f"{source.endpoint} (rank {source.rank})" for source in evidence.sources)
+    if area == "messages":
+        delay = "" if found.event_delay_ms is None else f"; {milliseconds(found.event_delay_ms)} after the answer"
+        return f"{counted(found.messages, 'message')}, {found.forms}{delay}" if found.forms else ""
+    if area == "replay":
+        return ", ".join(
+            f"{counted(len(each.messages), 'message')} from {each.asked_from} on" for each in evidence.replays
+        )
+    if area == "blocks":
+        size = "" if found.block_size is None else f", of {found.block_size} tokens"
+        return f"{blocks.taken_in} of {blocks.expected} expected in the index{size}" if blocks.expected else ""
+    if area == "salts and adapters":
+        keyed = [each for each in evidence.exchanges if (each.probe.salt or each.probe.lora) and not each.failure]
+        return f"{counted(len(keyed), 'probe')} under a salt or an adapter" if keyed else ""
+    if area == "reuse":
+        compared = len(reuse.comparisons)
+        return f"{reuse.equal} of {counted(compared, 'probe')} as the events say" if compared else ""
+    answered = [each for each in evidence.exchanges if not each.failure]
+    return f"{len(answered)} of {len(evidence.exchanges)} answered" if evidence.exchanges else ""
+
+
+def report(evidence: Evidence, found: Examination) -> dict[str, Any]:
+    """Return all of it for programs."""
+    return {
+        "server": evidence.told,
+        "sources": evidence.sources,
+        "contacts": {str(rank): contact.value for rank, contact in evidence.contacts.items()},
+        "ok": not found.faults,
+        "findings": found.findings,
+        "messages": found.messages,
+        "forms": found.forms,
+        "block_size": found.block_size,
+        "blocks_expected": found.blocks.expected,
+        "blocks_in_index": found.blocks.taken_in,
+        "probes_compared": len(found.reuse.comparisons),
+        "probes_as_predicted": found.reuse.equal,
+        "event_delay_ms": found.event_delay_ms,
+        "probes": [
+            {
+                "name": each.probe.name,
+                "prompt_tokens": len(each.probe.tokens),
+                "output_tokens": len(each.output),
+                "cached_tokens": each.cached_tokens,
+                "failure": each.failure,
+            }
+            for each in evidence.exchanges
+        ],
+    }

@@ -1,0 +1,173 @@
+"""`poolgrid up --pools FILE`: a whole simulated fleet on this machine, from one pool-grid document.
+
+Rules
+    1. Each pool is a router with the consolidator inside, and the workers that the pool's ``simulate`` describes. The
+       global router is told where the pools' routers really are; the document's urls are for real deployments.
+    2. With an event plane on NATS each pool has its journal there under its own name, and consolidators of its own.
+    3. Consolidators start first, then routers, then workers, then the global router; ``ready URL`` follows once every
+       pool can be used.
+    4. At the end parts stop in the order global router, workers, routers, consolidators. What dies before is started
+       again in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from urllib.parse import quote
+
+from poolgrid.api.prompt_model import PromptModel
+from poolgrid.cli.greeting import greeting
+from poolgrid.cli.launch_plan import options_as_arguments
+from poolgrid.cli.local_pool import UpSettings, output_arguments
+from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
+from poolgrid.cli.pool_status import until_workers_are_ready
+from poolgrid.global_router.core.document.axis import StageName
+from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
+from poolgrid.process.figures import counted
+from poolgrid.transport.held_port import HeldPorts
+from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+
+LOOPBACK = "127.0.0.1"
+
+NATS_NAME_CHARS_MAX = 64
+"""As ``nats_pool`` says."""
+
+
+class LocalFleet:
+    """All parts of a fleet on this machine."""
+
+    def __init__(self, settings: UpSettings, path: Path, document: GridDocument, model: PromptModel) -> None:
+        self._settings = settings
+        self._nats_names = nats_names(document) if settings.on_nats else {}
+        self._path = path
+        self._document = document
+        self._model = model
+        # Clients come to the global router alone; it needs no key for the pools behind it.
+        self._environment = part_environment(without=("POOLGRID_API_KEYS",))
+        self._host = settings.host if settings.api_keys is None else LOOPBACK
+        self._consolidators: list[Part] = []
+        """Of all pools; without an event plane on NATS there are none."""
+        self._routers: dict[str, Part] = {}
+        self._workers: list[Part] = []
+        self._global_router: Part | None = None
+        self._ports = HeldPorts(self._host)
+        self._front = HeldPorts(settings.host)
+
+    async def start(self) -> str:
+        """Start everything; return the URL of the OpenAI API once every pool can be used."""
+        settings = self._settings
+        pools = [(stage, pool) for stage, found in self._document.stages.items() for pool in found.pools]
+        level = settings.log_choice.arguments
+        common = ["--host", self._host, *level]
+        model = ["--model-path", str(settings.model_path)]
+        if settings.on_nats:
+            for _, pool in pools:
+                self._plan_consolidators(pool, common)
+            await asyncio.gather(*(self._start_part(each) for each in self._consolidators))
+        own = ("port", "select-port") if settings.on_nats else ("port", "select-port", "ingest-port")
+        for _, pool in pools:
+            ports = [f"--{name}={self._ports.hold()}" for name in own]
+            arguments = ["router", *ports, *settings.router_arguments(), *model, *common]
+            if settings.on_nats:
+                arguments += self._event_plane(pool)
+            if settings.data_dir is not None:
+                arguments += ["--data-dir", str(settings.data_dir / quote(pool.name, safe=""))]
+            self._routers[pool.name] = Part(f"router of {pool.name}", arguments, self._environment)
+        await asyncio.gather(*(self._start_part(router) for router in self._routers.values()))
+        for stage, pool in pools:
+            for number in range((pool.simulate or PoolSimulation()).workers):
+                name = f"{pool.name}-{number}"
+                arguments = [*self._worker_arguments(stage, pool, name), *common]
+                self._workers.append(Part(name, arguments, self._environment))
+        await asyncio.gather(*(self._start_part(worker) for worker in self._workers))
+        # Complete before the global router looks at them for the first time, so that it begins with all of them.
+        await asyncio.gather(*(self._until_complete(pool) for _, pool in pools))
+        port = str(self._front.hold(settings.port))
+        urls = [f"--pool-url={name}={router.ready_words[0]}" for name, router in self._routers.items()]
+        arguments = ["global-router", "--config", str(self._path), "--host", settings.host, "--port", port, *urls]
+        arguments += [*model, *level, *settings.front_end_arguments(), *settings.public_arguments]
+        self._global_router = Part("global router", arguments, self._environment)
+        await self._start_part(self._global_router)
+        return self._global_router.ready_words[0]
+
+    def _plan_consolidators(self, pool: Pool, common: list[str]) -> None:
+        settings = self._settings
+        plane = self._event_plane(pool)
+        further = options_as_arguments(settings.consolidator_option)
+        for number in range(settings.consolidators):
+            name = f"consolidator of {pool.name}" + (f", {number}" if settings.consolidators > 1 else "")
+            self._consolidators.append(Part(name, ["consolidator", *plane, *common, *further], self._environment))
+
+    def _event_plane(self, pool: Pool) -> list[str]:
+        return self._settings.event_plane_arguments(self._nats_names[pool.name])
+
+    async def _until_complete(self, pool: Pool) -> None:
+        workers = (pool.simulate or PoolSimulation()).workers
+        await until_workers_are_ready(self._routers[pool.name].word("select"), workers, START_TIMEOUT_S)
+
+    def greeting(self, url: str) -> str:
+        """Return what a newcomer should know."""
+        workers = counted(len(self._workers), "simulated worker")
+        what = f"{counted(len(self._routers), 'pool')} with {workers} behind a global router"
+        keyed = self._settings.api_keys is not None
+        return greeting(what, url, self._model.name, keyed, ": which pool, by which cell of the grid, which worker")
+
+    def _worker_arguments(self, stage: StageName, pool: Pool, name: str) -> list[str]:
+        simulate = pool.simulate or PoolSimulation()
+        timing = ["--timing", self._settings.timing]
+        if simulate.timing_table is not None:
+            timing = ["--timing-table", str(self._path.parent / simulate.timing_table)]
+        # Workers that know roles are given the one of their stage; those that do not serve every stage.
+        role = [] if stage == "aggregated" or "role" not in SimulatedWorkerSettings.model_fields else ["--role", stage]
+        if self._settings.on_nats:
+            pushes = self._event_plane(pool)
+        else:
+            pushes = ["--consolidator", self._routers[pool.name].word("ingest")]
+        return [
+            *("worker", "--worker-id", name, "--model", self._model.name, *timing, *role, *pushes),
+            *("--speedup", str(simulate.speedup * self._settings.speedup)),
+            *("--block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
+            *("--max-batch-size", str(simulate.max_batch_size), "--max-num-tokens", str(simulate.max_num_tokens)),
+            *("--max-sequence-length", str(simulate.max_sequence_length)),
+            *output_arguments(self._settings, self._model),
+            *("--drain-timeout-ms", "2000"),
+        ]
+
+    async def _start_part(self, part: Part) -> None:
+        await part.start()
+        part.watch()
+
+    async def given_up(self) -> str:
+        """Wait for ever: parts of a fleet are started again without a bound."""
+        await asyncio.Event().wait()
+        return ""
+
+    async def stop(self) -> None:
+        """End everything in order."""
+        await stop_parts([self._global_router])
+        await stop_parts(self._workers)
+        await stop_parts(self._routers.values())
+        await stop_parts(self._consolidators)
+        self._ports.close()
+        self._front.close()
+
+
+def nats_names(document: GridDocument) -> dict[str, str]:
+    """Return the names of a document's pools on NATS, where a character that is not allowed is ``-``.
+
+    Raises ``ValueError`` when two of them are the same, or one is too long.
+    """
+    pools = [pool.name for found in document.stages.values() for pool in found.pools]
+    names = {pool: re.sub("[^A-Za-z0-9_-]", "-", pool) for pool in pools}
+    by_name: dict[str, str] = {}
+    for pool, name in names.items():
+        other = by_name.setdefault(name, pool)
+        if other != pool or len(name) > NATS_NAME_CHARS_MAX:
+            raise ValueError(
+                f"pool {pool!r} would be {name!r} on NATS"
+                + (f", as {other!r}" if other != pool else f", allowed are at most {NATS_NAME_CHARS_MAX} characters")
+                + "; give it another name"
+            )
+    return names

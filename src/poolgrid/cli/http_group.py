@@ -1,0 +1,62 @@
+"""Several processes of one command that share an HTTP port, watched over by this one.
+
+Rules
+    1. The kernel spreads connections over the processes (SO_REUSEPORT). The port is fixed by a socket of this process
+       that is bound for as long as the group lives, and never listened on.
+    2. Each process knows its place in the group (``poolgrid.process.process_group``), by which it finds the others.
+    3. A process that dies is started again with the same arguments, at growing intervals; the others go on serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Protocol
+
+from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment
+from poolgrid.process.process_group import GROUP_VARIABLE, GroupPlace
+from poolgrid.process.tasks import unless
+from poolgrid.transport.bound_socket import bind
+
+
+class Group(Protocol):
+    """The processes of a command."""
+
+    async def start(self) -> list[str]:
+        """Start all and return the words of the ready line; raises ``PartFailed``."""
+        ...
+
+    async def stop(self) -> None:
+        """End all in order."""
+        ...
+
+
+def member(name: str, arguments: list[str], place: GroupPlace, shutdown_timeout_ms: float) -> Part:
+    """Return a process of a group, to be started."""
+    environment = {**part_environment(), GROUP_VARIABLE: place.to_environment()}
+    return Part(f"{name} {place.index}", arguments, environment, shutdown_timeout_ms / 1000 + STOP_TIMEOUT_S)
+
+
+async def run_group(
+    host: str,
+    port: int,
+    make_group: Callable[[int, Path], Group],
+    stop: asyncio.Event,
+    ready: Callable[..., None],
+) -> None:
+    """Run a group, made from the port and its directory, until ``stop`` is set; ``ready`` gets the ready line's words.
+
+    Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
+    """
+    async with AsyncExitStack() as opened:
+        holder = opened.enter_context(bind(host, port, "port", reuse_port=True))
+        directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-http-"))
+        group = make_group(holder.getsockname()[1], Path(directory))
+        opened.push_async_callback(group.stop)
+        words = await unless(stop, group.start(), "start of the group")
+        if words is not None:
+            ready(*words)
+            await stop.wait()

@@ -1,0 +1,118 @@
+"""A journal's directory as commands read it: opened, its faults said in a line, the reading shown as it goes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from poolgrid.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.consolidator.journal.as_of import NotKept
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.record_rows import ParquetUnavailable
+from poolgrid.consolidator.ports import Disk
+from poolgrid.nats.nats_settings import SCHEMES
+from poolgrid.router.decision_journal.reader import decision_directories
+from poolgrid.tools.simulation.variant_plot import PlottingUnavailable
+
+STREAM_SCHEMES = tuple(f"{scheme}://" for scheme in SCHEMES)
+"""How the name of a stream begins."""
+
+
+class UsageError(ValueError):
+    """An argument cannot be used."""
+
+
+@contextmanager
+def journal_errors(what: str = "reading a journal") -> Iterator[None]:
+    """Turn what can go wrong with a journal into a line on standard error and an exit status."""
+    try:
+        yield
+    except JournalCorrupt as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except (NotKept, ParquetUnavailable, PlottingUnavailable) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except (UsageError, NotADirectoryError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        typer.echo(f"{what}: {text}", err=True)
+        raise typer.Exit(2) from None
+    except BrokenPipeError:
+        # Whoever read our rows has seen enough; nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except OSError as error:
+        typer.echo(f"{what}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+class JournalFiles(Disk, Protocol):
+    """A journal for those who only look: a directory, or a stream that reads like one."""
+
+    def is_in_use(self) -> bool:
+        """Tell whether some process writes this journal now."""
+        ...
+
+
+def open_journal(where: str) -> JournalFiles:
+    """Return a journal for reading: of a directory, or of a stream, ``nats://HOST:PORT/POOL``."""
+    if where.startswith(STREAM_SCHEMES):
+        # Late: only who names a stream needs what reads one.
+        from poolgrid.cli.journal_stream import JournalInStream
+
+        try:
+            return JournalInStream(where)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    return open_directory(Path(where))
+
+
+def open_decisions(where: str) -> list[tuple[str, JournalFiles]]:
+    """Return the decisions of each router with its id: of a data_dir, of one router's directory, or of a pool on NATS,
+    ``nats://HOST:PORT/POOL``."""
+    if not where.startswith(STREAM_SCHEMES):
+        return [(path.name, ReadOnlyDirectory(path)) for path in decision_directories(Path(where))]
+    from poolgrid.cli.journal_stream import decisions_in_streams
+
+    try:
+        return list(decisions_in_streams(where))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def open_directory(directory: Path) -> ReadOnlyDirectory:
+    """Return a journal's directory for reading; refuses one without a journal in it."""
+    disk = ReadOnlyDirectory(directory)
+    if not any(name.endswith((".segment", ".snapshot")) for name in disk.names()):
+        raise UsageError(f"{directory} has no segment and no snapshot in it: it is no journal")
+    return disk
+
+
+@contextmanager
+def progress_bar(what: str, total: int, as_bytes: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show progress on standard error when somebody looks; yields what to call with how much is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(
+        *((*columns, DownloadColumn()) if as_bytes else columns),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def survey_bytes(disk: Disk) -> int:
+    """Return the size of all files of a journal; of a stream, as its servers count it."""
+    stored = getattr(disk, "stored_bytes", None)
+    if stored is not None:
+        return int(stored)
+    return sum(disk.size(name) for name in disk.names() if name.endswith((".segment", ".snapshot")))

@@ -1,0 +1,668 @@
+"""A whole pool on this machine: what `poolgrid up` takes, and the parts that it starts.
+
+Rules
+    1. Parts start in the order consolidator, router, workers.
+    2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.restart_pace``): its
+       ports are held for it (``poolgrid.transport.held_port``), and the others go on. Only a part that does not start
+       the first time ends everything, and one that has died more than ``restarts_max`` times in a row.
+    4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
+       counted, compared with what is there and assigned. The pool is ready once requests have gone through all of it.
+    3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
+       also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.api.prompt_model import PromptModel
+from poolgrid.cli.api_key import api_key_headers, key_hint
+from poolgrid.cli.greeting import greeting
+from poolgrid.cli.launch_plan import (
+    ANY,
+    INGEST,
+    Group,
+    PlannedPart,
+    PlannedWorker,
+    described_parts,
+    options_as_arguments,
+    plan_real,
+    simulated_limits,
+)
+from poolgrid.cli.log_options import FORMAT_HELP, LEVEL_HELP, LogChoice
+from poolgrid.cli.options import arguments_of, environment_name
+from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
+from poolgrid.cli.pool_status import until_workers_are_ready
+from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.figures import counted
+from poolgrid.process.tasks import cancel_all, owned
+from poolgrid.transport.held_port import HeldPorts
+from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
+from poolgrid.workers.engines.simulated.core.answer_lengths import MEAN_DEFAULT, STDDEV_DEFAULT, TOKENS_MAX
+
+DEFAULT_LOG_DIR = Path("poolgrid-logs")
+
+WARM_UP_TIMEOUT_S = 600.0
+"""Kernels may be tuned and compiled for the first requests."""
+
+WARM_UP_TOKENS = 4
+
+TYPED_PORTS = (5701, 5702, 5703)
+"""Ports of the consolidator in the commands of a plan, for who types them; ``up`` itself takes any that are free."""
+
+WARM_UP_PROMPT = "poolgrid warms up " * 64
+"""Longer than what is prefilled where it is decoded, whatever the tokenizer makes of it."""
+
+Option = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+REAL_START_TIMEOUT_S = 1800.0
+"""A large model may take half an hour to load."""
+
+REAL_STOP_TIMEOUT_S = 60.0
+"""An engine frees GPUs and ends processes of its own."""
+
+REAL_RESTARTS_MAX = 3
+"""An engine that dies at once dies again: each start loads the model, and hides the first cause in its log."""
+
+_OF_SIMULATED = (
+    "speedup",
+    "timing",
+    "blocks_per_worker",
+    "max_sequence_length",
+    "output_tokens_mean",
+    "output_tokens_stddev",
+    "pools",
+)
+_OF_OWN_WORKERS = (
+    *("engine", "workers", "prefill", "decode", "encode", "modality", "pools", "dry_run", "block_size"),
+    *("engine_args", "prefill_engine_args", "decode_engine_args", "encode_engine_args", "encode_option"),
+)
+_OF_REAL = ("gpus", "worker_gpus", "prefill_gpus", "decode_gpus", "encode_gpus")
+
+
+class UpSettings(EventPlaneSettings):
+    """A pool of workers on this machine: simulated, or with a real engine."""
+
+    engine: Literal["simulated", "trtllm"] = Field(
+        "simulated",
+        description="Engine of the workers. With trtllm, GPUs are counted from the engine files and assigned; with "
+        "simulated, the same topology without them.",
+    )
+
+    front: tuple[Option, ...] = Field(
+        (),
+        max_length=256,
+        description="URL of an engine's own server that runs already, as http://gpu1:8000; may be repeated. Which "
+        "engine it is, its model and its block size are asked of it; a worker goes in front of each.",
+    )
+    front_prefill: tuple[Option, ...] = Field(
+        (), max_length=256, description="The same for servers that compute prompts for those of front_decode."
+    )
+    front_decode: tuple[Option, ...] = Field(
+        (), max_length=256, description="The same for servers that go on where those of front_prefill end."
+    )
+    engine_api_key: str = Field(
+        "", max_length=4096, description="API key that these servers ask for; better given in the environment."
+    )
+    pools: Path | None = Field(
+        None,
+        description="Pool-grid document: run a whole fleet from it instead of one pool, each pool with a router and "
+        "the workers that its `simulate` describes, and a global router before them. The urls in it are not used.",
+    )
+    workers: int | None = Field(
+        None,
+        ge=0,
+        le=256,
+        description="Workers that do the whole of a request; by default 4, and none beside decode workers.",
+    )
+    prefill: int = Field(
+        0, ge=0, le=256, description="Workers that compute prompts for decode workers, of which it takes one."
+    )
+    decode: int = Field(0, ge=0, le=256, description="Workers that go on where prefill workers end.")
+    encode: int = Field(0, ge=0, le=256, description="Workers that encode images; with one, all workers take images.")
+    host: str = Field("127.0.0.1", description="Address that everything listens on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 takes any free one.")
+    speedup: float = Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="How many times faster than real engines the workers are; with --pools, times the pool's own.",
+    )
+    timing: TimingName = Field(PUBLISHED, description=f"{TIMING_TEXT} With --pools, of pools without a timing_table.")
+    data_dir: Path | None = Field(
+        None,
+        description="Directory of the journal and of the recorded decisions; by default a temporary one that ends with "
+        "the pool. With --pools, one below it for each pool, and none by default.",
+    )
+    consolidators: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="With event_plane nats: consolidators of the pool. One is active, the others stand by to take its "
+        "place.",
+    )
+    settings_file: Path | None = Field(
+        None,
+        description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it and "
+        "`poolgrid tune --config` writes it; options given here win over it.",
+    )
+    api_keys: Path | None = Field(
+        None,
+        description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. With "
+        "--pools, only the global router listens at --host then, and everything behind it on loopback.",
+    )
+    policy: str = Field("kv", description="How a worker is chosen; see poolgrid router --help.")
+    retention: Literal["off", "learned"] = Field(
+        "off", description="What engines are told of how long blocks should stay; see poolgrid router --help."
+    )
+    model_path: Path = Field(TINY_MODEL_PATH, description="Hugging Face style model directory (no weights needed).")
+    block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
+    blocks_per_worker: int = Field(16_384, ge=16, le=1_048_576, description="KV blocks of each worker.")
+    max_sequence_length: int = Field(
+        131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request."
+    )
+    output_tokens_mean: float = Field(
+        MEAN_DEFAULT,
+        ge=0.0,
+        le=TOKENS_MAX,
+        description="Mean length of answers that end by themselves, in tokens; 0 = none does. See poolgrid worker "
+        "--help.",
+    )
+    output_tokens_stddev: float = Field(
+        STDDEV_DEFAULT, ge=0.0, le=TOKENS_MAX, description="Standard deviation of these lengths."
+    )
+    queue_limit: int = Field(
+        1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; with --pools, for a pool with room."
+    )
+    isolate_tenants: bool = Field(
+        False,
+        description="Clients share cached work only where they send the same cache_salt; see poolgrid router --help.",
+    )
+    access_log: bool = Field(False, description="Log a line for each request when it ends; see poolgrid router --help.")
+    log_level: str = Field("warning", description=LEVEL_HELP)
+    log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
+    served_model_name: str = Field(
+        "", max_length=256, description="Model name as clients write it; empty = the name of the model's directory."
+    )
+    modality: Literal["text", "multimodal"] | None = Field(
+        None, description="What requests hold besides text; by default multimodal with encode workers, else text."
+    )
+    engine_args: Path | None = Field(
+        None, description="YAML file of engine arguments for workers that do the whole of a request."
+    )
+    prefill_engine_args: Path | None = Field(None, description="The same for prefill workers.")
+    decode_engine_args: Path | None = Field(None, description="The same for decode workers.")
+    encode_engine_args: Path | None = Field(None, description="The same for encode workers.")
+    router_option: tuple[Option, ...] = Field(
+        (), max_length=64, description="Further option of the router, as name=value or name; may be repeated."
+    )
+    consolidator_option: tuple[Option, ...] = Field(
+        (), max_length=64, description="Further option of the consolidators, as name=value or name; may be repeated."
+    )
+    worker_option: tuple[Option, ...] = Field(
+        (), max_length=64, description="Further option of every worker (poolgrid worker --help); may be repeated."
+    )
+    prefill_option: tuple[Option, ...] = Field((), max_length=64, description="The same for prefill workers.")
+    decode_option: tuple[Option, ...] = Field((), max_length=64, description="The same for decode workers.")
+    encode_option: tuple[Option, ...] = Field((), max_length=64, description="The same for encode workers.")
+    gpus: str = Field(
+        "",
+        max_length=4096,
+        description="GPUs that workers may get, by number or UUID (0,1,2,3); empty = CUDA_VISIBLE_DEVICES, else all.",
+    )
+    worker_gpus: str = Field(
+        "",
+        max_length=4096,
+        description="GPUs of the workers that do the whole of a request, in their order; a list that is long enough "
+        "for one only is shared by all. Empty = any that are free.",
+    )
+    prefill_gpus: str = Field("", max_length=4096, description="The same for prefill workers.")
+    decode_gpus: str = Field("", max_length=4096, description="The same for decode workers.")
+    encode_gpus: str = Field("", max_length=4096, description="The same for encode workers.")
+    dry_run: bool = Field(
+        False,
+        description="Print every process, its GPUs, port and command, and whether the GPUs are there; start none.",
+    )
+    log_dir: Path | None = Field(
+        None,
+        description="Directory of the workers' logs, a file each; by default poolgrid-logs with a real engine, and "
+        "standard error with the simulated one.",
+    )
+    restarts_max: int | None = Field(
+        None,
+        ge=0,
+        le=1_000_000,
+        description="Deaths of a worker in a row after which everything ends with status 1; by default 3 with a real "
+        "engine, and no bound with the simulated one.",
+    )
+    start_timeout_s: float | None = Field(
+        None, gt=0, le=86_400, description="How long a worker may take to be ready; by default 60, or 1800 with trtllm."
+    )
+    stop_timeout_s: float | None = Field(
+        None, gt=0, le=86_400, description="How long a worker may take to end; by default 10, or 60 with trtllm."
+    )
+    warm_up: bool | None = Field(
+        None,
+        description="Send requests through every kind of worker before the pool is called ready; by default with a "
+        "real engine.",
+    )
+
+    @model_validator(mode="after")
+    def _check_consolidators(self) -> Self:
+        if self.consolidators > 1 and not self.on_nats:
+            raise ValueError(
+                f"consolidators is {self.consolidators} and event_plane is zmq: a journal in a directory has one writer"
+            )
+        if self.pools is not None and self.nats_pool != type(self).model_fields["nats_pool"].default:
+            raise ValueError(
+                f"nats_pool is {self.nats_pool!r} and pools is given: each pool of a fleet has its own name, there too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.has_fronts:
+            return self._check_front()
+        wrong = _OF_SIMULATED if self.real else _OF_REAL
+        for name in wrong:
+            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+                other = "simulated" if self.real else "trtllm"
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} with engine {self.engine}: it is for {other} workers"
+                )
+        if self.dry_run and self.pools is not None:
+            raise ValueError("dry_run is on with pools: a fleet has no plan to print, only one pool has")
+        if self.real and "model_path" not in self.model_fields_set:
+            raise ValueError(f"model_path is not given, and engine {self.engine} needs a model with weights")
+        if self.prefill and not self.decode:
+            raise ValueError(f"prefill is {self.prefill} and decode is 0: prefill workers need a decode worker")
+        if not self.whole_workers + self.decode:
+            raise ValueError("workers and decode are 0: nobody would generate tokens")
+        return self
+
+    def _check_front(self) -> Self:
+        """Refuse what says of workers what servers that run already have settled."""
+        for name in (*_OF_SIMULATED, *_OF_REAL, *_OF_OWN_WORKERS):
+            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} with front: the servers run already, and have theirs"
+                )
+        if self.front_prefill and not self.front_decode:
+            raise ValueError("front_prefill is given without front_decode: what is computed there goes on nowhere")
+        return self
+
+    @property
+    def has_fronts(self) -> bool:
+        """Return whether the pool is in front of servers that run already."""
+        return bool(self.front or self.front_prefill or self.front_decode)
+
+    def fronts(self) -> dict[str, tuple[str, ...]]:
+        """Return the servers' URLs by what their workers do."""
+        return {"aggregated": self.front, "prefill": self.front_prefill, "decode": self.front_decode}
+
+    @property
+    def real(self) -> bool:
+        """Return whether the workers have an engine that needs GPUs."""
+        return self.engine != "simulated"
+
+    @property
+    def warms_up(self) -> bool:
+        """Return whether requests are sent before the pool is called ready."""
+        return self.real if self.warm_up is None else self.warm_up
+
+    @property
+    def model_name(self) -> str:
+        """Return the model's name as clients write it."""
+        return self.served_model_name or self.model_path.resolve().name
+
+    @property
+    def multimodal(self) -> bool:
+        """Return whether requests may carry media."""
+        return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
+
+    def groups(self) -> list[Group]:
+        """Return the workers by kind, in the order in which they get GPUs."""
+        names = self.workers_by_name()
+        kinds = (
+            ("aggregated", "prefill_and_decode", self.engine_args, (), self.worker_gpus),
+            ("prefill", "prefill", self.prefill_engine_args, self.prefill_option, self.prefill_gpus),
+            ("decode", "decode", self.decode_engine_args, self.decode_option, self.decode_gpus),
+            ("encode", "encode", self.encode_engine_args, self.encode_option, self.encode_gpus),
+        )
+        return [
+            Group(
+                tuple(name for name, each in names.items() if each == role),
+                mode,
+                engine_args,
+                (*self.worker_option, *options),
+                gpus,
+            )
+            for role, mode, engine_args, options, gpus in kinds
+            if role in names.values()
+        ]
+
+    @property
+    def log_choice(self) -> LogChoice:
+        """How this command and its parts write their logs."""
+        return LogChoice(self.log_level, self.log_format, default="warning")
+
+    def router_arguments(self) -> list[str]:
+        """Return what a pool's router is told of choosing workers, and of clients."""
+        file = [] if self.settings_file is None else ["--settings-file", str(self.settings_file)]
+        retention = [] if self.retention == "off" else ["--retention", self.retention]
+        policy = self._unless_from_file("policy", "--policy", self.policy)
+        return [*file, *policy, *retention, *self.front_end_arguments()]
+
+    def front_end_arguments(self) -> list[str]:
+        """Return what routers of both kinds are told of clients."""
+        isolation = ["--isolate-tenants"] if self.isolate_tenants else []
+        return [*self._unless_from_file("queue_limit", "--queue-limit", str(self.queue_limit)), *isolation]
+
+    def _unless_from_file(self, name: str, option: str, value: str) -> list[str]:
+        """Return an option, which would win over the settings file; so nothing that nobody asked for."""
+        left_to_file = self.settings_file is not None and name not in self.model_fields_set
+        return [] if left_to_file else [option, value]
+
+    @property
+    def public_arguments(self) -> list[str]:
+        """Return what the router is told that clients come to, beyond ``front_end_arguments``."""
+        keys = [] if self.api_keys is None else ["--api-keys", str(self.api_keys)]
+        return [*keys, *(["--access-log"] if self.access_log else [])]
+
+    def event_plane_arguments(self, pool: str = "") -> list[str]:
+        """Return what every part is told of the event plane; nothing when the journal is the consolidator's own.
+
+        ``pool`` is the name on NATS of one that is not this settings' own.
+        """
+        if not self.on_nats:
+            return []
+        plane = {name: getattr(self, name) for name in EventPlaneSettings.model_fields}
+        return arguments_of(EventPlaneSettings(**{**plane, **({"nats_pool": pool} if pool else {})}))
+
+    @property
+    def whole_workers(self) -> int:
+        """Return how many workers do the whole of a request."""
+        if self.workers is not None:
+            return self.workers
+        return 0 if self.decode else 4
+
+    def workers_by_name(self) -> dict[str, str]:
+        """Return the role of every worker, by its id."""
+        counts = {"aggregated": self.whole_workers, "prefill": self.prefill, "decode": self.decode}
+        return {
+            f"{'worker' if role == 'aggregated' else role}-{number}": role
+            for role, count in {**counts, "encode": self.encode}.items()
+            for number in range(count)
+        }
+
+
+def plan(
+    settings: UpSettings, model: PromptModel | None, usable: Callable[[str], Sequence[str]]
+) -> list[PlannedWorker]:
+    """Return every worker as it will be started; raises ``ValueError`` with what is wrong.
+
+    ``usable`` tells which GPUs there are, and is asked only where workers need some; ``model`` is what simulated
+    workers take their vocabulary from.
+    """
+    if settings.real:
+        common = {
+            "host": settings.host,
+            "model-path": str(settings.model_path),
+            "served-model-name": settings.model_name,
+            "modality": "multimodal" if settings.multimodal else "text",
+        }
+        if "block_size" in settings.model_fields_set:
+            common["kv-block-size"] = str(settings.block_size)
+        planned = plan_real(settings.engine, settings.groups(), common, usable(settings.gpus), os.environ)
+        return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
+    assert model is not None, "simulated workers have a model's vocabulary"
+    roles = settings.workers_by_name()
+    return [
+        PlannedWorker(name, (*simulated_arguments(settings, model, name, roles[name], group),))
+        for group in settings.groups()
+        for name in group.names
+    ]
+
+
+def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, role: str, group: Group) -> list[str]:
+    """Return the command of a simulated worker."""
+    return [
+        *(
+            "worker",
+            "--engine",
+            "simulated",
+            "--worker-id",
+            name,
+            "--role",
+            role,
+            "--model",
+            settings.model_name,
+            "--host",
+            settings.host,
+        ),
+        *("--modality", "multimodal" if settings.multimodal else "text"),
+        *("--consolidator", INGEST, "--timing", settings.timing, "--speedup", str(settings.speedup)),
+        *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
+        *("--max-sequence-length", str(settings.max_sequence_length)),
+        *output_arguments(settings, model),
+        *("--drain-timeout-ms", "2000", *settings.log_choice.arguments),
+        # What the command line says last wins.
+        *([] if group.engine_args is None else simulated_limits(group.engine_args)),
+        *options_as_arguments(group.options),
+    ]
+
+
+class LocalPool:
+    """All parts of a pool on this machine."""
+
+    def __init__(
+        self,
+        settings: UpSettings,
+        data_dir: Path,
+        model: PromptModel,
+        workers: Sequence[PlannedWorker],
+        what: str = "",
+    ) -> None:
+        """``what`` is what serves, for people; empty = workers with the engine of the settings."""
+        self._what = what or counted(len(workers), f"{settings.engine} worker")
+        self._settings = settings
+        self._data_dir = data_dir
+        self._model = model
+        self._planned = workers
+        self._environment = part_environment()
+        if settings.engine_api_key:
+            # Not among the arguments, which everybody on the machine may read.
+            self._environment[environment_name("engine_api_key")] = settings.engine_api_key
+        self._consolidators: list[Part] = []
+        self._router: Part | None = None
+        self._workers: list[Part] = []
+        self._ports = HeldPorts(settings.host)
+        self._ingest = ""
+        """Where workers push; with an event plane on NATS they are told there."""
+
+    async def start(self) -> str:
+        """Start everything; return the URL of the OpenAI API."""
+        settings = self._settings
+        common = settings.log_choice.arguments
+        if settings.on_nats:
+            follow = settings.event_plane_arguments()
+            data_dir = [] if settings.data_dir is None else ["--data-dir", str(settings.data_dir)]
+            await asyncio.gather(*(self._start_standby(number) for number in range(settings.consolidators)))
+        else:
+            data_dir = ["--data-dir", str(self._data_dir)]
+            planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
+            arguments = ["consolidator", "--host", settings.host, *data_dir, *planes, *common]
+            further = options_as_arguments(settings.consolidator_option)
+            only = await self._start_part("consolidator", [*arguments, *further])
+            self._ingest = only.word("ingest")
+            follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
+        port = self._ports.hold(settings.port)
+        router = self._start_part(
+            "router",
+            [
+                *router_arguments(settings, str(port), str(self._ports.hold())),
+                *data_dir,
+                *follow,
+                *common,
+            ],
+        )
+        started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
+        self._router, self._workers = started[0], list(started[1:])
+        url = self._router.ready_words[0]
+        await until_workers_are_ready(self._router.word("select"), len(self._planned), START_TIMEOUT_S)
+        if settings.warms_up:
+            await warm_up(url, settings)
+        return url
+
+    async def given_up(self) -> str:
+        """Wait until a worker is not started again any more; return why."""
+        waiting = [owned(worker.given_up(), f"bound of {worker.name}") for worker in self._workers]
+        if not waiting:
+            await asyncio.Event().wait()
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            await cancel_all(waiting)
+
+    def greeting(self, url: str) -> str:
+        """Return what a newcomer should know."""
+        settings = self._settings
+        apart = settings.prefill or settings.front_prefill
+        shown = ": one worker computed the prompt, another one goes on" if apart else ""
+        return greeting(self._what, url, settings.model_name, settings.api_keys is not None, shown)
+
+    async def _start_worker(self, planned: PlannedWorker) -> Part:
+        settings = self._settings
+        log_dir = settings.log_dir or (DEFAULT_LOG_DIR if settings.real else None)
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        real = settings.real
+        part = Part(
+            planned.name,
+            pushing(settings, planned.arguments, self._ingest),
+            {**self._environment, **planned.environment()},
+            settings.stop_timeout_s or (REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S),
+            settings.start_timeout_s or (REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
+            None if log_dir is None else log_dir / f"{planned.name}.log",
+            REAL_RESTARTS_MAX if settings.restarts_max is None and real else settings.restarts_max,
+        )
+        self._workers.append(part)
+        await part.start()
+        part.watch()
+        return part
+
+    async def _start_standby(self, number: int) -> None:
+        """Start a consolidator that shares the pool with others; whichever is first is the active one."""
+        settings = self._settings
+        name = "consolidator" if settings.consolidators == 1 else f"consolidator-{number}"
+        arguments = ["consolidator", "--host", settings.host, *settings.event_plane_arguments()]
+        further = options_as_arguments(settings.consolidator_option)
+        await self._start_part(name, [*arguments, *settings.log_choice.arguments, *further])
+
+    async def _start_part(self, name: str, arguments: list[str]) -> Part:
+        part = Part(name, arguments, self._environment)
+        if name == "router":
+            self._router = part
+        else:
+            self._consolidators.append(part)
+        await part.start()
+        part.watch()
+        return part
+
+    async def stop(self) -> None:
+        """End everything in order."""
+        for parts in ([self._router], self._workers, self._consolidators):
+            await stop_parts(parts)
+        self._ports.close()
+
+
+def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[str]:
+    """Return the command of the router, but for where the consolidator is."""
+    named = ["--model-name", settings.served_model_name] if settings.served_model_name else []
+    return [
+        *("router", "--host", settings.host, "--port", port, *settings.router_arguments()),
+        *("--select-port", select_port, "--model-path", str(settings.model_path), *named),
+        *settings.public_arguments,
+        *options_as_arguments(settings.router_option),
+    ]
+
+
+def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str) -> list[str]:
+    """Return a worker's arguments with where it pushes its events."""
+    if not settings.on_nats:
+        return [each.replace(INGEST, ingest) for each in arguments]
+    kept: list[str] = []
+    for each in arguments:
+        if each == INGEST and kept and kept[-1] == "--consolidator":
+            kept.pop()
+        elif INGEST not in each:
+            kept.append(each)
+    return [*kept, *settings.event_plane_arguments()]
+
+
+def planned_parts(settings: UpSettings, workers: Sequence[PlannedWorker]) -> list[PlannedPart]:
+    """Return what would be started."""
+    address = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    ingest, feed, query = (f"tcp://{address}:{port}" for port in TYPED_PORTS)
+    planes = [f"--{name}-port={port}" for name, port in zip(("ingest", "feed", "query"), TYPED_PORTS, strict=True)]
+    follow = ["--feed-endpoint", feed, "--query-endpoint", query]
+    if settings.on_nats:
+        planes = follow = settings.event_plane_arguments()
+    further = options_as_arguments(settings.consolidator_option)
+    consolidator = (ANY, ["consolidator", "--host", settings.host, *planes, *further])
+    names = ["consolidator"]
+    if settings.consolidators > 1:
+        names = [f"consolidator-{number}" for number in range(settings.consolidators)]
+    router = [*router_arguments(settings, str(settings.port), "0"), *follow]
+    others = {**dict.fromkeys(names, consolidator), "router": (str(settings.port) if settings.port else ANY, router)}
+    told = [replace(each, arguments=tuple(pushing(settings, each.arguments, INGEST))) for each in workers]
+    return described_parts(told, others, ingest)
+
+
+async def warm_up(url: str, settings: UpSettings) -> None:
+    """Send requests through every kind of worker; raises ``PartFailed`` when one fails.
+
+    The first request between a prefill and a decode worker opens the way that KV takes, which is slow; nobody's client
+    should wait for it.
+    """
+    import httpx
+
+    paths = max(settings.whole_workers, settings.prefill * settings.decode, settings.decode)
+    async with httpx.AsyncClient(base_url=url, timeout=WARM_UP_TIMEOUT_S, headers=api_key_headers()) as client:
+
+        async def ask(prompt: str) -> None:
+            body = {"model": settings.model_name, "prompt": prompt, "max_tokens": WARM_UP_TOKENS}
+            try:
+                answer = await client.post("/v1/completions", json=body)
+            except httpx.HTTPError as error:
+                raise PartFailed(f"warming up: a request got no answer: {error!r}") from error
+            if answer.status_code != 200:
+                hint = key_hint(answer.status_code)
+                raise PartFailed(
+                    f"warming up: a request was answered with {answer.status_code}: {answer.text[:500]}{hint}"
+                )
+
+        await asyncio.gather(*(ask(f"{at} {WARM_UP_PROMPT}") for at in range(paths)))
+
+
+def output_arguments(settings: UpSettings, model: PromptModel) -> list[str]:
+    """Return what simulated workers are told of their answers: which tokens there are, and how many come."""
+    added = model.tokenizer.get_added_tokens_decoder()
+    first = next(token_id for token_id in itertools.count() if token_id not in added)
+    end = ["--eos-token-id", str(model.eos_token_ids[0])] if model.eos_token_ids else []
+    return [
+        *("--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first), *end),
+        *("--tokenizer-path", str(settings.model_path)),
+        *("--output-tokens-mean", str(settings.output_tokens_mean)),
+        *("--output-tokens-stddev", str(settings.output_tokens_stddev)),
+    ]

@@ -1,0 +1,115 @@
+"""Where a router is that a command is given by name: ``--url dyn://namespace.router.http``.
+
+Commands find it as processes do, by ``POOLGRID_NAMES`` and what goes with it in the environment. The name is looked
+up when they start, and by those that go on also when who was found no longer answers. Of several processes the one
+that began last is taken, of those that can be connected to: one that was killed has its name until its lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import typer
+
+from poolgrid.cli.options import environment_name
+from poolgrid.wire.names import is_name, parse_name
+
+if TYPE_CHECKING:
+    from poolgrid.discovery.settings import NamesSettings
+
+CONNECT_TIMEOUT_S = 1.0
+"""How long one of several that have a name may take to take a connection; on the same network it takes milliseconds."""
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+SETTINGS_OF = {"directory": ("names_dir",), "nats": ("nats_",), "kubernetes": ("kubernetes_",)}
+"""Which settings each kind of names has, by what their names begin with."""
+
+
+def found_url(url: str) -> str:
+    """Return a URL as it is, or that of a name; raises ``typer.BadParameter``."""
+    if not is_name(url):
+        return url
+    try:
+        return asyncio.run(url_of(url))
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(f"url is {url}: {error}") from None
+
+
+async def url_of(url: str) -> str:
+    """Return a URL as it is, or that of a name; raises ``ValueError`` or ``OSError`` when nobody is found there."""
+    if not is_name(url):
+        return url
+    found = await _urls_of(url)
+    if len(found) == 1:
+        return found[0]
+    take_calls = await asyncio.gather(*map(_takes_connections, found))
+    return next((each for each, takes in zip(found, take_calls, strict=True) if takes), found[0])
+
+
+async def other_url_of(url: str, silent: str) -> str:
+    """Return the URL of a name of which one is known that does not answer: another one, where there is one; raises as
+    ``url_of`` does."""
+    return next((each for each in await _urls_of(url) if each != silent), silent)
+
+
+async def _takes_connections(url: str) -> bool:
+    """Return whether anybody listens at a URL."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port or DEFAULT_PORTS[parts.scheme])
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+async def _urls_of(url: str) -> list[str]:
+    """Return all that have a name, the latest first, and at least one."""
+    name = parse_name(url)
+    settings = _settings(url)
+    # Imported when they are used: most commands are given URLs.
+    from poolgrid.discovery.core.registry import Registry
+    from poolgrid.discovery.opening import open_names
+    from poolgrid.discovery.ports import Scope
+    from poolgrid.process.clock import SystemClock
+
+    clock = SystemClock()
+    async with AsyncExitStack() as opened:
+        names = await open_names(opened, settings, clock)
+        registry = Registry()
+        registry.look(await names.store.look([Scope(name.namespace, name.component)]), clock.monotonic_ms())
+        where = names.store.where
+    found = registry.addresses(name)
+    if not found:
+        raise ValueError(f"nobody has that name at {where}")
+    if not found[0].startswith(("http://", "https://")):
+        raise ValueError(f"that is {found[0]}, which does not speak HTTP; the endpoint of a router is http")
+    return found
+
+
+def _settings(url: str) -> NamesSettings:
+    """Return how names are kept, as the environment says; raises ``ValueError``."""
+    variable = environment_name("names")
+    kind = os.environ.get(variable, "none")
+    if kind not in SETTINGS_OF:
+        raise ValueError(
+            f"{variable} is {kind}, so nothing knows where {url} is: set it to {', '.join(SETTINGS_OF)}, with what the "
+            "router has of names, or give http://HOST:PORT"
+        )
+    from poolgrid.discovery.settings import NamesSettings
+
+    given: dict[str, object] = {"names": kind}
+    for field, about in NamesSettings.model_fields.items():
+        value = os.environ.get(environment_name(field))
+        if value is not None and field.startswith(SETTINGS_OF[kind]):
+            given[field] = tuple(value.split()) if isinstance(about.get_default(), tuple) else value
+    return NamesSettings.model_validate(given)

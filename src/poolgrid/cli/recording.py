@@ -1,0 +1,170 @@
+"""What `poolgrid what-if` and `poolgrid tune` play: recorded traffic or a trace, and the engines it is played on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from poolgrid.cli.journal_directory import UsageError, open_decisions, open_journal, progress_bar, survey_bytes
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.process.figures import counted
+from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
+from poolgrid.tools.bench.trace import TraceError, read_trace
+from poolgrid.tools.simulation.recorded import RecordedRequest, recorded_workload
+from poolgrid.tools.simulation.report import latency_summary
+from poolgrid.tools.simulation.settings import EngineSettings
+from poolgrid.tools.simulation.variants import roomy_limits
+from poolgrid.tools.simulation.workload import Workload, build_workload
+from poolgrid.wire.identifiers import Role
+from poolgrid.workers.core.shipped_timing import timing_model
+from poolgrid.workers.core.timing import (
+    SPEEDUP_MAX,
+    ScaledTiming,
+    TableError,
+    TimingModel,
+)
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+
+TRACE_WORKERS = 8
+
+
+@dataclass(slots=True)
+class Stage:
+    """Traffic, and the engines that it is played on."""
+
+    name: str
+    workload: Workload
+    workers: int
+    limits: EngineLimits
+    timing: TimingModel
+    recorded_settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the recorded router; empty for a trace."""
+    measured: dict[str, Any] | None = None
+    """What was measured while it was recorded, by the keys of a simulation's report."""
+    remarks: list[str] = field(default_factory=list)
+
+
+def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> TimingModel:
+    """Return the step times of the engines; ``recorded_speedup`` is that of recorded simulated ones, 0 = none were."""
+    try:
+        base = timing_model(settings.timing, settings.timing_table)
+    except (TableError, OSError) as error:
+        raise UsageError(str(error)) from None
+    speedup = settings.engine_speedup or recorded_speedup or 1.0
+    return base if speedup == 1 else ScaledTiming(base, speedup)
+
+
+def load_trace(path: Path, settings: EngineSettings, block_size: int) -> Stage:
+    """Return a trace in Mooncake's form, ready to be played; raises ``UsageError``."""
+    try:
+        workload = build_workload(read_trace(path, settings.requests), settings.speed, block_size)
+    except TraceError as error:
+        raise UsageError(str(error)) from None
+    given = {} if settings.blocks_per_worker is None else {"total_kv_blocks": settings.blocks_per_worker}
+    return Stage(
+        path.name,
+        workload,
+        settings.workers or TRACE_WORKERS,
+        _limits(workload, given),
+        timing_of(settings),
+    )
+
+
+def load_recording(directory: str, settings: EngineSettings) -> Stage:
+    """Return recorded traffic, ready to be played; raises ``UsageError`` and what reading a journal raises."""
+    pool = open_journal(directory)
+    found = [disk for _, disk in open_decisions(directory)]
+    if not found:
+        raise UsageError(
+            f"no decisions in {directory}: routers record them under decisions/ROUTER_ID in their data_dir, or on NATS "
+            "with --decision-stream-bytes"
+        )
+    total = survey_bytes(pool) + sum(survey_bytes(each) for each in found)
+    with progress_bar("reading", total) as on_progress:
+        recording = read_recording(pool, found, BLOCKS_PER_WORKER_MAX, on_progress)
+    requests = recording.requests[: settings.requests]
+    card = recording.shape.card
+    if not requests or card is None:
+        raise UsageError(f"no requests are recorded in {directory}")
+    begin = requests[0].time_ms
+    speedup = card.simulated_speedup if 0.0 < card.simulated_speedup <= SPEEDUP_MAX else 0.0
+    recorded = [RecordedRequest(float(each.time_ms - begin), each.isl, each.osl or 1, each.path) for each in requests]
+    workload = recorded_workload(recorded, requests[0].block_size, settings.speed)
+    limits = {
+        "total_kv_blocks": settings.blocks_per_worker or card.limits.total_kv_blocks,
+        "max_batch_size": card.limits.max_batch_size,
+        "max_num_tokens": card.limits.max_num_tokens,
+    }
+    return Stage(
+        directory.rpartition("/")[2] or directory,
+        workload,
+        settings.workers or max(1, recording.shape.workers),
+        _limits(workload, limits),
+        timing_of(settings, speedup),
+        dict(recording.settings.settings) if recording.settings is not None else {},
+        measured(requests),
+        [*_remarks(recording), *_remarks_on_speed(settings.engine_speedup, speedup)],
+    )
+
+
+def _limits(workload: Workload, given: dict[str, int]) -> EngineLimits:
+    try:
+        limits = roomy_limits(workload, **given)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if limits.total_kv_blocks * limits.block_size < workload.longest:
+        raise UsageError(
+            f"blocks_per_worker is {limits.total_kv_blocks}, the longest request needs "
+            f"{-(-workload.longest // limits.block_size)}"
+        )
+    return limits
+
+
+def _remarks(recording: Recording) -> list[str]:
+    remarks = []
+    if recording.other_models:
+        remarks.append(f"left out: {counted(recording.other_models, 'request')} for other models")
+    if recording.unknown_lengths:
+        remarks.append(f"of unknown output length, taken as one token: {counted(recording.unknown_lengths, 'request')}")
+    if set(recording.shape.roles) - {Role.AGGREGATED}:
+        remarks.append("the recorded pool was disaggregated; every simulated worker does prefill and decode")
+    return remarks
+
+
+def _remarks_on_speed(wanted: float | None, recorded: float) -> list[str]:
+    """Say what the times are to be compared with, where recorded engines were simulated ones of another speed."""
+    if recorded in (0.0, 1.0) and wanted in (None, recorded or 1.0):
+        return []
+    if wanted is None:
+        return [f"the recorded engines were simulated, {recorded:g} times as fast as real ones; so are these"]
+    if recorded and wanted != recorded:
+        return [
+            f"the recorded engines were simulated, {recorded:g} times as fast as real ones, and these are {wanted:g} "
+            "times as fast: times differ from those measured then"
+        ]
+    return []
+
+
+def measured(requests: Sequence[RecordedTraffic]) -> dict[str, Any]:
+    """Return what the real workers reported, by the keys of a simulation's report; clocks are those of the hosts."""
+    known = [each for each in requests if each.cached_tokens is not None]
+    prompt_tokens = sum(each.isl for each in known)
+    first = [float(each.first_token_ms - each.time_ms) for each in requests if each.first_token_ms is not None]
+    gaps = [
+        (each.finished_ms - each.first_token_ms) / (each.osl - 1)
+        for each in requests
+        if each.first_token_ms is not None and each.finished_ms is not None and each.osl and each.osl > 1
+    ]
+    tokens: dict[str, int] = {}
+    for each in requests:
+        tokens[str(each.worker)] = tokens.get(str(each.worker), 0) + each.isl
+    return {
+        "requests": len(requests),
+        "cached_token_ratio": sum(each.cached_tokens or 0 for each in known) / prompt_tokens if prompt_tokens else 0.0,
+        "ttft_ms": latency_summary([max(0.0, value) for value in first]),
+        "itl_ms": latency_summary(gaps),
+        "worker_tokens_max_over_mean": max(tokens.values()) / (sum(tokens.values()) / len(tokens)) if tokens else 0.0,
+        "output_tokens": sum(each.osl or 0 for each in requests),
+    }

@@ -1,0 +1,64 @@
+"""Writes ``docs/request_life.md`` from the routers' own table: ``python -m poolgrid.cli.request_life_page``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from enum import Enum
+
+from poolgrid.serving import request_machine
+from poolgrid.serving.happened import Happened
+from poolgrid.serving.request_machine import ANY, LEGS, ROWS, Do, Standing
+
+HEAD = """# The life of a request
+
+What happens to a request on its workers, and what follows. Router and global router go by this table and nothing else:
+it is `ROWS` in `src/poolgrid/serving/request_machine.py`, which this page is made from (`make docs`).
+
+A request is served in *legs*: whole on one worker, or prefill and decode on two, with its images encoded before. Search
+it by what you saw: a lost worker is the rows *worker lost*, a drain *refused: draining*, fail over the step *move*.
+"""
+
+TAIL = """
+*Move* ends the request instead when its output is complete, when it has moved `migration_limit` times, or when {limit}
+workers were lost with it before its first token: then it may be what ended them, and the client is told so. Up to
+{drains} moves away from workers that drain are not counted.
+"""
+
+
+def _text(member: Enum, source: str) -> str:
+    """Return the docstring below a member of an enum; empty without one."""
+    found = re.search(rf'^    {member.name} = [^\n]*\n    """(.*?)"""', source, re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
+
+
+def _step(step: Do) -> str:
+    return step.name.lower().replace("_", " ")
+
+
+def page() -> str:
+    """Return the whole page."""
+    lines = [HEAD, "| the leg is | what happens | what follows, in this order | why |", "|---|---|---|---|"]
+    for row in ROWS:
+        standings = "any" if row.standings == ANY else "any leg under way" if row.standings == LEGS else ""
+        names = standings or ", ".join(standing.value for standing in row.standings)
+        lines.append(f"| {names} | {row.happened.value} | {', '.join(map(_step, row.steps))} | {row.why} |")
+    lines += [
+        "",
+        "What is in no row cannot happen, or has no effect: the late end of a leg, output after the request's end.",
+    ]
+    for title, members in (("Where a leg stands", Standing), ("What happens", Happened), ("What follows", Do)):
+        source = inspect.getsource(members)
+        described = [(member, _text(member, source)) for member in members]
+        lines += ["", f"## {title}", "", "| | |", "|---|---|"]
+        lines += [
+            f"| {_step(member) if isinstance(member, Do) else member.value} | {text} |"
+            for member, text in described
+            if text
+        ]
+    return "\n".join(lines) + "\n" + TAIL.format(limit=request_machine.LOSSES_MAX, drains=request_machine.DRAINS_MAX)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,113 @@
+"""What every long-running command shares: logs, the ready line, errors at the start, the exit status.
+
+A process prints one line ``ready ...`` on standard output when it answers, and tells systemd so where it runs under it.
+It ends with status 0 after SIGINT or SIGTERM, and with one line on standard error when it could not start: with status
+2 for an option's value, else with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+
+import typer
+from prometheus_client import disable_created_metrics
+
+from poolgrid.cli.log_options import LogChoice
+from poolgrid.process import allocation, garbage, lifecycle
+from poolgrid.process.log_lines import Field
+from poolgrid.process.option_error import OptionError
+from poolgrid.process.service_manager import ServiceManager, service_manager
+from poolgrid.process.tasks import detached
+
+log = logging.getLogger(__name__)
+
+THREAD_SWITCH_S = 0.001
+"""How long a thread that looks at media or tokenizes keeps the interpreter from the event loop, which passes tokens on;
+Python's default of 5 ms shows in everybody's latency."""
+
+PARENT_PIPE_VARIABLE = "POOLGRID_PARENT_PIPE"
+"""Set by ``poolgrid up``: standard input is a pipe from the parent, and its end means that the parent is gone."""
+
+
+def say_ready(*parts: str) -> None:
+    """Print the ready line at once, also into a pipe; what the process has made until now stays for its life."""
+    garbage.settle()
+    allocation.keep_heap_trimmed()
+    sys.stdout.write(" ".join(("ready", *parts)) + "\n")
+    sys.stdout.flush()
+    manager = service_manager.get()
+    if manager is not None:
+        manager.tell_ready()
+
+
+def run_service(
+    name: str, chosen: LogChoice, main: Callable[[asyncio.Event], Awaitable[None]], **fields: Field
+) -> None:
+    """Run ``main(stop)`` as this process's only job; ``fields`` are of every log line in JSON."""
+    try:
+        chosen.configure(name, fields)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    allocation.return_large_blocks()
+    sys.setswitchinterval(THREAD_SWITCH_S)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nothing reads
+    # Start-up objects live as long as the process: out of the collector's sight, they cost no pause later.
+    gc.collect()
+    gc.freeze()
+
+    manager = ServiceManager.taken_from(os.environ)
+    service_manager.set(manager)
+
+    async def supervised(stop: asyncio.Event) -> None:
+        if os.environ.get(PARENT_PIPE_VARIABLE):
+            _stop_with_parent(asyncio.get_running_loop(), stop)
+        if manager is None:
+            await main(stop)
+        else:
+            await _managed(manager, main, stop)
+
+    try:
+        lifecycle.run(supervised)
+    except (OSError, ValueError, RuntimeError) as error:
+        for line in str(error).splitlines() or [type(error).__name__]:
+            log.error("%s", line)
+        log.debug("where it happened", exc_info=True)
+        raise typer.Exit(2 if isinstance(error, OptionError) else 1) from None
+
+
+async def _managed(
+    manager: ServiceManager, main: Callable[[asyncio.Event], Awaitable[None]], stop: asyncio.Event
+) -> None:
+    async def tell_stopping() -> None:
+        await stop.wait()
+        manager.tell_stopping()
+
+    manager.begin_signs_of_life()
+    telling = detached(tell_stopping(), "word of the end to the service manager")
+    try:
+        await main(stop)
+    finally:
+        telling.cancel()
+        manager.close()
+
+
+def _stop_with_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def wait() -> None:
+        try:
+            while os.read(0, 4096):
+                pass
+        except OSError:
+            pass
+        try:
+            loop.call_soon_threadsafe(stop.set)
+        except RuntimeError:
+            pass  # the loop has ended already
+
+    threading.Thread(target=wait, name="parent watch", daemon=True).start()

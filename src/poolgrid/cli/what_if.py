@@ -1,0 +1,186 @@
+"""`poolgrid what-if`: recorded traffic played on simulated engines, under the recorded settings and under others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+import typer
+
+from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
+from poolgrid.cli.json_output import cannot_write, json_text, print_json
+from poolgrid.cli.recording import Stage, load_recording
+from poolgrid.process.figures import counted, number, percent
+from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, Retention
+from poolgrid.tools.simulation.settings import WhatIfSettings
+from poolgrid.tools.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
+from poolgrid.tools.simulation.variants import Variant, run_variant
+
+VARIANTS_MAX = 64
+"""Simulations of one command; more of them nobody compares by eye."""
+
+_RETENTIONS: tuple[Retention, ...] = get_args(Retention)
+
+_SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
+
+
+def what_if(directory: str, settings: WhatIfSettings) -> int:
+    """Play recorded traffic under each variant; return the exit status."""
+    with journal_errors("trying other settings"):
+        _check_outputs(settings)
+        stage = load_recording(directory, settings)
+        variants = variants_of(settings, stage)
+        reports: dict[str, dict[str, Any]] = {}
+        for variant in variants:
+            with progress_bar(variant.name, len(stage.workload.requests), as_bytes=False) as on_progress:
+                result = run_variant(stage.workload, variant, stage.workers, stage.limits, stage.timing, on_progress)
+            reports[variant.name] = result.report
+        for remark in stage.remarks:
+            typer.echo(remark, err=True)
+        report = report_of(stage, settings.speed, reports)
+        if settings.as_json:
+            print_json(report)
+        else:
+            terminal().print(difference_table(stage, reports))
+        if settings.out is not None:
+            settings.out.write_text(json_text(report), encoding="utf-8")
+        if settings.plot is not None:
+            count = counted(len(stage.workload.requests), "request")
+            write_plot(f"What if: {stage.name}, {count}", reports, settings.plot)
+    return 0
+
+
+def _check_outputs(settings: WhatIfSettings) -> None:
+    for name, out in (("--out", settings.out), ("--plot", settings.plot)):
+        if fault := cannot_write(out):
+            raise UsageError(f"{name}: {fault}; nothing was simulated")
+    if settings.plot is not None:
+        if settings.plot.suffix not in (".html", ".png"):
+            raise UsageError(f"--plot {settings.plot}: its ending must be .html or .png; nothing was simulated")
+        if settings.plot.suffix == ".png":
+            try:
+                import matplotlib  # type: ignore[import-not-found,unused-ignore] # noqa: F401
+            except ImportError:
+                raise PlottingUnavailable(
+                    "drawing a PNG: matplotlib is not installed; pip install matplotlib (or the extra `plots`), or "
+                    "draw to .html; nothing was simulated"
+                ) from None
+
+
+def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
+    """Return the recorded settings and every combination of the given ones; raises ``UsageError``."""
+    recorded = stage.recorded_settings
+    weights = CostWeights(
+        **{name: float(recorded[name]) for name in CostWeights.__dataclass_fields__ if name in recorded}
+    )
+    policy = str(recorded.get("policy", "kv"))
+    if policy not in SIMULATED_POLICIES:
+        stage.remarks.append(f"the recorded policy {policy} cannot be simulated; kv stands in for it")
+        policy = "kv"
+    told: dict[str, Retention] = {each: each for each in _RETENTIONS}
+    retention = told.get(str(recorded.get("retention", "off")), "off")
+    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)), retention)
+    policies = _words(settings.policy) or [policy]
+    for name in policies:
+        if name not in SIMULATED_POLICIES:
+            raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
+    retentions = _words(settings.retention) or [retention]
+    for name in retentions:
+        if name not in told:
+            raise UsageError(f"--retention: {name!r} is unknown, allowed are {', '.join(_RETENTIONS)}")
+    swept = {name: _numbers(name, getattr(settings, name)) for name in _SWEPT}
+    given = {name: values for name, values in swept.items() if values}
+    variants = [base]
+    for name, values, kept in itertools.product(policies, itertools.product(*given.values()), retentions):
+        # Only kv looks at weights; the others are tried once.
+        chosen = dict(zip(given, values, strict=True)) if name == "kv" else {}
+        words = [f"{key.replace('_', '-')}={value:g}" for key, value in chosen.items()]
+        label = " ".join([name, *words, *([f"retention={kept}"] if settings.retention else [])])
+        variant = _with(Variant(label, name, weights, base.temperature, told[kept]), chosen)
+        if variant.settings() not in [each.settings() for each in variants]:
+            variants.append(variant)
+    if len(variants) > VARIANTS_MAX:
+        raise UsageError(f"{counted(len(variants), 'combination')}, allowed are {VARIANTS_MAX}; nothing was simulated")
+    if len(variants) == 1:
+        stage.remarks.append(
+            "no other settings were given: try --policy, --overlap-weight, --temperature or --retention"
+        )
+    return variants
+
+
+def _with(variant: Variant, chosen: Mapping[str, float]) -> Variant:
+    weights = variant.weights
+    overlap = chosen.get("overlap_weight", 1.0)
+    weights = replace(
+        weights,
+        device_weight=weights.device_weight * overlap,
+        host_weight=weights.host_weight * overlap,
+        disk_weight=weights.disk_weight * overlap,
+        **{name: value for name, value in chosen.items() if name in CostWeights.__dataclass_fields__},
+    )
+    return replace(variant, weights=weights, temperature=chosen.get("temperature", variant.temperature))
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def _numbers(name: str, text: str | None) -> list[float]:
+    values = []
+    for word in _words(text):
+        try:
+            value = float(word)
+        except ValueError:
+            value = -1.0
+        if not 0.0 <= value <= 1000.0:
+            raise UsageError(f"--{name.replace('_', '-')}: {word!r}, allowed are numbers from 0 to 1000")
+        values.append(value)
+    return values
+
+
+def report_of(stage: Stage, speed: float, policies: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures by the keys of ``poolgrid simulate``."""
+    return {
+        "trace": stage.name,
+        "requests": len(stage.workload.requests),
+        "workers": stage.workers,
+        "routers": 1,
+        "event_delay_ms": 0.0,
+        "retention": next(iter(policies.values()))["settings"]["retention"],
+        "speed": speed,
+        "block_size": stage.workload.block_size,
+        "blocks_per_worker": stage.limits.total_kv_blocks,
+        "ideal_cached_token_ratio": stage.workload.ideal_cached_token_ratio,
+        "measured": stage.measured,
+        "policies": dict(policies),
+    }
+
+
+def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
+    """Return every variant's figures, and how they differ from those under the recorded settings."""
+    headings = ("reused %", "TTFT mean", "TTFT p99", "ITL mean", "ITL p99", "spread")
+    table = TerminalTable(
+        [Heading("settings", numeric=False), *map(Heading, headings)],
+        f"{counted(len(stage.workload.requests), 'request')} on {counted(stage.workers, 'simulated worker')}; an "
+        f"infinite shared cache would reuse {percent(stage.workload.ideal_cached_token_ratio)}",
+        "milliseconds; spread: prompt tokens of the busiest worker over the mean",
+    )
+    if stage.measured is not None:
+        then = (number(factor * figures(stage.measured, keys)) for _, _, factor, keys in PANELS)
+        table.add("measured then", *then, style="dim")
+    base: list[float] = []
+    for name, report in reports.items():
+        values = [factor * figures(report, keys) for _, _, factor, keys in PANELS]
+        table.add(name, *map(number, values))
+        if base:
+            table.add("  compared", *(_change(value, before) for value, before in zip(values, base, strict=True)))
+        base = base or values
+    return table
+
+
+def _change(value: float, before: float) -> str:
+    return "new" if before == 0 and value else f"{(value - before) / before if before else 0.0:+.1%}"

@@ -1,0 +1,191 @@
+"""Put a consolidator together with the real things: the only place that picks them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from poolgrid.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.consolidator.http_api import ConsolidatorHealth
+from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.ports import Journal
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.http.health_app import HealthApp, Observed
+from poolgrid.http.http_server import HttpServer
+from poolgrid.process.clock import Clock, SystemClock
+from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.tasks import detached, unless
+from poolgrid.transport.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
+from poolgrid.transport.tls import Tls
+from poolgrid.wire.names import CONSOLIDATOR
+
+if TYPE_CHECKING:
+    from poolgrid.discovery.names import Names
+
+log = logging.getLogger(__name__)
+
+
+class Endpoints(NamedTuple):
+    """Where a consolidator answers."""
+
+    ingest: str
+    feed: str
+    query: str
+    http: str
+
+
+def open_journal(settings: ConsolidatorSettings) -> Journal:
+    """Return the journal that the settings name; raises ``OSError`` or ``JournalCorrupt``."""
+    if settings.data_dir is None:
+        return MemoryJournal(settings.memory_journal_bytes)
+    disk = PosixDisk(settings.data_dir)
+    try:
+        return FileJournal(
+            disk, JournalSettings(settings.segment_bytes, settings.retention_bytes, settings.retention_ms)
+        )
+    except BaseException:
+        disk.close()
+        raise
+
+
+def create(
+    settings: ConsolidatorSettings, registry: CollectorRegistry, clock: Clock, make_context: MakeContext = zmq.Context
+) -> ConsolidatorService:
+    """Return a consolidator; it holds nothing until ``start``, and its endpoints are known after that."""
+    return ConsolidatorService(settings, registry, clock, lambda: open_journal(settings), make_context=make_context)
+
+
+async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, ready: Callable[[Endpoints], None]) -> None:
+    """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers.
+
+    With an event plane on NATS it is ready when it stands by, and answers on its planes while it is active.
+    Whatever ends it, what was opened is closed again, in reverse order.
+    """
+    async with AsyncExitStack() as opened:
+        registry = CollectorRegistry()
+        LoopMetrics(registry)
+        for warning in settings.exposures(settings.host, http=True, planes="the ingest, feed and query planes"):
+            log.warning("%s", warning)
+        if settings.on_nats:
+            await _serve_in_turn(opened, settings, registry, stop, ready)
+            return
+        names: Names | None = None
+        if settings.has_names:
+            # Imported when it is used: most pools are given addresses.
+            from poolgrid.discovery.opening import open_names
+
+            names = await open_names(opened, settings, SystemClock(), registry)
+        service = _open_service(opened, settings, registry)
+        await service.start()
+        server = _open_server(opened, settings, registry, ConsolidatorHealth(service))
+        server.start()
+        if names is not None:
+            opened.push_async_callback(names.withdraw)
+            planes = {
+                "ingest": service.ingest_endpoint,
+                "feed": service.feed_endpoint,
+                "query": service.query_endpoint,
+                "http": server.url,
+            }
+            own = {name: settings.reachable(address) for name, address in planes.items()}
+            await names.register(CONSOLIDATOR, f"{CONSOLIDATOR}-{os.getpid()}", own)
+        ready(
+            Endpoints(
+                ingest=service.ingest_endpoint,
+                feed=service.feed_endpoint,
+                query=service.query_endpoint,
+                http=server.url,
+            )
+        )
+        await stop.wait()
+
+
+async def _serve_in_turn(
+    opened: AsyncExitStack,
+    settings: ConsolidatorProcessSettings,
+    registry: CollectorRegistry,
+    stop: asyncio.Event,
+    ready: Callable[[Endpoints], None],
+) -> None:
+    """Stand by and be active in turn: the journal is in a stream, and any consolidator of the pool may write it."""
+    from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
+    from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings, bytes_max_of
+    from poolgrid.consolidator.succession import Succession, SuccessionMetrics
+    from poolgrid.nats.nats_connection import NatsConnection
+    from poolgrid.nats.nats_leader import LOADING_KEY, told_subject
+
+    clock = SystemClock()
+    loop = asyncio.get_running_loop()
+    keys = CurveKeys.load(settings)
+    planes = PlaneMetrics(registry)
+    metrics = SuccessionMetrics(registry)
+    connection = NatsConnection(settings, "poolgrid consolidator", clock)
+    connection.foreign.count_in(registry)
+    opened.push_async_callback(connection.close)
+    bytes_max = bytes_max_of(settings.retention_bytes)
+    journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, bytes_max))
+    sizes = StreamJournalSettings(settings.retention_bytes, settings.retention_ms, bytes_max)
+
+    def tell_loading(data: bytes) -> None:
+        subject = told_subject(settings.nats_pool, LOADING_KEY)
+        detached(connection.tell(subject, data), "words of loading")
+
+    def make_service(consolidator_id: str, on_fenced: Callable[[JournalFenced], None]) -> ConsolidatorService:
+        return ConsolidatorService(
+            settings,
+            registry,
+            clock,
+            lambda: StreamJournal(ThreadedStream(journal, loop), consolidator_id, clock, sizes),
+            consolidator_id,
+            lambda: PlaneContext.make(keys, planes),
+            on_fenced,
+            tell_loading,
+        )
+
+    succession = Succession(settings, journal, clock, metrics, make_service)
+    server = _open_server(opened, settings, registry, succession)
+    server.start()
+    await unless(stop, connection.open(), "connection to NATS")
+    if stop.is_set():
+        return
+    ready(Endpoints(ingest="", feed="", query="", http=server.url))
+    await succession.run(stop)
+
+
+def _open_service(
+    opened: AsyncExitStack, settings: ConsolidatorProcessSettings, registry: CollectorRegistry
+) -> ConsolidatorService:
+    keys = CurveKeys.load(settings)
+    metrics = PlaneMetrics(registry)
+    service = create(settings, registry, SystemClock(), lambda: PlaneContext.make(keys, metrics))
+    opened.push_async_callback(service.stop)
+    return service
+
+
+def _open_server(
+    opened: AsyncExitStack,
+    settings: ConsolidatorProcessSettings,
+    registry: CollectorRegistry,
+    observed: Observed,
+) -> HttpServer:
+    server = HttpServer(
+        HealthApp(registry, observed),
+        settings.host,
+        settings.http_port,
+        "http_port",
+        tls=Tls.load(settings, registry),
+        registry=registry,
+        limits=settings.http_limits(),
+    )
+    opened.push_async_callback(server.stop)
+    return server

@@ -1,0 +1,704 @@
+"""The consolidator: takes what sources say, decides what becomes a record of the pool's journal, and answers.
+
+Rules for this file:
+
+1. Everything that happens goes through a ``Turn``: the caller opens one, hands in messages, and gets back records and
+   replies. **The shell appends the records to the journal first; only then do replies leave and records get
+   published.** An acknowledgement therefore always means "in the journal".
+2. Every accepted batch becomes exactly one record, also when nothing of it is news: the record moves the cursor that a
+   restarted consolidator will know. Offsets have no holes.
+3. A life ends before the next begins: a new epoch writes ``WorkerLeft`` and ``WorkerJoined`` before anything of the new
+   life. A batch of an earlier life is refused.
+4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
+   (``SnapshotBegan`` first); requests that were open before it are finished with reason ``lost``, because their end may
+   have been among the missing batches. A worker restates the requests it still has with ``RequestStarted``.
+5. A stream's health (``poolgrid.wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that nobody
+   fills for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a record.
+6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
+7. A rank has its own stream, and may have further sources (``core.further_source``) with cursors of their own. A block
+   is held while any of them says so; the first to say it and the last to take it back are told to readers. Gaps, leases
+   and acknowledgements are the business of the rank's own stream alone.
+
+What may join: see ``_objection``. Limits: ``ConsolidatorLimits``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, assert_never
+
+from poolgrid.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.consolidator.core.pool_state import (
+    BLOCKS_PER_WORKER_MAX,
+    PoolState,
+    WorkerRank,
+)
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.card_check import card_problem, name_problem
+from poolgrid.wire.events import (
+    AnyEvent,
+    BlocksReleased,
+    BlocksRemoved,
+    BlocksShared,
+    BlocksStored,
+    CacheCleared,
+    EventBatch,
+    JournalRecord,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+    SnapshotBegan,
+    SnapshotEnded,
+    StreamStateChanged,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+)
+from poolgrid.wire.hashing import HASH_SPEC
+from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.wire.ingest import (
+    Acknowledged,
+    FromConsolidator,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    JoinRefused,
+    Resend,
+    ToConsolidator,
+    Unknown,
+    Welcome,
+)
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, POOL_TEMPLATES_CHARS_MAX, TEXT_CHARS_MAX
+from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
+
+LIVE = StreamState.LIVE
+"""Found without asking the enumeration, for each batch anew."""
+
+EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
+"""Events of a batch up to which each may become several in the record without breaking the contract's limit. In larger
+ones (a snapshot in one piece) a stored chain stays one event, blocks that readers know included."""
+
+EVENTS_BESIDE_OTHERS_MAX = EVENTS_PER_BATCH_MAX // 2 - 1024
+"""Events of a batch of a worker with several sources: a removed event may become two, one for the blocks that another
+source still holds; the rest is room for what a restatement takes back."""
+
+NAME_CHARS_IN_REASON_MAX = 200
+"""Characters of a refused value that are repeated in the reason."""
+
+
+class Now(NamedTuple):
+    """One reading of the shell's clock."""
+
+    monotonic_ms: float
+    """For leases and retries; stands still while the consolidator does, or does not listen."""
+    wall_ms: int
+    """For records, Unix milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsolidatorLimits:
+    """Bounds of the core, each with what happens beyond it."""
+
+    workers_max: int = 4096
+    """WorkerRank ranks in the pool; a further one is refused."""
+    sources_per_worker_max: int = 8
+    """Sources of one rank; a further one is refused."""
+    blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX
+    """Blocks remembered per rank; further chains are not taken in and counted."""
+    lease_ms: int = 3000
+    """Silence after which a rank has left."""
+    resend_retry_ms: int = 200
+    """How long an answer to ``Resend`` may take before it is asked again."""
+    stale_after_ms: int = 2000
+    """How long a gap may stay open before the rank's blocks are not trusted any more: ten attempts to fill it."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened since the start, for the metrics of the shell."""
+
+    batches: int = 0
+    events: int = 0
+    duplicates: int = 0
+    gaps: int = 0
+    resends: int = 0
+    restatements: int = 0
+    refused: int = 0
+    unknown: int = 0
+    ignored_events: int = 0
+    joined: int = 0
+    left: int = 0
+    lease_expiries: int = 0
+    lost_requests: int = 0
+    stale: int = 0
+
+
+class MemberJoined(NamedTuple):
+    """A rank became a member; its further sources may be followed."""
+
+    key: WorkerKey
+    epoch: int
+    block_size: int
+
+
+class MemberLeft(NamedTuple):
+    """A rank is no member any more, and nothing that any source said of it is held."""
+
+    key: WorkerKey
+    over: bool
+    """Whether its life is known to have ended; a rank whose lease ran out may come back with all that it has."""
+    heard_ms: float
+    """When it was heard last, monotonic."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """All that follows from the messages of one wake-up, in order."""
+
+    now: Now
+    records: list[JournalRecord] = field(default_factory=list)
+    replies: list[tuple[bytes, FromConsolidator]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """For the log: what an operator should know."""
+    acknowledge: dict[WorkerKey, bytes] = field(default_factory=dict)
+    """Ranks whose batches were taken in, with the peer to tell; ``finish`` makes one acknowledgement of each."""
+    members: list[MemberJoined | MemberLeft] = field(default_factory=list)
+    """Who came and went, in order, for those who follow further sources."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """How a rank is connected, which no journal knows."""
+
+    heard_ms: float
+    peer: bytes = b""
+    attached: bool = False
+    """Attached by configuration: no lease, and nobody may take its name."""
+    asked_seq: int = -1
+    asked_ms: float = 0.0
+    behind_seq: int = -1
+    """The latest batch that is known to exist; the stream has a hole until it is taken in."""
+    behind_since_ms: float = 0.0
+    lag_ms: int = 0
+
+
+class Consolidator:
+    """The owner of a pool's state."""
+
+    def __init__(self, pool: PoolState, consolidator_id: str, limits: ConsolidatorLimits, now: Now) -> None:
+        self.pool = pool
+        pool.discarded.in_slices = True  # its owner has workers to hear and routers to tell
+        self.consolidator_id = consolidator_id
+        self.limits = limits
+        self.tally = Tally()
+        # Ranks known from the journal have one lease, from now on, to be heard of.
+        self._links: dict[WorkerKey, _Link] = {key: _Link(now.monotonic_ms) for key in pool.workers}
+
+    # Turns
+
+    def begin(self, now: Now) -> Turn:
+        """Open a turn."""
+        return Turn(now)
+
+    def finish(self, turn: Turn) -> None:
+        """Close a turn: one acknowledgement per rank whose batches were taken in."""
+        for key, peer in turn.acknowledge.items():
+            worker = self.pool.workers.get(key)
+            if worker is not None and peer:
+                turn.replies.append((peer, self._acknowledged(worker)))
+        turn.acknowledge.clear()
+
+    # What workers send
+
+    def receive(self, peer: bytes, message: ToConsolidator, turn: Turn) -> None:
+        """Take in a control message of a worker."""
+        if isinstance(message, Hello):
+            self._hello(peer, message, turn)
+        elif isinstance(message, Heartbeat):
+            self._heartbeat(peer, message, turn)
+        else:
+            self._goodbye(peer, message, turn)
+
+    def batch(self, peer: bytes, batch: EventBatch, turn: Turn) -> None:
+        """Take in a batch that a worker pushed."""
+        # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
+        name = (batch.worker_id, batch.dp_rank)
+        worker = self.pool.workers.get(name)  # type: ignore[call-overload]
+        link = self._links.get(name)  # type: ignore[call-overload]
+        if worker is None or link is None or link.attached or batch.epoch != worker.epoch:
+            self._live(peer, batch.worker, batch.epoch, turn)  # says why not
+            return
+        link.heard_ms = turn.now.monotonic_ms
+        link.peer = peer
+        if batch.source != WORKER_SOURCE:
+            self._refuse(
+                peer,
+                batch.worker,
+                f"a pushed batch names source {batch.source[:NAME_CHARS_IN_REASON_MAX]!r}, "
+                f"allowed is {WORKER_SOURCE!r}; it was dropped",
+                turn,
+            )
+            return
+        self._take(worker, batch, peer, turn)
+
+    def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: Turn) -> WorkerRank | None:
+        """Return the rank when this life of it is a member, else answer why not."""
+        worker = self.pool.workers.get(key)
+        link = self._links.get(key)
+        if worker is None or link is None or epoch > worker.epoch:
+            self.tally.unknown += 1
+            turn.replies.append((peer, Unknown(*key)))
+            return None
+        if link.attached:
+            self._refuse(peer, key, f"worker {key} is attached by configuration; a push of that name is refused", turn)
+            return None
+        if epoch < worker.epoch:
+            self._refuse(peer, key, _older(key, epoch, worker.epoch), turn)
+            return None
+        link.heard_ms = turn.now.monotonic_ms
+        link.peer = peer
+        return worker
+
+    def _hello(self, peer: bytes, hello: Hello, turn: Turn) -> None:
+        key = WorkerKey(WorkerId(hello.worker_id), hello.dp_rank)
+        worker = self.pool.workers.get(key)
+        link = self._links.get(key)
+        if link is not None and link.attached:
+            self._refuse(peer, key, f"worker {key} is attached by configuration; a push of that name is refused", turn)
+            return
+        if worker is not None and hello.epoch < worker.epoch:
+            self._refuse(peer, key, _older(key, hello.epoch, worker.epoch), turn)
+            return
+        objection = self._objection(key, hello.card)
+        if objection is not None:
+            self._refuse(peer, key, objection, turn)
+            return
+        if worker is not None:
+            verdict = worker.cursors[WORKER_SOURCE].judge_announcement(hello.epoch, hello.next_seq)
+            reason = None
+            if verdict is Verdict.NEW_EPOCH:
+                reason = f"replaced by epoch {hello.epoch}"
+            elif verdict is Verdict.BACKWARDS:
+                reason = f"its sequence went back to {hello.next_seq}"
+            elif hello.card != worker.card:
+                reason = "its card changed"
+            if reason is not None:
+                self._leave(worker, reason, turn, over=verdict in (Verdict.NEW_EPOCH, Verdict.BACKWARDS))
+                worker = None
+        if worker is None:
+            worker = self._join(key, hello.epoch, hello.card, turn)
+        link = self._links[key]
+        link.peer = peer
+        link.heard_ms = turn.now.monotonic_ms
+        link.asked_seq = -1
+        turn.replies.append(
+            (
+                peer,
+                Welcome(
+                    worker_id=key.worker_id,
+                    dp_rank=key.dp_rank,
+                    epoch=worker.epoch,
+                    next_seq=worker.cursors[WORKER_SOURCE].next_seq,
+                    consolidator_id=self.consolidator_id,
+                    lease_ms=self.limits.lease_ms,
+                ),
+            )
+        )
+
+    def _heartbeat(self, peer: bytes, heartbeat: Heartbeat, turn: Turn) -> None:
+        key = WorkerKey(WorkerId(heartbeat.worker_id), heartbeat.dp_rank)
+        worker = self._live(peer, key, heartbeat.epoch, turn)
+        if worker is None:
+            return
+        cursor = worker.cursors[WORKER_SOURCE]
+        verdict = cursor.judge_announcement(heartbeat.epoch, heartbeat.next_seq)
+        if verdict is Verdict.GAP:
+            self._ask_again(worker, heartbeat.next_seq, peer, turn)
+        elif verdict is Verdict.NEXT:
+            self._caught_up(worker, turn)
+        elif verdict is Verdict.BACKWARDS:
+            # Only a Hello carries the card that a new life needs.
+            self.tally.unknown += 1
+            turn.replies.append((peer, Unknown(*key)))
+            return
+        turn.acknowledge[key] = peer
+
+    def _goodbye(self, peer: bytes, goodbye: Goodbye, turn: Turn) -> None:
+        key = WorkerKey(WorkerId(goodbye.worker_id), goodbye.dp_rank)
+        worker = self._live(peer, key, goodbye.epoch, turn)
+        if worker is None:
+            return
+        turn.acknowledge.pop(key, None)
+        turn.replies.append((peer, self._acknowledged(worker)))
+        self._leave(worker, goodbye.reason or "said goodbye", turn)
+
+    # Sources of the consolidator's own making: engines that publish themselves
+
+    def attach(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> str | None:
+        """Make a rank a member by configuration, under a new epoch; return why not when it may not."""
+        worker = self.pool.workers.get(key)
+        objection = self._objection(key, card)
+        if objection is None and worker is not None and epoch <= worker.epoch:
+            objection = _older(key, epoch, worker.epoch)
+        if objection is not None:
+            self.tally.refused += 1
+            return objection
+        if worker is not None:
+            self._leave(worker, f"replaced by epoch {epoch}", turn)
+        self._join(key, epoch, card, turn)
+        self._links[key].attached = True
+        return None
+
+    def detach(self, key: WorkerKey, reason: str, turn: Turn) -> None:
+        """End the membership of an attached rank."""
+        worker = self.pool.workers.get(key)
+        if worker is not None:
+            self._leave(worker, reason, turn)
+
+    def take(self, batch: EventBatch, turn: Turn) -> bool:
+        """Take in a batch of an attached source; say whether it was accepted.
+
+        A further source of a worker that joined by itself has a cursor of its own; a new epoch on it drops what the
+        source held and nothing else. Nobody is asked for what is missing of it: its batches come without holes.
+        """
+        worker = self.pool.workers.get(batch.worker)
+        if worker is None:
+            return False
+        before: list[AnyEvent] = []
+        if batch.source != WORKER_SOURCE:
+            cursor = worker.cursors.get(batch.source)
+            if cursor is None:
+                full = len(worker.cursors) >= self.limits.sources_per_worker_max
+                if full or batch.source == CONSOLIDATOR_SOURCE or batch.seq != 0:
+                    self.tally.refused += 1
+                    return False
+                worker.cursors[batch.source] = Cursor(batch.epoch)
+            elif batch.epoch > cursor.epoch and batch.seq == 0:
+                worker.presence.clear(batch.source, before)
+                cursor.begin(batch.epoch)
+            elif cursor.judge_batch(batch.epoch, batch.seq) is not Verdict.NEXT:
+                self.tally.refused += 1
+                return False
+        return self._take(worker, batch, b"", turn, before)
+
+    def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: Turn) -> None:
+        """Take back what the journal knows from further sources that nobody follows any more."""
+        for key, worker in self.pool.workers.items():
+            for source, cursor in list(worker.cursors.items()):
+                if source == WORKER_SOURCE or source in listed.get(key, ()) or not worker.presence.count_of(source):
+                    continue
+                turn.remarks.append(f"worker {key}: source {source!r} is not listed any more, what it said is dropped")
+                wall_ms = turn.now.wall_ms
+                batch = EventBatch(*key, cursor.epoch, cursor.next_seq, wall_ms, [CacheCleared()], source)
+                self._take(worker, batch, b"", turn)
+                self.note_stream(key, source, StreamState.ABSENT, "it is not in the sources file any more", turn)
+
+    # Leases
+
+    def next_expiry_ms(self) -> float | None:
+        """Return the monotonic time at which the first lease runs out or the first gap has been open for too long."""
+        heard = [link.heard_ms for link in self._links.values() if not link.attached]
+        due = [min(heard) + self.limits.lease_ms] if heard else []
+        due += [link.behind_since_ms + self.limits.stale_after_ms for _, link in self._behind()]
+        return min(due, default=None)
+
+    def _behind(self) -> list[tuple[WorkerKey, _Link]]:
+        """Return the ranks that were asked to fill a hole and have not; few, if any."""
+        return [
+            (key, link)
+            for key, link in self._links.items()
+            if link.behind_seq >= 0 and self.pool.workers[key].stream(WORKER_SOURCE).state is StreamState.REPLAYING
+        ]
+
+    def expire(self, turn: Turn) -> None:
+        """Let the ranks go whose lease has run out, and stop trusting those whose gap nobody fills."""
+        open_since = turn.now.monotonic_ms - self.limits.stale_after_ms
+        for key, link in self._behind():
+            if link.behind_since_ms <= open_since:
+                wanted = self.pool.workers[key].cursors[WORKER_SOURCE].next_seq
+                reason = f"batches from {wanted} are missing and were not sent for {self.limits.stale_after_ms} ms"
+                self.tally.stale += 1
+                turn.remarks.append(f"worker {key} is stale: {reason}")
+                self.note_stream(key, WORKER_SOURCE, StreamState.STALE, reason, turn)
+        deadline = turn.now.monotonic_ms - self.limits.lease_ms
+        for key in sorted(key for key, link in self._links.items() if not link.attached and link.heard_ms <= deadline):
+            self.tally.lease_expiries += 1
+            reason = f"lease expired: silent for {self.limits.lease_ms} ms"
+            self._leave(self.pool.workers[key], reason, turn, over=False)
+
+    def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: Turn) -> None:
+        """Write how far the stream of a source can be trusted, if that is news."""
+        worker = self.pool.workers.get(key)
+        if worker is None or worker.stream(source).state is state:
+            return
+        events: list[AnyEvent] = [StreamStateChanged(source, state, reason[:TEXT_CHARS_MAX])]
+        fold(worker.streams, CONSOLIDATOR_SOURCE, events)
+        self._record(key, worker.epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
+
+    def _caught_up(self, worker: WorkerRank, turn: Turn) -> None:
+        """Note that nothing is missing of what a rank is known to have sent."""
+        self._links[worker.key].behind_seq = -1
+        if worker.stream(WORKER_SOURCE).state in (StreamState.REPLAYING, StreamState.STALE):
+            self.note_stream(worker.key, WORKER_SOURCE, StreamState.LIVE, "", turn)
+
+    def lags_ms(self) -> dict[WorkerKey, int]:
+        """Return, per rank, how long its last batch took from its clock to ours."""
+        return {key: link.lag_ms for key, link in self._links.items()}
+
+    # The one way in for batches
+
+    def _take(
+        self, worker: WorkerRank, batch: EventBatch, peer: bytes, turn: Turn, before: list[AnyEvent] | None = None
+    ) -> bool:
+        source, seq = batch.source, batch.seq
+        cursor = worker.cursors[source]
+        tally = self.tally
+        if seq == cursor.next_seq and batch.epoch == cursor.epoch:
+            pass  # the next one, as nearly always, found without asking for a verdict
+        elif (verdict := cursor.judge_batch(batch.epoch, seq)) is Verdict.NEXT:
+            pass
+        elif verdict is Verdict.DUPLICATE:
+            tally.duplicates += 1
+            turn.acknowledge[worker.key] = peer
+            return False
+        elif verdict is Verdict.GAP and batch.events and type(batch.events[0]) is SnapshotBegan:
+            tally.restatements += 1
+            turn.remarks.append(
+                f"worker {worker.key} restates its cache at batch {batch.seq}: "
+                f"batches {cursor.next_seq} to {batch.seq - 1} are lost"
+            )
+            self._lose_requests(worker, batch, turn)
+            cursor.next_seq = batch.seq
+        elif verdict is Verdict.GAP:
+            self._ask_again(worker, batch.seq, peer, turn)
+            link = self._links[worker.key]
+            link.behind_seq = max(link.behind_seq, batch.seq)
+            return False
+        else:
+            tally.refused += 1
+            return False
+        if len(worker.cursors) > 1 and len(batch.events) > EVENTS_BESIDE_OTHERS_MAX:
+            self._refuse(
+                peer,
+                worker.key,
+                f"batch {batch.seq} of worker {worker.key} has {len(batch.events)} events, allowed are at most "
+                f"{EVENTS_BESIDE_OTHERS_MAX} for a worker with several sources; it was dropped",
+                turn,
+            )
+            return False
+        known = worker.streams.get(source)
+        is_live = known is not None and known.state is LIVE
+        events, tells = self._consolidate(worker, batch, is_live, whole=len(batch.events) > EVENTS_TO_SPLIT_MAX)
+        if before:
+            events[:0] = before
+        cursor.next_seq += 1
+        tally.batches += 1
+        tally.events += len(batch.events)
+        if tells or not is_live:  # else one that is live stays so
+            fold(worker.streams, source, events)
+        key, pool, wall_ms = worker.key, self.pool, turn.now.wall_ms
+        turn.records.append(
+            JournalRecord(
+                pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source
+            )  # positional: hot
+        )
+        pool.offset += 1
+        if source == WORKER_SOURCE:
+            link = self._links[key]
+            behind_seq = link.behind_seq
+            if (behind_seq >= 0 or tells or not is_live) and cursor.next_seq > behind_seq and not link.attached:
+                self._caught_up(worker, turn)
+            lag_ms = wall_ms - batch.time_ms
+            link.lag_ms = lag_ms if lag_ms > 0 else 0
+            turn.acknowledge[key] = peer
+        return True
+
+    def _consolidate(
+        self, worker: WorkerRank, batch: EventBatch, is_live: bool, whole: bool
+    ) -> tuple[list[AnyEvent], bool]:
+        """Change the worker's state as the batch says; return what the journal and the readers get, and whether any of
+        it says how far a stream can be trusted."""
+        out: list[AnyEvent] = []
+        presence = worker.presence
+        source = batch.source
+        tells = False
+        restating = worker.restating or (not is_live and worker.stream(source).state is StreamState.SNAPSHOTTING)
+        for event in batch.events:
+            if (
+                type(event) is RequestStarted
+                or type(event) is PrefillCompleted
+                or type(event) is RequestProgressed
+                or type(event) is RequestFinished
+                or type(event) is LoadReported
+                or type(event) is WorkerDraining
+            ):
+                worker.note(event)
+                out.append(event)
+            elif type(event) is BlocksStored:
+                before = len(out)
+                presence.store(source, event, out)
+                if whole and len(out) - before > 1:
+                    out[before:] = [event]
+            elif type(event) is BlocksRemoved:
+                presence.remove(source, event, out)
+            elif type(event) is CacheCleared:
+                presence.clear(source, out)
+            elif type(event) is SnapshotBegan:
+                tells = True
+                if presence.restate(source, event, out):
+                    worker.restating = True
+                else:
+                    # To readers it would mean that nothing at all is held; they are told what is gone.
+                    out.append(StreamStateChanged(source, StreamState.SNAPSHOTTING, "its cache is restated"))
+                restating = True
+            elif type(event) is SnapshotEnded:
+                if restating:
+                    tells = True
+                    restating = worker.restating = False
+                    out.append(event)
+            elif (
+                type(event) is WorkerJoined
+                or type(event) is WorkerLeft
+                or type(event) is BlocksShared
+                or type(event) is BlocksReleased
+                or type(event) is StreamStateChanged
+            ):
+                self.tally.ignored_events += 1  # the consolidator says these, never a source
+            else:
+                assert_never(event)
+        return out, tells
+
+    def _lose_requests(self, worker: WorkerRank, batch: EventBatch, turn: Turn) -> None:
+        if not worker.requests or batch.source != WORKER_SOURCE:
+            return
+        lost: list[AnyEvent] = [RequestFinished(request_id, "lost") for request_id in worker.requests]
+        self.tally.lost_requests += len(lost)
+        worker.requests.clear()
+        for at in range(0, len(lost), EVENTS_PER_BATCH_MAX):
+            part = lost[at : at + EVENTS_PER_BATCH_MAX]
+            self._record(worker.key, worker.epoch, 0, batch.time_ms, part, CONSOLIDATOR_SOURCE, turn)
+
+    def _ask_again(self, worker: WorkerRank, seen_seq: int, peer: bytes, turn: Turn) -> None:
+        """Ask for what is missing; once per gap, and again when no answer came for ``resend_retry_ms``."""
+        wanted = worker.cursors[WORKER_SOURCE].next_seq
+        link = self._links[worker.key]
+        now_ms = turn.now.monotonic_ms
+        if link.asked_seq == wanted:
+            if now_ms - link.asked_ms < self.limits.resend_retry_ms:
+                return
+        else:
+            self.tally.gaps += 1
+            turn.remarks.append(f"worker {worker.key}: batches {wanted} to {seen_seq - 1} are missing, asking again")
+        if link.behind_seq < 0:
+            link.behind_since_ms = now_ms
+            if worker.stream(WORKER_SOURCE).state is not StreamState.STALE:
+                reason = f"batches {wanted} to {seen_seq - 1} are missing"
+                self.note_stream(worker.key, WORKER_SOURCE, StreamState.REPLAYING, reason, turn)
+        link.behind_seq = max(link.behind_seq, seen_seq - 1)
+        link.asked_seq = wanted
+        link.asked_ms = now_ms
+        self.tally.resends += 1
+        if peer:
+            turn.replies.append((peer, Resend(*worker.key, epoch=worker.epoch, from_seq=wanted)))
+
+    # Membership
+
+    def _objection(self, key: WorkerKey, card: WorkerCard) -> str | None:
+        """Say why a rank with this card may not join, or ``None``."""
+        members = self.pool.workers
+        if key not in members and len(members) >= self.limits.workers_max:
+            return f"the pool has {len(members)} worker ranks, allowed are at most {self.limits.workers_max}"
+        problem = name_problem("worker_id", key.worker_id, needed=True) or card_problem(card)
+        if problem is not None:
+            return problem
+        if card.dp_size < 1 or key.dp_rank >= card.dp_size:
+            return f"dp_rank is {key.dp_rank}, the card's dp_size {card.dp_size} allows 0 to {card.dp_size - 1}"
+        if card.hash_spec != HASH_SPEC:
+            return (
+                f"the card's hash_spec is {card.hash_spec!r}, this pool hashes blocks with {HASH_SPEC!r}: "
+                "its blocks would never be found"
+            )
+        templates = len(card.chat.chat_template)
+        for other_key, other in members.items():
+            if other_key == key:
+                continue
+            if other_key.worker_id == key.worker_id and other.card.dp_size != card.dp_size:
+                return f"the card's dp_size is {card.dp_size}, rank {other_key} of the worker has {other.card.dp_size}"
+            if other.card.model == card.model and other.card.block_size != card.block_size:
+                return (
+                    f"the card's block_size is {card.block_size}, worker {other_key} serves model {card.model!r} with "
+                    f"{other.card.block_size}; all workers of a model in a pool must agree"
+                )
+            if other.card.model == card.model:
+                contradiction = _contradiction(card, other_key, other.card)
+                if contradiction is not None:
+                    return contradiction
+            templates += len(other.card.chat.chat_template)
+        if card.chat.chat_template and templates > POOL_TEMPLATES_CHARS_MAX:
+            return (
+                f"with the card's chat.chat_template those of the pool have {templates} characters, allowed are "
+                f"{POOL_TEMPLATES_CHARS_MAX}: give the template to the routers"
+            )
+        return None
+
+    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> WorkerRank:
+        worker = self.pool.workers[key] = self.pool.new_worker(key, epoch, card)
+        self._links[key] = _Link(turn.now.monotonic_ms)
+        self.tally.joined += 1
+        self._record(key, epoch, 0, turn.now.wall_ms, [WorkerJoined(card)], CONSOLIDATOR_SOURCE, turn)
+        turn.members.append(MemberJoined(key, epoch, card.block_size))
+        turn.remarks.append(f"worker {key} joined: epoch {epoch}, model {card.model}, {card.role.name.lower()}")
+        return worker
+
+    def _leave(self, worker: WorkerRank, reason: str, turn: Turn, over: bool = True) -> None:
+        self.pool.forget(worker.key)
+        turn.members.append(MemberLeft(worker.key, over, self._links.pop(worker.key).heard_ms))
+        turn.acknowledge.pop(worker.key, None)
+        self.tally.left += 1
+        left: list[AnyEvent] = [WorkerLeft(reason[:TEXT_CHARS_MAX])]
+        self._record(worker.key, worker.epoch, 0, turn.now.wall_ms, left, CONSOLIDATOR_SOURCE, turn)
+        turn.remarks.append(f"worker {worker.key} left: epoch {worker.epoch}, {reason[:TEXT_CHARS_MAX]}")
+
+    def _record(
+        self, key: WorkerKey, epoch: int, seq: int, time_ms: int, events: list[AnyEvent], source: str, turn: Turn
+    ) -> None:
+        pool = self.pool
+        turn.records.append(
+            JournalRecord(pool.offset, *key, epoch, seq, time_ms, turn.now.wall_ms, events, source)  # positional: hot
+        )
+        pool.offset += 1
+
+    # Answers
+
+    def _acknowledged(self, worker: WorkerRank) -> Acknowledged:
+        return Acknowledged(*worker.key, worker.epoch, worker.cursors[WORKER_SOURCE].next_seq, self.consolidator_id)
+
+    def _refuse(self, peer: bytes, key: WorkerKey, reason: str, turn: Turn) -> None:
+        self.tally.refused += 1
+        turn.remarks.append(f"refused worker {key}: {reason}")
+        if peer:
+            turn.replies.append((peer, JoinRefused(*key, reason=reason[:TEXT_CHARS_MAX])))
+
+
+def _contradiction(card: WorkerCard, other_key: WorkerKey, other: WorkerCard) -> str | None:
+    """Say what two workers of a model tell routers differently, or ``None``."""
+    told = [(f"chat.{field}", own, others) for field, own, others in card.chat.contradictions(other.chat)]
+    largest, others = card.media.item_bytes_max, other.media.item_bytes_max
+    if largest and others and largest != others:
+        told.append(("media.item_bytes_max", str(largest), str(others)))
+    if not told:
+        return None
+    field, own_value, other_value = told[0]
+    return (
+        f"the card's {field} is {own_value}, worker {other_key} serves model {card.model!r} with {other_value}; all "
+        "workers of a model in a pool must agree, or say nothing"
+    )
+
+
+def _older(key: WorkerKey, epoch: int, current: int) -> str:
+    return (
+        f"epoch {epoch} of worker {key} is older than the one in the pool, {current}; a later life has taken its place"
+    )

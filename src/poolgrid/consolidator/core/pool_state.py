@@ -1,0 +1,345 @@
+"""The state of a pool as a fold over its journal.
+
+Rules for this file:
+
+1. ``apply`` is the only way by which records change the state, and it looks at nothing but the record.
+2. ``freeze`` at offset n, loaded, and followed by the records from n on, gives the state that all records from 0 give.
+   ``freeze_in_place`` is the same without the copy: it costs nothing for a block, and neither do the records that go on
+   being applied until ``thaw`` (``frozen_blocks``). One at a time.
+3. A record moves the cursor of its source behind its ``seq``. Records that the consolidator writes on its own account
+   (source ``consolidator``: ``WorkerJoined``, ``WorkerLeft``, requests that were lost) move none.
+
+What a record does to a worker rank:
+
+    event                        effect
+    ---------------------------  ------------------------------------------------------------------------------
+    WorkerJoined(card)           the rank starts with an empty cache, no requests, and the cursor (epoch, 0)
+    WorkerDraining               marked as draining
+    WorkerLeft                   the rank is forgotten, blocks, requests and cursors included
+    Blocks*, CacheCleared        ``presence``
+    SnapshotBegan, SnapshotEnded the blocks are void; ``restating`` in between
+    StreamStateChanged           the stream of the source it names; what other events imply is in
+                                 ``poolgrid.wire.streams``
+    RequestStarted               the request is listed (the oldest goes when more than ``REQUESTS_PER_WORKER_MAX``)
+    PrefillCompleted, Progressed the request, when it is listed, changes
+    RequestFinished              the request is no longer listed
+    LoadReported                 replaces the load
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import assert_never
+
+import msgspec
+
+from poolgrid.consolidator.core.cursor import Cursor
+from poolgrid.consolidator.core.frozen_blocks import Discarded
+from poolgrid.consolidator.core.presence import Frozen, Presence, dump
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import (
+    AnyEvent,
+    BlocksReleased,
+    BlocksRemoved,
+    BlocksShared,
+    BlocksStored,
+    CacheCleared,
+    JournalRecord,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+    SnapshotBegan,
+    SnapshotEnded,
+    StreamStateChanged,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+)
+from poolgrid.wire.feed import BlockChain, RequestState, SourceStream, WorkerState
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
+
+REQUESTS_PER_WORKER_MAX = 65_536
+"""Unfinished requests remembered per rank, far above any engine's batch and queue; beyond it the oldest goes."""
+
+BLOCKS_PER_WORKER_MAX = 4 * 1024 * 1024
+"""Blocks remembered per rank over all tiers and sources. Beyond it new chains are not taken in, and that is counted."""
+
+WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillCompleted | RequestFinished | WorkerDraining
+"""What an event may say of a worker and its requests."""
+
+
+class WorkerRank:
+    """All that the stream says of one worker rank."""
+
+    __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating", "streams")
+
+    def __init__(
+        self,
+        key: WorkerKey,
+        epoch: int,
+        card: WorkerCard,
+        blocks_max: int = BLOCKS_PER_WORKER_MAX,
+        discarded: Discarded | None = None,
+    ) -> None:
+        self.key = key
+        self.epoch = epoch
+        self.card = card
+        self.draining = False
+        self.restating = False
+        self.load: LoadReported | None = None
+        self.requests: dict[str, RequestState] = {}
+        self.presence = Presence(blocks_max, discarded)
+        self.cursors: dict[str, Cursor] = {WORKER_SOURCE: Cursor(epoch)}
+        self.streams: dict[str, SourceStream] = {WORKER_SOURCE: SourceStream(WORKER_SOURCE, StreamState.SYNCING)}
+
+    def stream(self, source: str) -> SourceStream:
+        """Return how far the stream of a source can be trusted; a source that was not heard of yet is syncing."""
+        return self.streams.get(source) or SourceStream(source, StreamState.SYNCING)
+
+    def apply(self, source: str, event: AnyEvent) -> None:
+        """Apply one event of a journal record that is about this worker."""
+        if (
+            type(event) is BlocksStored
+            or type(event) is BlocksRemoved
+            or type(event) is BlocksShared
+            or type(event) is BlocksReleased
+            or type(event) is CacheCleared
+        ):
+            self.presence.apply(source, event)
+        elif type(event) is SnapshotBegan:
+            self.restating = True
+            self.presence.apply(source, event)
+        elif type(event) is SnapshotEnded:
+            self.restating = False
+        elif type(event) is StreamStateChanged:
+            pass  # of the record, which ``poolgrid.wire.streams.fold`` takes whole
+        elif type(event) is WorkerJoined or type(event) is WorkerLeft:
+            pass  # of the pool, which has begun or ended this worker
+        else:
+            self.note(event)
+
+    def note(self, event: WorkerEvent) -> None:
+        """Apply an event that is about the worker and its requests, and not about blocks."""
+        if type(event) is RequestStarted:
+            self.requests.pop(event.request_id, None)
+            if len(self.requests) >= REQUESTS_PER_WORKER_MAX:
+                del self.requests[next(iter(self.requests))]
+            self.requests[event.request_id] = RequestState(
+                event.request_id, event.isl, event.cached_tokens, event.active_blocks, prefilling=True
+            )
+        elif type(event) is RequestProgressed:
+            request = self.requests.get(event.request_id)
+            if request is not None:
+                self.requests[event.request_id] = RequestState(
+                    request.request_id, request.isl, request.cached_tokens, event.active_blocks, request.prefilling
+                )
+        elif type(event) is PrefillCompleted:
+            request = self.requests.get(event.request_id)
+            if request is not None:
+                self.requests[event.request_id] = RequestState(
+                    request.request_id, request.isl, request.cached_tokens, request.active_blocks, prefilling=False
+                )
+        elif type(event) is RequestFinished:
+            self.requests.pop(event.request_id, None)
+        elif type(event) is LoadReported:
+            self.load = event
+        elif type(event) is WorkerDraining:
+            self.draining = True
+        else:
+            assert_never(event)
+
+    def state(self) -> WorkerState:
+        """Return the worker without its blocks, as readers get it."""
+        return WorkerState(
+            worker_id=self.key.worker_id,
+            dp_rank=self.key.dp_rank,
+            epoch=self.epoch,
+            next_seq=self.cursors[WORKER_SOURCE].next_seq,
+            card=self.card,
+            draining=self.draining,
+            requests=list(self.requests.values()),
+            load=self.load,
+            restating=self.restating,
+            streams=[stream for _, stream in sorted(self.streams.items())],
+        )
+
+
+class SourcePosition(msgspec.Struct, array_like=True, frozen=True):
+    """Cursor of one source, as a snapshot keeps it."""
+
+    source: str
+    epoch: int
+    next_seq: int
+
+
+class WorkerEntry(msgspec.Struct, array_like=True, frozen=True):
+    """One worker of a journal snapshot."""
+
+    state: WorkerState
+    positions: list[SourcePosition]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenWorker:
+    """One worker at one moment."""
+
+    entry: WorkerEntry
+    held: Frozen
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPool:
+    """A pool's state before record ``offset``: a copy, or what stays as it is until it is thawed."""
+
+    offset: int
+    workers: list[FrozenWorker]
+
+    def states(self) -> list[WorkerState]:
+        """Return the workers without their blocks, in a fixed order."""
+        return [worker.entry.state for worker in self.workers]
+
+    def visible_chains(self) -> Iterator[tuple[int, BlockChain]]:
+        """Yield (position of the worker, chain) for what readers see, sources merged, as ``presence.dump`` says."""
+        for position, worker in enumerate(self.workers):
+            for tier in Tier:
+                for parent, hashes in dump([held for at, _, held in worker.held if at is tier]):
+                    yield position, BlockChain(parent, pack_hashes(hashes), tier)
+
+    def source_chains(self) -> Iterator[tuple[int, str, BlockChain]]:
+        """Yield (position of the worker, source, chain) for all that the fold knows."""
+        for position, worker in enumerate(self.workers):
+            for tier, source, held in worker.held:
+                for parent, hashes in dump([held]):
+                    yield position, source, BlockChain(parent, pack_hashes(hashes), tier)
+
+
+class PoolState:
+    """Workers, their blocks and the cursors of their sources before record ``offset``."""
+
+    __slots__ = ("_blocks_max", "_frozen", "discarded", "offset", "workers")
+
+    def __init__(self, blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX) -> None:
+        self._blocks_max = blocks_per_worker_max
+        self.offset = 0
+        """Offset of the next record."""
+        self.workers: dict[WorkerKey, WorkerRank] = {}
+        self.discarded = Discarded()
+        """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
+        self._frozen: list[Presence] = []
+
+    def apply(self, record: JournalRecord) -> None:
+        """Fold the next record in. Records must come in order: an offset out of line is our own fault."""
+        assert record.offset == self.offset, f"record {record.offset} was applied at offset {self.offset}"
+        self.offset += 1
+        key = record.worker
+        worker = self.workers.get(key)
+        for event in record.events:
+            if type(event) is WorkerJoined:
+                self.forget(key)
+                worker = self.workers[key] = self.new_worker(key, record.epoch, event.card)
+            elif type(event) is WorkerLeft:
+                self.forget(key)
+                worker = None
+            elif worker is not None:
+                worker.apply(record.source, event)
+        if worker is not None:
+            fold(worker.streams, record.source, record.events)
+        if worker is not None and record.source != CONSOLIDATOR_SOURCE:
+            cursor = worker.cursors.get(record.source)
+            if cursor is None:
+                cursor = worker.cursors[record.source] = Cursor(record.epoch)
+            cursor.epoch = record.epoch
+            cursor.next_seq = record.seq + 1
+
+    def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> WorkerRank:
+        """Return a worker as it is right after it joined; the caller lists it."""
+        return WorkerRank(key, epoch, card, self._blocks_max, self.discarded)
+
+    def forget(self, key: WorkerKey) -> None:
+        """Forget a worker, if there is one of that name."""
+        worker = self.workers.pop(key, None)
+        if worker is not None:
+            worker.presence.forget_all()
+
+    def freeze(self) -> FrozenPool:
+        """Return a copy at this offset, in a fixed order of workers; made in one go."""
+        return self._frozen_with(Presence.freeze)
+
+    def freeze_in_place(self) -> FrozenPool:
+        """Return the state at this offset, as it stays until ``thaw`` whatever is applied meanwhile; nothing is copied.
+
+        One at a time: what was frozen before is thawed.
+        """
+        assert not self._frozen, "what was frozen before is not thawed yet"
+        self._frozen = [worker.presence for worker in self.workers.values()]
+        return self._frozen_with(Presence.freeze_in_place)
+
+    def thaw(self, changes: int) -> bool:
+        """Have so many of the changes since ``freeze_in_place`` made to what was frozen; return whether there are more.
+
+        Nobody may read what was frozen from the first of these calls on.
+        """
+        frozen = self._frozen
+        while frozen and changes > 0:
+            changes = frozen[-1].thaw(changes)
+            if changes > 0:
+                frozen.pop()
+        return bool(frozen)
+
+    def _frozen_with(self, freeze: Callable[[Presence], Frozen]) -> FrozenPool:
+        return FrozenPool(
+            self.offset,
+            [
+                FrozenWorker(
+                    WorkerEntry(
+                        worker.state(),
+                        [SourcePosition(name, at.epoch, at.next_seq) for name, at in sorted(worker.cursors.items())],
+                    ),
+                    freeze(worker.presence),
+                )
+                for _, worker in sorted(self.workers.items())
+            ],
+        )
+
+    def facts(self) -> object:
+        """Return all that the fold knows, in a form that two states can be compared by; not a copy."""
+        return self.offset, [
+            (
+                worker.state(),
+                sorted((name, at.epoch, at.next_seq) for name, at in worker.cursors.items()),
+                {(tier, source): held for tier, source, held in worker.presence.freeze() if held},
+            )
+            for _, worker in sorted(self.workers.items())
+        ]
+
+    @classmethod
+    def load(
+        cls,
+        offset: int,
+        entries: Iterable[WorkerEntry],
+        blocks: Iterable[tuple[int, str, Tier, int | None, tuple[int, ...]]],
+        blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX,
+    ) -> PoolState:
+        """Return the state that a snapshot describes: workers, then (position of the worker, source, chain)."""
+        pool = cls(blocks_per_worker_max)
+        pool.offset = offset
+        listed: list[WorkerRank] = []
+        for entry in entries:
+            state = entry.state
+            worker = pool.new_worker(WorkerKey(WorkerId(state.worker_id), state.dp_rank), state.epoch, state.card)
+            worker.draining = state.draining
+            worker.restating = state.restating
+            worker.load = state.load
+            worker.streams = {stream.source: stream for stream in state.streams}
+            worker.requests = {request.request_id: request for request in state.requests}
+            worker.cursors = {at.source: Cursor(at.epoch, at.next_seq) for at in entry.positions}
+            pool.workers[worker.key] = worker
+            listed.append(worker)
+        for position, source, tier, parent, hashes in blocks:
+            listed[position].presence.load(tier, source, parent, hashes)
+        return pool

@@ -1,0 +1,140 @@
+"""A remote router's connection to a consolidator: the sockets around ``core.feed_reader``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from poolgrid.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, Snapshot
+from poolgrid.consolidator.core.loading_table import LoadingTable
+from poolgrid.consolidator.journal_follower import JournalFollower
+from poolgrid.consolidator.ports import PoolListener
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints
+from poolgrid.transport.planes import watch_as_client
+from poolgrid.transport.reconnecting import look_again_soon
+from poolgrid.transport.subscriber import Subscriber
+from poolgrid.transport.subscriber_choice import subscribe
+from poolgrid.transport.zmq_socket import BatchSocket
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed_frames import FEED_TOPIC, decode_answer, decode_feed
+from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.loading import LOADING_TOPIC, LoadingWorker
+
+log = logging.getLogger(__name__)
+
+
+class FeedFollower(JournalFollower[FeedReader]):
+    """Calls a listener as the consolidator in another process would, had it been in this one.
+
+    The listener gets ``on_snapshot`` first, and again whenever the consolidator restarted or too much was missed.
+    """
+
+    def __init__(
+        self,
+        feed_endpoint: str,
+        query_endpoint: str,
+        listener: PoolListener,
+        clock: Clock,
+        answer_timeout_ms: float = 1000.0,
+        make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
+    ) -> None:
+        self._endpoints = (feed_endpoint, query_endpoint)
+        super().__init__(FeedReader(answer_timeout_ms), listener, clock)
+        self._complaints = Complaints(log, clock)
+        self._context: zmq.Context[Any] = make_context()
+        self._subscription: Subscriber | None = None
+        """To the feed; what it misses shows as a hole."""
+        self._query: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._query.setsockopt(zmq.LINGER, 0)
+        self._query.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        look_again_soon(self._query)
+        watch_as_client(self._query, "the consolidator's query plane")
+        self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
+        self._query_inbox = BatchSocket(self._query, self._on_answers)
+        self.heard_ms: float | None = None
+        """Monotonic time of the last message of the consolidator: it speaks at least every ``feed_keep_alive_ms``."""
+        self.undecodable = 0
+        self._loading = LoadingTable()
+
+    def behind(self) -> int:
+        """Return how many records, at least, are missing of those that the consolidator is known to have."""
+        behind = self._reader.behind
+        return behind or int(self._subscription is not None and self._subscription.has_more)
+
+    def loading(self) -> list[LoadingWorker]:
+        """Return the workers that still load, as the consolidator was told."""
+        return self._loading.workers(self._clock.monotonic_ms())
+
+    async def start(self) -> None:
+        """Subscribe and ask for the snapshot."""
+        self._subscription = subscribe(self._context, self._endpoints[0], FEED_TOPIC, self._on_feed)
+        self._query_inbox.start()
+        self._query.connect(self._endpoints[1])
+        self._carry_out(self._reader.start(self._clock.monotonic_ms()))
+
+    async def stop(self) -> None:
+        """Close the sockets."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_timer()
+        if self._subscription is not None:
+            self._subscription.close()
+        self._query_inbox.stop()
+        self._context.destroy(linger=0)
+
+    def _on_feed(self, messages: list[list[bytes]]) -> None:
+        now_ms = self.heard_ms = self._clock.monotonic_ms()
+        effects: list[FeedEffect] = []
+        for frames in messages:
+            try:
+                if len(frames) == 2 and frames[0] == LOADING_TOPIC:
+                    self._loading.replace(codec.loading_workers.decode(frames[1]).workers, now_ms)
+                    continue
+                effects += self._reader.receive(decode_feed(frames), now_ms)
+            except DecodeError as error:
+                self._undecodable(error)
+        self._carry_out(effects)
+
+    def _on_answers(self, messages: list[list[bytes]]) -> None:
+        now_ms = self.heard_ms = self._clock.monotonic_ms()
+        effects: list[FeedEffect] = []
+        for frames in messages:
+            try:
+                answer, life = decode_answer(frames)
+                effects += self._reader.answer(codec.from_feed.decode(answer), life, now_ms)
+            except DecodeError as error:
+                self._undecodable(error)
+        self._carry_out(effects)
+
+    def _undecodable(self, error: DecodeError) -> None:
+        self.undecodable += 1
+        self._complaints.about("the consolidator", error)
+
+    def _carry_out(self, effects: list[FeedEffect]) -> None:
+        delivered: list[JournalRecord] = []
+        for effect in effects:
+            if isinstance(effect, Deliver):
+                delivered.extend(effect.records)
+                continue
+            if delivered:
+                self._tell(delivered)
+                delivered = []
+            if isinstance(effect, Snapshot):
+                log.info("took a snapshot at offset %d: %d worker ranks", effect.offset, len(effect.workers))
+                self._listener.on_snapshot(effect.offset, effect.workers, effect.chains)
+            else:
+                try:
+                    self._query.send_multipart([codec.to_feed.encode(effect)], zmq.NOBLOCK)
+                except zmq.Again:
+                    pass  # not connected for long: asked again when the answer is due
+                self._query_inbox.check()
+        if delivered:
+            self._tell(delivered)
+        self._settle()

@@ -1,0 +1,159 @@
+"""What lies in a journal's directory, and whether it is sound: every byte, every snapshot, every offset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from poolgrid.consolidator.core.pool_state import PoolState
+from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal.as_of import load_snapshot, snapshot_offsets
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import FILE_HEADER, scan
+from poolgrid.consolidator.journal.stored_records import (
+    RECORDS,
+    SegmentKind,
+    TornTail,
+    created_ms_of,
+    offset_of,
+    segment_names,
+    stored_records,
+)
+from poolgrid.consolidator.ports import Disk
+
+PROGRESS_EVERY_RECORDS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFacts:
+    """One segment."""
+
+    file: str
+    first_offset: int
+    next_offset: int
+    """Offset after the last sound record."""
+    bytes: int
+    created_ms: int
+    damage: str = ""
+    """What is wrong with its end; empty when nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFacts:
+    """One snapshot."""
+
+    file: str
+    offset: int
+    bytes: int
+    created_ms: int
+
+
+@dataclass(slots=True)
+class Survey:
+    """The files of a journal."""
+
+    segments: list[SegmentFacts] = field(default_factory=list)
+    snapshots: list[SnapshotFacts] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of everything."""
+        return sum(segment.bytes for segment in self.segments) + sum(snapshot.bytes for snapshot in self.snapshots)
+
+
+@dataclass(slots=True)
+class Verified:
+    """What ``verify`` saw of a sound journal."""
+
+    records: int = 0
+    bytes: int = 0
+    snapshots: int = 0
+    compared_snapshots: int = 0
+    """Snapshots that were compared with the fold of the records before them."""
+    unknown: dict[str, int] = field(default_factory=dict)
+    """Kinds that this version does not know, and how many of each."""
+    extra_fields: int = 0
+    torn: TornTail | None = None
+
+
+def survey(disk: Disk, kind: SegmentKind = RECORDS) -> Survey:
+    """Return the files of a journal; a damaged one is listed with what is wrong, not raised."""
+    found = Survey()
+    for name in segment_names(disk):
+        data = disk.read(name, 0, disk.size(name))
+        first = offset_of(name)
+        try:
+            created_ms = created_ms_of(name, data, kind)
+        except JournalCorrupt as error:
+            found.segments.append(SegmentFacts(name, first, first, len(data), 0, error.detail))
+            continue
+        positions, _end, damage = scan(data, FILE_HEADER.size, first)
+        detail = "" if damage is None else f"{damage.fault.value} at byte {damage.position}: {damage.detail}"
+        found.segments.append(SegmentFacts(name, first, first + len(positions), len(data), created_ms, detail))
+    for offset in snapshot_offsets(disk):
+        name = snapshot_file.name_of(offset)
+        header = disk.read(name, 0, FILE_HEADER.size)
+        created_ms = FILE_HEADER.unpack(header)[4] if len(header) == FILE_HEADER.size else 0
+        found.snapshots.append(SnapshotFacts(name, offset, disk.size(name), created_ms))
+    return found
+
+
+def check_journal(
+    disk: Disk, blocks_per_worker_max: int, on_progress: Callable[[int], None] = lambda _: None
+) -> Verified:
+    """Check every byte of a journal and compare every snapshot with the fold of the records before it.
+
+    Raises ``JournalCorrupt`` at the first fault. ``on_progress`` is told the bytes of payloads checked, now and then. A
+    torn tail is not raised: whoever writes the journal may be in the middle of it.
+    """
+    found = Verified()
+    names = segment_names(disk)
+    oldest = offset_of(names[0]) if names else 0
+    snapshots: dict[int, PoolState] = {}
+    for offset in snapshot_offsets(disk):
+        snapshots[offset] = load_snapshot(disk, offset, blocks_per_worker_max)
+        found.snapshots += 1
+        found.bytes += disk.size(snapshot_file.name_of(offset))
+    reachable = [offset for offset in snapshots if offset >= oldest]
+    if oldest > 0 and not reachable:
+        raise JournalCorrupt(
+            names[0],
+            0,
+            oldest,
+            "no snapshot holds the state before the oldest record",
+            "restore the missing files, or start with an empty directory: workers restate their caches",
+        )
+    # Folding begins at the first state that can be had.
+    pool = PoolState(blocks_per_worker_max) if oldest == 0 else snapshots[min(reachable)]
+    torn: list[TornTail] = []
+    for stored in stored_records(disk, 0, torn, count_fields=True):
+        found.records += 1
+        found.bytes += stored.size
+        found.extra_fields += stored.understood.extra_fields
+        for kind in stored.understood.unknown:
+            found.unknown[kind] = found.unknown.get(kind, 0) + 1
+        offset = stored.record.offset
+        if offset == pool.offset:
+            _compare(pool, snapshots, found)
+            pool.apply(stored.record)
+        if found.records % PROGRESS_EVERY_RECORDS == 0:
+            on_progress(found.bytes)
+    _compare(pool, snapshots, found)
+    found.torn = torn[0] if torn else None
+    return found
+
+
+def _compare(pool: PoolState, snapshots: dict[int, PoolState], found: Verified) -> None:
+    """Compare the fold with the snapshot at its offset, if there is one and it is not where the fold began."""
+    snapshot = snapshots.get(pool.offset)
+    if snapshot is None or snapshot is pool:
+        return
+    found.compared_snapshots += 1
+    if snapshot.facts() != pool.facts():
+        raise JournalCorrupt(
+            snapshot_file.name_of(pool.offset),
+            0,
+            pool.offset,
+            "its checksums hold, and it is not what the records before it fold to",
+            "remove the file: the snapshot before it and the segments hold the truth",
+        )

@@ -1,0 +1,152 @@
+"""What the consolidator needs from the world, and what readers of the pool must offer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed import BlockChain, WorkerState
+
+
+class PoolListener(Protocol):
+    """A reader of the pool: the same calls in the same order, whether it lives beside the consolidator or far away."""
+
+    def on_snapshot(
+        self, offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+    ) -> None:
+        """Replace everything known by the state before record ``offset``.
+
+        Chains name their worker by position; they may be read later, once.
+        """
+        ...
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        """Apply records, in order and without holes after the snapshot or the records before."""
+        ...
+
+
+class Journal(Protocol):
+    """An append-only log of encoded records with offsets from 0, and snapshots of the state they fold to.
+
+    Appends come from one thread; meanwhile others may sync, read, write a snapshot or retain.
+
+    Every method may raise ``OSError`` when what it is kept on fails. What ``append`` was given comes again then,
+    perhaps with more behind it: it is stored once. ``append``, ``drop_lost``, ``keep_snapshot`` and ``retain`` may
+    raise ``JournalFenced``: another process writes this journal now.
+    """
+
+    @property
+    def in_memory(self) -> bool:
+        """Say whether no disk is waited for: it may then be used on an event loop."""
+        ...
+
+    @property
+    def report(self) -> list[str]:
+        """Return what opening and ``recover`` found and did, for the log."""
+        ...
+
+    @property
+    def next_offset(self) -> int:
+        """Return the offset of the next record."""
+        ...
+
+    @property
+    def oldest_offset(self) -> int:
+        """Return the offset of the oldest record still kept (``next_offset`` when there is none)."""
+        ...
+
+    def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
+        """Append encoded records, all of them or none, in one write."""
+        ...
+
+    def sync(self) -> None:
+        """Make everything appended durable."""
+        ...
+
+    def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
+        """Return encoded records from ``from_offset`` on: at most ``limit``, and at least one if there is one."""
+        ...
+
+    def recover(self, blocks_per_worker_max: int) -> PoolState:
+        """Return the state after the last record."""
+        ...
+
+    def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
+        """Yield the content of a snapshot, to be kept; each part is a millisecond or two of work, and no wait."""
+        ...
+
+    def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
+        """Keep a snapshot: all parts of one at that offset, each asked for once."""
+        ...
+
+    @property
+    def crowded(self) -> bool:
+        """Say whether there is much more than retention keeps, so that it is worth a look of its own."""
+        ...
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Say whether a crowded journal could be made much smaller by a snapshot of now."""
+        ...
+
+    def retain(self, now_ms: int) -> int:
+        """Remove what retention allows and return the number of segments removed."""
+        ...
+
+    def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
+        """Remove what can be removed while nothing can be appended; return the number of segments removed."""
+        ...
+
+    def drop_lost(self) -> list[str]:
+        """Let go of segments that somebody deleted or cut and return their names; call it where ``append`` is."""
+        ...
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of segments and of bytes."""
+        ...
+
+    def close(self) -> None:
+        """Make everything durable and let go of the files."""
+        ...
+
+
+class Disk(Protocol):
+    """A flat directory of files: the little that the journal needs, so that a test can make it fail."""
+
+    def names(self) -> list[str]:
+        """Return the names of all files, sorted."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        ...
+
+    def read(self, name: str, at: int, length: int) -> bytes:
+        """Return up to ``length`` bytes from position ``at``."""
+        ...
+
+    def append(self, name: str, data: bytes) -> None:
+        """Write at the end of a file, creating it; on ``OSError`` a part of the data may have been written."""
+        ...
+
+    def truncate(self, name: str, size: int) -> None:
+        """Cut a file."""
+        ...
+
+    def sync(self, name: str) -> None:
+        """Make a file's content durable."""
+        ...
+
+    def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
+        """Write a whole file durably, so that it exists completely or not at all; return its size."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        ...
+
+    def close(self) -> None:
+        """Let go of open files and of the lock."""
+        ...

@@ -1,0 +1,236 @@
+"""The messages of a journal's stream: what one holds, how they hang together. Pure.
+
+Rules
+    1. A *body* is what a segment of a directory is (``journal.framing``): a header with the offset of the first record,
+       and an entry for each record, tied to its offset by a checksum. A body without entries says where a writer began.
+    2. A body that is larger than one message is cut into *pieces*, in messages that follow each other. A body whose
+       last piece is missing was never acknowledged; the next message with a first piece begins another one.
+    3. Every message names itself (``Nats-Msg-Id``: the writer's life, and a number that it never uses again) and the
+       message before it (``Poolgrid-After``). A server that lost the end of a stream and was given another one in its
+       place has other names at the same sequences, which a reader notices at the first of them.
+    4. What is at a sequence and is not ours is *foreign*: a message without these headers, on another subject than its
+       writer's, or whose first piece does not begin a body; and nothing at all where a message was removed. It is
+       skipped: the names say whether a message of ours is missing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from poolgrid.consolidator.journal.framing import (
+    ENTRY_HEADER,
+    FILE_HEADER,
+    SEGMENT_MAGIC,
+    VERSION,
+    file_header,
+    frame,
+    header_check,
+    payload_at,
+    scan,
+)
+
+MESSAGE_ID = "Nats-Msg-Id"
+AFTER = "Poolgrid-After"
+PIECE = "Poolgrid-Piece"
+MORE = "Poolgrid-More"
+
+BODY_BYTES = 256 * 1024
+"""Records that are put into one message: far below the 1 MiB that servers take unless told otherwise, and few enough
+that a reader decodes one in some milliseconds. A larger record goes alone, in pieces."""
+
+MESSAGE_BYTES = 512
+"""What servers count of a message beside its body, at most: its subject, its headers, and what files need."""
+
+PIECES_MAX = 1024
+"""Pieces of one body: the largest record that the contract allows, on a server that takes 64 KiB."""
+
+
+class Damaged(ValueError):
+    """A message does not hold what it should."""
+
+
+class BrokenChain(ValueError):
+    """A message does not follow the one before it: the stream lost its end, and was given another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message that is still to be stored."""
+
+    message_id: str
+    after: str
+    piece: int
+    more: bool
+    body: bytes
+
+    def headers(self) -> dict[str, str]:
+        """Return what travels beside the body."""
+        headers = {MESSAGE_ID: self.message_id, AFTER: self.after}
+        if self.piece:
+            headers[PIECE] = str(self.piece)
+        if self.more:
+            headers[MORE] = "1"
+        return headers
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message of the stream."""
+
+    sequence: int
+    message_id: str
+    after: str
+    piece: int
+    more: bool
+    body: bytes
+
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether no process of ours wrote it."""
+        return not self.message_id
+
+
+def foreign_message(sequence: int) -> StoredMessage:
+    """Return what stands for a message that is none of ours."""
+    return StoredMessage(sequence, "", "", 0, False, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a whole body holds."""
+
+    first_offset: int
+    created_ms: int
+    payloads: Sequence[bytes]
+
+    @property
+    def next_offset(self) -> int:
+        """Return the offset behind the last record."""
+        return self.first_offset + len(self.payloads)
+
+
+def stored_message(sequence: int, headers: Mapping[str, str], body: bytes) -> StoredMessage:
+    """Return the message that was stored at a sequence; raises ``Damaged`` when it is none of ours."""
+    message_id, after = headers.get(MESSAGE_ID), headers.get(AFTER)
+    piece, more = headers.get(PIECE, "0"), headers.get(MORE, "0")
+    if not message_id or after is None or not piece.isdecimal() or len(piece) > 4 or int(piece) >= PIECES_MAX:
+        raise Damaged(f"its headers are {', '.join(sorted(headers)[:16])[:200] or 'none'}")
+    return StoredMessage(sequence, message_id, after, int(piece), more == "1", body)
+
+
+def begins_body(data: bytes) -> bool:
+    """Return whether the first piece of a body of any version begins so."""
+    if len(data) < FILE_HEADER.size:
+        return False
+    magic, version, check, first, created_ms = FILE_HEADER.unpack_from(data)
+    return bool(magic == SEGMENT_MAGIC and check == header_check(magic, version, first, created_ms))
+
+
+def empty_body(offset: int, created_ms: int) -> bytes:
+    """Return the body with which a writer begins, before the record at an offset."""
+    return file_header(SEGMENT_MAGIC, offset, created_ms)
+
+
+def bodies(
+    payloads: Sequence[bytes], first_offset: int, created_ms: int, body_bytes: int = BODY_BYTES
+) -> Iterator[bytes]:
+    """Yield bodies that hold records which follow each other."""
+    begin = 0
+    while begin < len(payloads):
+        end, size = begin, 0
+        entries: list[bytes] = []
+        while end < len(payloads) and (not entries or size + len(payloads[end]) + ENTRY_HEADER.size <= body_bytes):
+            entries.append(frame(payloads[end], first_offset + end))
+            size += len(entries[-1])
+            end += 1
+        yield file_header(SEGMENT_MAGIC, first_offset + begin, created_ms) + b"".join(entries)
+        begin = end
+
+
+def pieces(body: bytes, size: int) -> Iterator[tuple[int, bool, bytes]]:
+    """Yield what of a body goes into each message: its number, whether more follow, the bytes."""
+    for number, at in enumerate(range(0, len(body), size)):
+        yield number, at + size < len(body), body[at : at + size]
+
+
+def first_offset_of(message: StoredMessage) -> int:
+    """Return the offset at which the body of a first piece begins; raises ``Damaged``."""
+    return _header(message.sequence, message.body)[0]
+
+
+def created_ms_of(message: StoredMessage) -> int:
+    """Return when the body of a first piece was written, Unix milliseconds; raises ``Damaged``."""
+    return _header(message.sequence, message.body)[1]
+
+
+def open_body(sequence: int, data: bytes) -> Body:
+    """Return what a whole body holds, every byte checked; raises ``Damaged``. ``sequence`` is of its last piece."""
+    first, created_ms = _header(sequence, data)
+    positions, _end, damage = scan(data, FILE_HEADER.size, first)
+    if damage is not None:
+        raise Damaged(f"message {sequence}, byte {damage.position}, record {damage.number}: {damage.detail}")
+    return Body(first, created_ms, [payload_at(data, position) for position in positions])
+
+
+def _header(sequence: int, data: bytes) -> tuple[int, int]:
+    if len(data) < FILE_HEADER.size:
+        raise Damaged(f"message {sequence}: {len(data)} bytes, a header has {FILE_HEADER.size}")
+    magic, version, check, first, created_ms = FILE_HEADER.unpack_from(data)
+    if magic != SEGMENT_MAGIC or check != header_check(magic, version, first, created_ms):
+        raise Damaged(f"message {sequence}: the header says {magic!r}, first record {first}")
+    if version != VERSION:
+        raise Damaged(f"message {sequence}: format version {version}, this poolgrid reads version {VERSION}")
+    return int(first), int(created_ms)
+
+
+class Chain:
+    """Follows messages from one to the next, and puts the pieces of a body together."""
+
+    def __init__(self, last_id: str | None = None, anchor: str | None = None) -> None:
+        """``last_id`` names the message before the next, ``anchor`` the next one itself, where they are known."""
+        self.last_id = last_id
+        self._anchor = anchor
+        self._pieces: list[bytes] = []
+        self._follows = last_id is not None
+        """Whether a piece that is no first one can belong to what was seen."""
+
+    @property
+    def is_anchored(self) -> bool:
+        """Say whether the next message is one that was there when the anchor was found."""
+        return self._anchor is not None
+
+    @property
+    def unfinished(self) -> bool:
+        """Say whether pieces of a body are still to come."""
+        return bool(self._pieces)
+
+    def take(self, message: StoredMessage) -> bytes | None:
+        """Take the next message; return the body that it completes. Raises ``BrokenChain`` and ``Damaged``."""
+        if message.is_foreign:
+            return None
+        if self._anchor is not None and message.message_id != self._anchor:
+            raise BrokenChain(f"message {message.sequence} is {message.message_id!r}, expected is {self._anchor!r}")
+        if self._anchor is None and self.last_id is not None and message.after != self.last_id:
+            raise BrokenChain(
+                f"message {message.sequence} follows {message.after!r}, the one before it is {self.last_id!r}"
+            )
+        self._anchor = None
+        self.last_id = message.message_id
+        if message.piece == 0:
+            self._pieces = []
+            self._follows = True
+        elif message.piece != len(self._pieces):
+            if not self._follows:
+                return None  # what it belongs to was before the first message kept
+            raise Damaged(f"message {message.sequence} is piece {message.piece}, expected is {len(self._pieces)}")
+        if message.more:
+            self._pieces.append(message.body)
+            return None
+        if not self._follows:
+            return None
+        if not self._pieces:
+            return message.body
+        body = b"".join([*self._pieces, message.body])
+        self._pieces = []
+        return body

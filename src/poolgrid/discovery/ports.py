@@ -1,0 +1,60 @@
+"""Where registrations are kept: the one port of all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from poolgrid.discovery.core.registry import Seen
+from poolgrid.wire.registration import Registration
+
+LOOK_S = 0.5
+"""Between two looks where they cost next to nothing: who is started is found half a second later."""
+
+
+class NamesUnavailable(OSError):
+    """Registrations cannot be read or written for now."""
+
+
+class Scope(NamedTuple):
+    """Whose registrations are of interest; empty = of all."""
+
+    namespace: str = ""
+    component: str = ""
+
+    def holds(self, namespace: str, component: str) -> bool:
+        """Tell whether a process is of interest."""
+        return self.namespace in ("", namespace) and self.component in ("", component)
+
+
+class NameStore(Protocol):
+    """Keeps registrations for their leases."""
+
+    kind: str
+    """What operators call it: the value of the setting ``names``."""
+    where: str
+    """Where it is, for people."""
+    writable: bool
+    """Whether processes register there themselves; where they do not, somebody else says who is there."""
+    look_s: float
+    """Between two looks."""
+
+    async def open(self) -> None:
+        """Reach it; raises ``ValueError`` or ``OSError`` when it cannot be used at all."""
+        ...
+
+    async def look(self, scopes: Sequence[Scope]) -> list[Seen]:
+        """Return every entry of some scopes; raises ``NamesUnavailable``."""
+        ...
+
+    async def write(self, registration: Registration, data: bytes) -> None:
+        """Write an entry, or renew it; raises ``NamesUnavailable``."""
+        ...
+
+    async def remove(self, key: str) -> None:
+        """Take an entry back; raises ``NamesUnavailable``."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of it."""
+        ...

@@ -1,0 +1,143 @@
+"""Settings of names: where processes register, under which namespace, and for how long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, StringConstraints, model_validator
+
+from poolgrid.nats.nats_settings import NatsSettings
+from poolgrid.transport.security import is_loopback
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.wire.names import is_name, part_problem
+
+EVERYWHERE = ("0.0.0.0", "::", "*")
+"""Hosts that stand for all addresses of a machine."""
+
+KubernetesNamespace = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+"""A namespace of Kubernetes, which is no namespace of names."""
+
+
+class NamesSettings(NatsSettings):
+    """Where a process registers under its name, and finds others by theirs."""
+
+    names: Literal["none", "directory", "nats", "kubernetes"] = Field(
+        "none",
+        description="Where processes register and find each other: none = by the addresses they are given; directory = "
+        "files in names_dir, on one host; nats = a bucket of JetStream at nats_url (needs the extra nats); "
+        "kubernetes = EndpointSlices, which are only read: the cluster says who is there.",
+    )
+    names_dir: Path | None = Field(
+        None,
+        description="With names directory: where the registrations are. Made with mode 0700 when it is not there; who "
+        "may write into it may register.",
+    )
+    namespace: str = Field(
+        "poolgrid",
+        min_length=1,
+        max_length=IDENTIFIER_BYTES_MAX,
+        description="The pool among those that share names: first part of namespace.component.endpoint.",
+    )
+    advertise_host: str = Field(
+        "",
+        max_length=IDENTIFIER_BYTES_MAX,
+        description="With names: host that others connect to; empty = the bound one. Needed when host is 0.0.0.0 or "
+        "::.",
+    )
+    names_lease_s: int = Field(
+        10,
+        ge=1,
+        le=600,
+        description="How long a registration counts after it was renewed last, which is done three times as often "
+        "(whole seconds): who is killed has its name for so long.",
+    )
+
+    names_replicas: int = Field(
+        1,
+        ge=1,
+        le=5,
+        description="With names nats, for who comes first and makes the bucket: servers that keep a copy of it.",
+    )
+
+    kubernetes_api: str = Field(
+        "",
+        max_length=IDENTIFIER_BYTES_MAX,
+        description="With names kubernetes: URL of the API server, https://host:port, or http://127.0.0.1:port for "
+        "kubectl proxy; empty = that of the cluster this pod is in.",
+    )
+    kubernetes_namespace: tuple[KubernetesNamespace, ...] = Field(
+        (),
+        max_length=64,
+        description="With names kubernetes: Kubernetes namespace in which to look; may be repeated. None = this pod's.",
+    )
+    kubernetes_account_dir: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="With names kubernetes: directory with token, ca.crt and namespace of the service account.",
+    )
+
+    @model_validator(mode="after")
+    def _check_kubernetes(self) -> Self:
+        on_kubernetes = self.names == "kubernetes"
+        for name in ("kubernetes_api", "kubernetes_namespace", "kubernetes_account_dir"):
+            # Not whether it was given: a router hands all of its settings on to the processes that it starts.
+            is_set = getattr(self, name) != NamesSettings.model_fields[name].default
+            if is_set and not on_kubernetes:
+                raise ValueError(f"{name} is given and names is {self.names}: it goes with names kubernetes")
+        if not self.kubernetes_api:
+            return self
+        try:
+            parts = urlsplit(self.kubernetes_api)
+            good = parts.scheme == "https" and bool(parts.hostname)
+            good = good or (parts.scheme == "http" and is_loopback(parts.hostname or ""))
+            good = good and parts.port != 0 and not parts.path.strip("/") and not parts.username
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(
+                f"kubernetes_api is {self.kubernetes_api!r}; allowed are https://host:port, and http://127.0.0.1:port "
+                "for kubectl proxy"
+            )
+        if self.kubernetes_api.startswith("http:") and not self.kubernetes_namespace:
+            raise ValueError(
+                f"kubernetes_api is {self.kubernetes_api} and kubernetes_namespace is not given: kubectl proxy has no "
+                "account that would say which"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if (self.names == "directory") != (self.names_dir is not None):
+            given = f"names is {self.names} and names_dir is {self.names_dir or 'not given'}"
+            raise ValueError(f"{given}: names_dir goes with names directory, and the other way round")
+        if self.has_names:
+            problem = part_problem(self.namespace)
+            if problem is not None:
+                raise ValueError(f"namespace is {self.namespace!r}, which {problem}")
+            host = getattr(self, "host", "")
+            registers = self.names != "kubernetes"
+            if registers and host in EVERYWHERE and not self.advertise_host:
+                raise ValueError(
+                    f"host is {host!r}, to which nobody can connect, and names is {self.names}: set advertise_host to "
+                    "this machine's address"
+                )
+        return self
+
+    def check_named(self, setting: str, address: str | None) -> None:
+        """Raise ``ValueError`` when an address is a name and there are none."""
+        if address is not None and is_name(address) and not self.has_names:
+            raise ValueError(f"{setting} is {address} and names is none: nothing would know where that is")
+
+    def reachable(self, address: str) -> str:
+        """Return an address that this process bound as others connect to it."""
+        if not self.advertise_host or not address:
+            return address
+        host = f"[{self.advertise_host}]" if ":" in self.advertise_host else self.advertise_host
+        scheme, _, place = address.partition("://")
+        return f"{scheme}://{host}:{place.rpartition(':')[2]}"
+
+    @property
+    def has_names(self) -> bool:
+        """Return whether processes find each other by names."""
+        return self.names != "none"

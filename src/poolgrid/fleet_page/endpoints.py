@@ -1,0 +1,182 @@
+"""``/ui`` and the streams behind it.
+
+The files of the page are open to anybody: a browser that follows a link carries no key, and there is nothing in them
+but the page. Everything that they show comes from ``/v1/fleet``, which needs an operator's key where there are keys.
+The page asks for it and sends it as a header; it is never part of an address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Path, Query, Request, Response
+from starlette.responses import RedirectResponse
+from starlette.types import Receive, Scope, Send
+
+from poolgrid.api.access.gate import PAGE_FOLDER, PAGE_PATH
+from poolgrid.api.app import BODILESS
+from poolgrid.api.errors import RequestError, invalid
+from poolgrid.api.openapi import error_answers
+from poolgrid.api.settings import FrontendSettings
+from poolgrid.fleet_page.assets import HEADERS, INDEX, asset
+from poolgrid.fleet_page.group_source import GroupFleetSource
+from poolgrid.fleet_page.hub import FleetHub
+from poolgrid.fleet_page.ports import FleetSource, SharedFleetSource
+from poolgrid.process.clock import Clock
+from poolgrid.process.process_group import GroupMember, LoopAnswer
+from poolgrid.process.tasks import cancel_all, detached, unless
+
+STREAM_PATH = "/v1/fleet/stream"
+REQUEST_PATH = "/v1/fleet/requests/{request_id}"
+PLAYBACK_PATH = "/v1/fleet/playback"
+
+RESUME_CHARS_MAX = 64
+
+SPAN_MS_MAX = 60 * 60 * 1000
+"""Longest stretch of a playback: an hour, in at most ``FRAMES_MAX`` frames."""
+
+FRAMES_MAX = 240
+"""A frame every quarter of a second over a minute; more cannot be told apart on a slider."""
+
+_NO_STORE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class EventStream(Response):
+    """The stream of one viewer, which ends with the viewer or with the process."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, hub: FleetHub, resume: str) -> None:
+        # Proxies that gather answers before they pass them on are told not to.
+        super().__init__(headers={**_NO_STORE, "x-accel-buffering": "no"}, media_type=self.media_type)
+        del self.headers["content-length"]
+        self._hub = hub
+        self._resume = resume
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until somebody ends it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if scope.get(BODILESS):  # nobody would ever read it
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        left = asyncio.Event()
+        watching = detached(_note_leaving(receive, left), "the leaving of a viewer")
+        try:
+            await unless(left, self._send(send), "the stream of a viewer")
+        finally:
+            await cancel_all([watching])
+
+    async def _send(self, send: Send) -> None:
+        frames = self._hub.frames(self._resume)
+        try:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        finally:
+            await frames.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _note_leaving(receive: Receive, left: asyncio.Event) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass  # the end of a body that there is none of
+    left.set()
+
+
+def open_fleet_page(
+    opened: AsyncExitStack,
+    app: FastAPI,
+    source: SharedFleetSource,
+    settings: FrontendSettings,
+    clock: Clock,
+    member: GroupMember | None = None,
+) -> dict[str, LoopAnswer]:
+    """Add the page to a router's application, and return what the siblings of a ``member`` of a group may ask of it.
+
+    Open it after the server: its streams end before the server waits.
+    """
+    interval_ms = settings.fleet_page_interval_ms
+    of_group = None if member is None else GroupFleetSource(source, member, interval_ms)
+    shown: FleetSource = source if of_group is None else of_group
+    hub = FleetHub(shown, clock, interval_ms, settings.fleet_page_viewers)
+    opened.callback(hub.close)
+    add_fleet_page(app, hub, shown)
+    return {} if of_group is None else of_group.answers()
+
+
+def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:
+    """Add the page, its files and its streams to an application."""
+
+    @app.get(PAGE_PATH, tags=["fleet page"], response_class=Response)
+    async def page(request: Request) -> Response:
+        """Return the fleet page: the pool live, for a browser. It loads nothing from elsewhere."""
+        return _file(request, INDEX)
+
+    @app.get(PAGE_FOLDER, include_in_schema=False)
+    async def folder() -> Response:
+        """Lead to the page, whose files are named relative to ``PAGE_PATH``; relative too, for proxies in front."""
+        return RedirectResponse(f"..{PAGE_PATH}")
+
+    @app.get(PAGE_PATH + "/{name}", tags=["fleet page"], response_class=Response, responses=error_answers(_NO_FILE))
+    async def file(request: Request, name: str) -> Response:
+        """Return a file of the fleet page."""
+        return _file(request, name)
+
+    # FastAPI takes the status it describes from the signature of a response class, where the route names none.
+    @app.get(
+        STREAM_PATH,
+        tags=["fleet page"],
+        status_code=200,
+        response_class=EventStream,
+        responses=error_answers(_NO_ROOM),
+    )
+    async def stream(
+        last_event_id: Annotated[
+            str,
+            Header(max_length=RESUME_CHARS_MAX, description="Id of the last event that came; the rest is sent."),
+        ] = "",
+    ) -> EventStream:
+        """Send what there is to see (`whole`), then what changes of it (`change`), as server-sent events."""
+        hub.check_room()
+        return EventStream(hub, last_event_id)
+
+    @app.get(REQUEST_PATH, tags=["fleet page"], responses=error_answers(_NOT_KEPT))
+    async def one_request(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
+        """Explain one request as `/v1/decisions/{request_id}` does, and say when each of its legs did what."""
+        found = await source.request(request_id)
+        if found is None:
+            raise RequestError(
+                404, "decision_not_found", f"no decision about request {request_id!r} is kept", param="request_id"
+            )
+        return found
+
+    @app.get(PLAYBACK_PATH, tags=["fleet page"], responses=error_answers(_NO_PLAYBACK))
+    async def playback(
+        from_ms: Annotated[int, Query(ge=0, le=2**53, description="Unix time of the first frame.")],
+        to_ms: Annotated[int, Query(ge=0, le=2**53, description="Unix time of the last frame.")],
+        frames: Annotated[int, Query(ge=1, le=FRAMES_MAX, description="How many, at equal distances.")] = 1,
+    ) -> Response:
+        """Return the pool as it was, folded from its journal by a process of its own."""
+        if not 0 <= to_ms - from_ms <= SPAN_MS_MAX:
+            raise invalid(
+                "to_ms", f"to_ms is {to_ms}, allowed are values from from_ms ({from_ms}) to {from_ms + SPAN_MS_MAX}"
+            )
+        return Response(await source.reel(from_ms, to_ms, frames), media_type="application/json", headers=_NO_STORE)
+
+
+_NO_FILE = {"404": "The page has no such file"}
+_NO_ROOM = {"503": "As many viewers look as may, or the process ends"}
+_NOT_KEPT = {"404": "Not kept (any more)"}
+_NO_PLAYBACK = {
+    "409": "There is no journal to read, or it does not reach back so far",
+    "503": "Others wait for a playback, or it took too long",
+}
+
+
+def _file(request: Request, name: str) -> Response:
+    found = asset(name)
+    headers = {**HEADERS, "etag": found.etag}
+    if found.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(found.body, headers=headers, media_type=found.content_type)

@@ -1,0 +1,81 @@
+"""Which requests a browser sends for a web page, and which ``Host`` names a server on loopback answers to.
+
+A page can have a browser send a POST without asking first, and can give its own name the address of this machine (DNS
+rebinding). Both reach servers that only the browser's machine can reach.
+
+Rules
+    1. Browsers set ``Origin`` and ``Sec-Fetch-Site``, and pages cannot change them. Other clients rarely send them, and
+       a request without both comes from no page.
+    2. A page of the server itself is no foreign one: its ``Origin`` has the authority of ``Host``. The scheme is not
+       compared, because TLS may end at a proxy.
+    3. A rebound name appears in ``Host``. Loopback names and addresses, and the host that the server is bound to,
+       cannot be rebound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from poolgrid.transport.security import is_loopback
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing."""
+
+HOSTS_KEPT_MAX = 64
+"""Values of ``Host`` that are known to be allowed; clients of one server use few."""
+
+SHOWN_CHARS_MAX = 100
+"""Most of a client's header that an error repeats."""
+
+
+def foreign_origin(headers: Headers, allowed: Collection[str] = ()) -> str:
+    """Return which page of another origin a request comes from; empty when it comes from none, or an allowed one."""
+    found = {name: value for name, value in headers if name in (b"origin", b"sec-fetch-site", b"host")}
+    site = found.get(b"sec-fetch-site", b"").lower()
+    if site in (b"same-origin", b"none"):
+        return ""
+    origin = found.get(b"origin")
+    if origin is None:
+        return f"another origin (Sec-Fetch-Site: {shown(site)})" if site else ""
+    text = origin.decode("latin-1").lower()
+    if text in allowed or text.partition("://")[2] == found.get(b"host", b"").decode("latin-1").lower() != "":
+        return ""
+    return shown(origin)
+
+
+def is_from_page(headers: Headers) -> bool:
+    """Tell whether a browser sent a request for a page, whichever page it is."""
+    return any(name in (b"origin", b"sec-fetch-site") for name, _ in headers)
+
+
+class AllowedHosts:
+    """The ``Host`` values that a server on a loopback address answers to."""
+
+    def __init__(self, bound: str, further: Iterable[str] = ()) -> None:
+        """``bound`` is the host that the server is bound to; ``further`` are names that an operator allows."""
+        self._names = {bound.lower(), *(each.lower() for each in further)}
+        self._known: set[bytes] = set()
+
+    def allow(self, value: bytes) -> bool:
+        """Tell whether a request with this ``Host`` is answered."""
+        if value in self._known:
+            return True
+        name = _name(value.decode("latin-1").lower())
+        allowed = name in self._names or is_loopback(name) or name.endswith(".localhost")
+        if allowed and len(self._known) < HOSTS_KEPT_MAX:
+            self._known.add(value)
+        return allowed
+
+
+def _name(authority: str) -> str:
+    """Return the host of an authority, without its port, brackets and the dot that ends a full name."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    return authority.rpartition(":")[0].rstrip(".") if ":" in authority else authority.rstrip(".")
+
+
+def shown(value: bytes) -> str:
+    """Return a header's value for an error."""
+    return repr(value.decode("latin-1")[:SHOWN_CHARS_MAX])

@@ -1,0 +1,313 @@
+"""A lean HTTP/1.1 client: asyncio protocols, httptools, a keep-alive pool. For many long streams at a time.
+
+One ``Connection`` carries one ``Exchange`` at a time, which is told of each piece of the answer as it arrives: no task,
+queue or copy lies in between. Everything the network does wrong becomes ``RequestFailed`` with a kind that can be
+counted. Whoever stops waiting for an exchange closes its connection, which is how a stream is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterable
+
+import httptools
+
+from poolgrid.http.http_target import Target
+from poolgrid.process.clock import Clock
+
+HEADERS_BYTES_MAX = 64 * 1024
+"""Response headers or trailers beyond this end the connection, whole or not: the parser keeps what is not whole, and
+copies it with every piece. Servers in use stay below 16 KiB."""
+
+IDLE_CONNECTIONS_MAX = 1024
+"""Connections that are kept for the next request; beyond it they are closed. As many as streams at a time are usual."""
+
+EXCERPT_BYTES = 300
+"""How much of an answer stands in an error."""
+
+
+class RequestFailed(Exception):
+    """One request did not succeed; ``kind`` is what reports count by."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        self.kind = kind
+        self.detail = detail
+        super().__init__(f"{kind}: {detail}")
+
+
+class Exchange:
+    """One request and what its answer has brought so far; a subclass takes it."""
+
+    __slots__ = ("now_ms", "status")
+
+    def __init__(self) -> None:
+        self.status = 0
+        """Of the answer; 0 = none has come."""
+        self.now_ms = 0.0
+        """Monotonic time of the last arrival of bytes: the clock is read once for each."""
+
+    def take_header(self, name: bytes, value: bytes) -> None:
+        """Take a header of the answer; the name is in lower case."""
+
+    def take_body(self, data: bytes) -> None:
+        """Take a piece of the answer's body; raises ``RequestFailed``, which ends the exchange."""
+
+    def end_of_read(self) -> None:
+        """Note that all that arrived together has been taken; raises ``RequestFailed``."""
+
+    def conclude(self) -> None:
+        """Check an answer that has come to its end; raises ``RequestFailed``."""
+
+    def cut_off(self, error: Exception | None) -> None:
+        """Check an answer whose connection ended before it did; raises ``RequestFailed`` unless it is whole."""
+        raise RequestFailed("disconnect", f"the server closed the connection within its answer ({error})")
+
+
+def excerpt(data: bytes) -> str:
+    """Return the beginning of an answer as it may stand in an error."""
+    return data[:EXCERPT_BYTES].decode(errors="replace")
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection; carries one exchange at a time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._parser = httptools.HttpResponseParser(self)
+        self._exchange: Exchange | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._complete = False
+        self._fault: RequestFailed | None = None
+        self._keep = False
+        self._beside_body_bytes = 0
+        """What has come since the answer began, or since its last piece of a body."""
+        self._transport: asyncio.Transport | None = None
+        self.usable = False
+        """Whether another request may follow on this connection."""
+        self.used = False
+        """Whether an exchange ended well on it before: then an early end may be the server's idle timeout."""
+
+    async def send(self, head_and_body: tuple[bytes, bytes], exchange: Exchange) -> None:
+        """Send a request and fill ``exchange`` from the answer, to its end; raises ``RequestFailed``."""
+        assert self._transport is not None
+        if not self.usable:  # whoever waits for an answer on it is never told that it has ended
+            raise RequestFailed("disconnect", "the server closed the connection before anything was sent")
+        assert self._exchange is None, "one exchange at a time"
+        self._exchange = exchange
+        self._complete = False
+        self._beside_body_bytes = 0
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._transport.writelines(head_and_body)
+        try:
+            await self._waiter
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._exchange = None
+            self._waiter = None
+        self.used = True
+
+    def close(self) -> None:
+        """End the connection at once."""
+        self.usable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "writelines")
+        self._transport = transport  # type: ignore[assignment]
+        self.usable = True
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what arrived, with one look at the clock."""
+        exchange = self._exchange
+        if exchange is None:
+            self.close()  # nobody asked
+            return
+        exchange.now_ms = self._clock.monotonic_ms()
+        try:
+            if len(data) <= HEADERS_BYTES_MAX:
+                self._feed(data)
+            else:
+                view = memoryview(data)
+                for at in range(0, len(data), HEADERS_BYTES_MAX):
+                    self._feed(view[at : at + HEADERS_BYTES_MAX])
+            exchange.end_of_read()
+            if self._fault is not None:
+                raise self._fault
+            if self._complete:
+                self.usable = self.usable and self._keep
+                exchange.conclude()
+                self._settle(None)
+        except httptools.HttpParserError as error:
+            self._settle(RequestFailed("protocol", f"not an HTTP response ({error}): {excerpt(data)}"))
+        except RequestFailed as error:
+            self._settle(error)
+
+    def _feed(self, part: bytes | memoryview) -> None:
+        """Give the parser a part of what arrived; raises ``RequestFailed`` for headers that do not end."""
+        self._beside_body_bytes += len(part)
+        self._parser.feed_data(part)
+        if self._beside_body_bytes > HEADERS_BYTES_MAX:
+            raise RequestFailed("protocol", f"response headers exceed {HEADERS_BYTES_MAX} bytes")
+
+    def eof_received(self) -> bool:
+        """Close when the server does: nothing more is sent here, though it is not lost before the loop's next turn."""
+        self.usable = False
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the exchange: an answer without a length ends here, too."""
+        self.usable = False
+        exchange = self._exchange
+        if exchange is None:
+            return
+        if exchange.status == 0:
+            self._settle(RequestFailed("disconnect", f"the server closed the connection without an answer ({error})"))
+            return
+        try:
+            exchange.cut_off(error)
+        except RequestFailed as failure:
+            self._settle(failure)
+        else:
+            self._settle(None)
+
+    def _settle(self, error: RequestFailed | None) -> None:
+        if error is not None and not error.kind.startswith("http-"):
+            self.usable = False
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if error is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(error)
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Hand a header to the exchange."""
+        assert self._exchange is not None
+        self._exchange.take_header(name.lower(), value)
+
+    def on_headers_complete(self) -> None:
+        """Learn the status before the body comes."""
+        assert self._exchange is not None
+        self._beside_body_bytes = 0
+        self._exchange.status = self._parser.get_status_code()
+        self._keep = self._parser.should_keep_alive()
+
+    def on_body(self, data: bytes) -> None:
+        """Hand the body to the exchange."""
+        self._beside_body_bytes = 0
+        assert self._exchange is not None
+        if self._fault is None:
+            try:
+                self._exchange.take_body(data)
+            except RequestFailed as error:
+                self._fault = error  # raised through the parser it would lose its kind
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        self._complete = True
+
+
+class HttpClient:
+    """A keep-alive pool of connections to one target. The caller bounds how many requests are in flight."""
+
+    def __init__(
+        self,
+        target: Target,
+        clock: Clock,
+        headers: Iterable[str] = (),
+        *,
+        connect_timeout_s: float = 10.0,
+        trusted: ssl.SSLContext | None = None,
+    ) -> None:
+        """``headers`` are lines that every request gets, ``Name: value``.
+
+        ``trusted`` says whom to believe that they are the target; by default whom the system believes.
+        """
+        self.target = target
+        self._clock = clock
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: list[Connection] = []
+        self._ssl = (trusted or ssl.create_default_context()) if target.secure else None
+        self._headers = "".join(f"{line}\r\n" for line in (f"Host: {target.authority}", *headers))
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        exchange: Exchange,
+        headers: Iterable[str] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        """Send one request and fill ``exchange`` from the answer, to its end; raises ``RequestFailed``.
+
+        A reused connection that the server closed before it answered is replaced, once a connection, by a new one:
+        servers close what was idle for some seconds. ``timeout_s`` is for all of it; ``None`` = no bound but the
+        caller's.
+        """
+        more = "".join(f"{line}\r\n" for line in headers)
+        head = (
+            f"{method} {self.target.path}{path} HTTP/1.1\r\n{self._headers}{more}Content-Length: {len(body)}\r\n\r\n"
+        ).encode()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    connection = await self._acquire()
+                    reused = connection.used
+                    try:
+                        await connection.send((head, body), exchange)
+                    except RequestFailed as error:
+                        if reused and error.kind == "disconnect" and exchange.status == 0:
+                            continue
+                        raise
+                    finally:
+                        self._release(connection)
+                    return
+        except TimeoutError:
+            raise RequestFailed("timeout", f"no whole answer within {timeout_s} s") from None
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _release(self, connection: Connection) -> None:
+        if connection.usable and len(self._idle) < IDLE_CONNECTIONS_MAX:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    async def _acquire(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection
+        target = self.target
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, made = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self._clock), target.host, target.port, ssl=self._ssl
+                )
+        except TimeoutError:
+            raise RequestFailed("connect", f"{target.url}: no connection within {self._connect_timeout_s} s") from None
+        except OSError as error:
+            raise RequestFailed("connect", f"{target.url}: {error}") from None
+        return made
+
+
+def bearer(api_key: str) -> str:
+    """Return the header line that carries an API key; raises ``ValueError`` for one that no header can carry."""
+    if not api_key.isprintable() or not api_key.isascii():
+        raise ValueError("reading the API key: it holds characters that an HTTP header cannot carry")
+    return f"Authorization: Bearer {api_key}"

@@ -1,0 +1,110 @@
+"""What the OpenAI surface needs from the router behind it.
+
+A router implements ``InferenceBackend``; the front end turns HTTP into ``InferenceRequest`` and ``TokenStream`` back
+into HTTP. Tokens cross this line as packed u32 little-endian bytes; text never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
+
+HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
+"""Request headers that are handed to the router; a router that has no use for them ignores them."""
+
+
+class TokenStream(Protocol):
+    """The tokens of one request, in order and without holes, over any number of migrations."""
+
+    @property
+    def worker(self) -> str:
+        """Return the worker that serves (or served last), for the response header."""
+        ...
+
+    @property
+    def decision_reason(self) -> str:
+        """Return the short reason code of the routing decision, for the response header."""
+        ...
+
+    @property
+    def pool(self) -> str:
+        """Return the pools that serve, for the response header; empty where there is only one pool."""
+        ...
+
+    @property
+    def unread_tokens(self) -> int:
+        """Return how many output tokens have arrived that ``next`` has not returned."""
+        ...
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Return whether it waits in the queue once more, because the workers that were asked had no room."""
+        ...
+
+    async def next(self, until_end: bool = False) -> list[StreamDelta]:
+        """Wait until something is new and return all of it; after the finishing delta, an empty list.
+
+        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that says more.
+        The waiting may be cancelled (the client left); ``cancel`` follows.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Give the request up: its worker is told at once. Safe at any time, also after the end."""
+        ...
+
+
+class Refused(Exception):
+    """The router will not serve the request now. ``status`` is the HTTP status that says so."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        retry_after_s: float | None = None,
+        param: str | None = None,
+    ) -> None:
+        self.status = status
+        self.code = code
+        """Machine-readable reason, e.g. ``busy``, ``no_worker``, ``prompt_too_long``."""
+        self.retry_after_s = retry_after_s
+        self.param = param
+        """The request's field that is wrong, when it is the client's fault."""
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as clients see it."""
+
+    name: str
+    created: int
+    max_sequence_length: int
+    loras: tuple[str, ...] = field(default=())
+    media: MediaSpec = MediaSpec()
+    """Media that it takes beside text."""
+    chat: ChatSpec = NO_CHAT_SPEC
+    """How its chats are written and read, as far as its workers were told."""
+    aliases: tuple[str, ...] = ()
+    """Further names of it."""
+
+
+class InferenceBackend(Protocol):
+    """A router, as the front end sees it."""
+
+    async def submit(self, request: InferenceRequest) -> TokenStream:
+        """Choose a worker and dispatch; waits in the admission queue if it must. Raises ``Refused``.
+
+        Cancelled while it waits (the client left), it gives its place up and leaves nothing dispatched.
+        """
+        ...
+
+    def models(self) -> Sequence[ServedModel]:
+        """Return the models that can be asked for now."""
+        ...

@@ -1,0 +1,1 @@
+"""Connections to NATS: buckets, leaders, streams."""

@@ -1,0 +1,92 @@
+"""Settings of NATS: how processes reach it, and of the event plane, which may be there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, model_validator
+
+from poolgrid.process.settings import Settings
+
+SCHEMES = ("nats", "tls")
+
+
+def _check_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(f"{url!r} is no address of a NATS server; allowed are nats://host:port and tls://host:port")
+    return url
+
+
+NatsUrl = Annotated[str, AfterValidator(_check_url)]
+"""Where a NATS server listens."""
+
+
+class NatsSettings(Settings):
+    """How to reach NATS, for whatever a process keeps there."""
+
+    nats_url: tuple[NatsUrl, ...] = Field(
+        (),
+        max_length=64,
+        description="Address of a NATS server with JetStream, nats://host:port or tls://host:port; may be repeated, "
+        "and any of them will do.",
+    )
+    nats_credentials: Path | None = Field(
+        None, description="Credentials file (.creds) of the NATS account: a user's JWT with its key."
+    )
+    nats_nkey: Path | None = Field(None, description="File with the seed of a NATS user's nkey, in place of that.")
+    nats_tls_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities of the NATS servers' certificates; by default those of the system.",
+    )
+    nats_tls_certificate: Path | None = Field(
+        None, description="PEM file with this process's certificate for NATS servers that ask for one."
+    )
+    nats_tls_key: Path | None = Field(None, description="PEM file with the private key of that certificate.")
+    nats_timeout_ms: int = Field(
+        5000,
+        ge=100,
+        le=600_000,
+        description="How long an answer of NATS may take until it counts as not given, and is asked for again "
+        "(milliseconds).",
+    )
+
+    @model_validator(mode="after")
+    def _check_nats(self) -> Self:
+        users = {name: getattr(self, name) for name in ("event_plane", "names") if hasattr(self, name)}
+        said = " and ".join(f"{name} is {value}" for name, value in users.items())
+        if "nats" in users.values() and not self.nats_url:
+            raise ValueError(f"{said} and nats_url is not given: name at least one server")
+        if "nats" not in users.values() and self.nats_url:
+            raise ValueError(f"nats_url is given and {said}: nothing would connect there")
+        if (self.nats_tls_certificate is None) != (self.nats_tls_key is None):
+            raise ValueError("nats_tls_certificate and nats_tls_key go together: give both, or neither")
+        if self.nats_credentials is not None and self.nats_nkey is not None:
+            raise ValueError("nats_credentials and nats_nkey are both given: a connection has one user")
+        return self
+
+
+class EventPlaneSettings(NatsSettings):
+    """Where a pool's journal is, and how to reach it."""
+
+    event_plane: Literal["zmq", "nats"] = Field(
+        "zmq",
+        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory, and "
+        "routers follow over ZMQ; nats = a JetStream stream that routers follow by themselves (needs the extra nats).",
+    )
+    nats_pool: str = Field(
+        "default",
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="Name of the pool among those of the NATS account; its stream is poolgrid-NAME.",
+    )
+
+    @property
+    def on_nats(self) -> bool:
+        """Return whether the journal is a JetStream stream."""
+        return self.event_plane == "nats"

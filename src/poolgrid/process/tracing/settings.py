@@ -1,0 +1,145 @@
+"""Whether traces are kept, which, and where they are sent: of routers and workers, and of OpenTelemetry's variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from poolgrid.process.settings import Settings
+from poolgrid.process.tracing.sampling import Sampling
+
+Protocol = Literal["grpc", "http/protobuf"]
+
+TRACES_PATH = "/v1/traces"
+"""Where OTLP's receivers take traces over HTTP."""
+
+DYNAMO_ENDPOINT = "http://localhost:4317"
+"""Where scripts for Dynamo send traces that say only that they want some."""
+
+HTTP_PORT = 4318
+"""OTLP's own for HTTP; 4317 is that for gRPC."""
+
+TRUE_WORDS = ("1", "true", "yes", "on")
+
+
+class TraceSettings(Settings):
+    """Traces of one process."""
+
+    trace_endpoint: str = Field(
+        "",
+        max_length=2048,
+        description="OTLP receiver that traces are sent to, e.g. http://collector:4317 (gRPC) or "
+        "http://collector:4318 (HTTP). Empty = as OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_EXPORTER, OTEL_EXPORT_ENABLED), by default no traces. Needs "
+        "poolgrid[otel].",
+    )
+    trace_protocol: Protocol | None = Field(
+        None,
+        description="How they are sent; by default as OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says, else http/protobuf for "
+        "port 4318 or a path, and grpc for any other.",
+    )
+    trace_sample_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of requests whose traces are kept where the client has none; with a client's traceparent "
+        "its flag decides. By default as OTEL_TRACES_SAMPLER says, else all.",
+    )
+
+
+class TraceTarget(NamedTuple):
+    """Where traces go, and which."""
+
+    endpoint: str
+    """The receiver's URL; for HTTP with its path."""
+    protocol: Protocol
+    sampling: Sampling
+
+
+def trace_target(settings: TraceSettings, environment: Mapping[str, str]) -> TraceTarget | None:
+    """Return where traces go; ``None`` = there are none. Raises ``ValueError`` for what cannot be meant."""
+    endpoint, is_base = settings.trace_endpoint.strip(), False
+    if not endpoint:
+        found = _endpoint_of(environment)
+        if found is None:
+            return None
+        endpoint, is_base = found
+    where = urlsplit(endpoint)
+    if where.scheme not in ("http", "https") or not where.hostname:
+        raise ValueError(
+            f"sending traces: the endpoint is {endpoint!r}, allowed are http://host:port and https://host:port"
+        )
+    protocol = settings.trace_protocol or _protocol_of(environment)
+    if protocol is None:
+        has_path = where.path.rstrip("/") != ""
+        protocol = "http/protobuf" if has_path or _port(endpoint) == HTTP_PORT else "grpc"
+    if protocol == "http/protobuf" and (is_base or not where.path.rstrip("/")):
+        endpoint = endpoint.rstrip("/") + TRACES_PATH
+    return TraceTarget(endpoint, protocol, _sampling(settings, environment))
+
+
+def _port(endpoint: str) -> int | None:
+    try:
+        return urlsplit(endpoint).port
+    except ValueError:
+        raise ValueError(f"sending traces: the endpoint is {endpoint!r}, whose port is no number") from None
+
+
+def _endpoint_of(environment: Mapping[str, str]) -> tuple[str, bool] | None:
+    """Return what the variables say, and whether it is the base of all signals, below which traces have a path."""
+
+    def word(name: str) -> str:
+        return environment.get(name, "").strip()
+
+    if word("OTEL_SDK_DISABLED").lower() == "true" or word("OTEL_TRACES_EXPORTER").lower() == "none":
+        return None
+    wanted = word("OTEL_EXPORT_ENABLED").lower()
+    if wanted and wanted not in TRUE_WORDS:
+        return None
+    if own := word("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        return own, False
+    if base := word("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        return base, True
+    if wanted or "otlp" in word("OTEL_TRACES_EXPORTER").lower().split(","):
+        return DYNAMO_ENDPOINT, True
+    return None
+
+
+def _protocol_of(environment: Mapping[str, str]) -> Protocol | None:
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        value = environment.get(name, "").strip()
+        if value == "grpc":
+            return "grpc"
+        if value == "http/protobuf":
+            return "http/protobuf"
+        if value:
+            raise ValueError(f"sending traces: {name} is {value!r}, allowed are grpc and http/protobuf")
+    return None
+
+
+def _sampling(settings: TraceSettings, environment: Mapping[str, str]) -> Sampling:
+    if settings.trace_sample_ratio is not None:
+        return Sampling(settings.trace_sample_ratio)
+    name = environment.get("OTEL_TRACES_SAMPLER", "").strip() or "parentbased_always_on"
+    kind = name.removeprefix("parentbased_")
+    follows = kind != name
+    if kind == "always_on":
+        return Sampling(1.0, follows)
+    if kind == "always_off":
+        return Sampling(0.0, follows)
+    if kind != "traceidratio":
+        raise ValueError(
+            f"sending traces: OTEL_TRACES_SAMPLER is {name!r}, allowed are always_on, always_off, traceidratio, and "
+            "each with parentbased_ before it"
+        )
+    argument = environment.get("OTEL_TRACES_SAMPLER_ARG", "").strip() or "1"
+    try:
+        ratio = float(argument)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"sending traces: OTEL_TRACES_SAMPLER_ARG is {argument!r}, allowed are numbers from 0 to 1")
+    return Sampling(ratio, follows)

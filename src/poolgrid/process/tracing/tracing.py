@@ -1,0 +1,91 @@
+"""The traces of one process: which requests have a record, and what becomes of it at their end.
+
+Rules
+    1. Where traces are off there is no ``Tracing``, and nobody makes a record.
+    2. A record is handed over once, at its end, and is not touched any more.
+    3. Whoever sends records may lose them, and says how many; it never makes a request wait.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+from poolgrid.process.clock import Clock
+from poolgrid.process.tracing.record import SpanKind, TraceRecord
+from poolgrid.process.tracing.sampling import Sampler, Sampling
+from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
+from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
+
+
+class TraceSink(Protocol):
+    """Takes records that are over."""
+
+    def take(self, record: TraceRecord, now_ms: float) -> None:
+        """Take a record; ``now_ms`` is the time by its clock. Returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left, for a bounded time."""
+        ...
+
+
+class Tracing:
+    """The traces of one process."""
+
+    def __init__(self, sampling: Sampling, sink: TraceSink, clock: Clock, seed: int | None = None) -> None:
+        """``seed`` makes ids that can be foretold, for tests."""
+        self._sampler = Sampler(sampling, random.Random(seed).getrandbits)
+        self._sink = sink
+        self._clock = clock
+        unkept = TracePlace(self._sampler.span_id() << 64 | self._sampler.span_id(), self._sampler.span_id(), 0)
+        self.not_kept = TraceContext(unkept.traceparent)
+        """What others are told of requests whose traces are not kept, so that they do not begin one of their own: the
+        same for all, as nobody looks at it."""
+
+    def begin_request(self, name: str, headers: Sequence[tuple[bytes, bytes]], began_ms: float) -> TraceRecord | None:
+        """Begin the record of a client's request, if it is kept; ``headers`` are in lower case."""
+        traceparent = tracestate = b""
+        for header, value in headers:
+            if header == b"traceparent":
+                traceparent = value
+            elif header == b"tracestate":
+                tracestate = tracestate + b"," + value if tracestate else value
+        caller = read_traceparent(traceparent.decode("latin-1")) if traceparent else None
+        drawn = self._sampler.draw(caller)
+        if drawn is None:
+            return None
+        state = _sane_state(tracestate) if caller is not None else ""
+        return self._record(name, *drawn, caller, state, began_ms)
+
+    def begin_work(self, name: str, context: TraceContext | None) -> TraceRecord | None:
+        """Begin the record of what another process of ours asks for, if that is kept."""
+        if context is None:
+            return None
+        caller = read_traceparent(context.traceparent)
+        if caller is None or not caller.is_sampled:
+            return None
+        return self._record(name, caller.trace_id, caller.flags, caller, context.tracestate, self._clock.monotonic_ms())
+
+    def _record(
+        self, name: str, trace_id: int, flags: int, caller: TracePlace | None, state: str, began_ms: float
+    ) -> TraceRecord:
+        ids, now_ms = self._sampler.span_id, self._clock.monotonic_ms
+        return TraceRecord(name, SpanKind.SERVER, trace_id, flags, caller, state, began_ms, ids, now_ms)
+
+    def end(self, record: TraceRecord, error: str = "") -> None:
+        """Hand a record over; what has not ended ends now."""
+        record.end(error)
+        self._sink.take(record, self._clock.monotonic_ms())
+
+    def close(self) -> None:
+        """Send what is left, for a bounded time."""
+        self._sink.close()
+
+
+def _sane_state(value: bytes) -> str:
+    """Return a tracestate that may be given on: W3C has those dropped that are too long or hold other characters."""
+    text = value.decode("latin-1").strip()
+    sane = len(text) <= TRACE_STATE_CHARS_MAX and all(" " <= each <= "~" for each in text)
+    return text if sane else ""

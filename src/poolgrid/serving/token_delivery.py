@@ -1,0 +1,118 @@
+"""One request's tokens on their way to the client: in order, without holes, whichever workers they come from.
+
+Rules
+    1. What was delivered is never delivered again: ``output`` only grows, and each part of it is handed over once.
+    2. All output is kept (4 bytes a token) while the request lives, because a migration continues from prompt + output.
+    3. ``next`` hands over everything since the last call: one wake-up per engine step, however many tokens; none for
+       tokens alone when the whole answer is waited for.
+    4. The last delta has a finish reason; nothing comes after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.wire.requests import FinishReason
+
+
+class TokenDelivery:
+    """What the front end reads of one request (``poolgrid.inference.ports.TokenStream``)."""
+
+    def __init__(
+        self,
+        request_id: str,
+        on_cancel: Callable[[TokenDelivery], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """``on_cancel`` is told when the client gives the request up before its end.
+
+        ``loop`` is the running one, of who has it: until Python 3.12 each question for it is a system call.
+        """
+        self.request_id = request_id
+        self.worker = ""
+        """The worker that serves, or served last."""
+        self.decision_reason = ""
+        """Short reason code of the last decision."""
+        self.pool = ""
+        """The pools that serve it, where there are several."""
+        self.output = bytearray()
+        """Packed tokens, all of them."""
+        self.finished = False
+        self.waits_for_room = False
+        """Whether no worker has it, because those that were asked had no room."""
+        self._deltas: list[StreamDelta] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._until_end = False
+        """Whether ``next`` waits for more than tokens: they are in ``output`` only, from ``_read_bytes`` on."""
+        self._read_bytes = 0
+        """Output that ``next`` has returned."""
+        self._on_cancel = on_cancel
+        self._loop = loop
+
+    @property
+    def unread_tokens(self) -> int:
+        """Return how many output tokens have arrived that ``next`` has not returned."""
+        return (len(self.output) - self._read_bytes) // 4
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens the client was given."""
+        return len(self.output) // 4
+
+    async def next(self, until_end: bool = False) -> list[StreamDelta]:
+        """Wait until something is new and return all of it; an empty list after the end.
+
+        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that says more.
+        """
+        if not self._deltas:
+            if self.finished:
+                return []
+            self._until_end = until_end
+            self._waiter = (self._loop or asyncio.get_running_loop()).create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._deltas = self._deltas, []
+        self._read_bytes = len(self.output)
+        return deltas
+
+    def cancel(self) -> None:
+        """Give the request up."""
+        if not self.finished:
+            self._on_cancel(self)
+            if not self.finished:
+                self.finish(StreamDelta(b"", FinishReason.CANCELLED))
+
+    def append(self, tokens: bytes) -> None:
+        """Take tokens and nothing else: what nearly every delta is. They join what the client has not fetched yet."""
+        self.output += tokens
+        if self._until_end:
+            return
+        waiting = self._deltas
+        if waiting and waiting[-1].logprobs is None and waiting[-1].finish_reason is None:
+            waiting[-1].token_ids += tokens
+        else:
+            waiting.append(StreamDelta(tokens))
+            waiter = self._waiter
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    def deliver(self, delta: StreamDelta) -> None:
+        """Take a delta that says more than tokens."""
+        self.output += delta.token_ids
+        if self._until_end:
+            self._until_end = False
+            held = self.output[self._read_bytes : len(self.output) - len(delta.token_ids)]
+            if held:
+                self._deltas.append(StreamDelta(bytes(held)))
+        self._deltas.append(delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def finish(self, delta: StreamDelta) -> None:
+        """Take the last delta."""
+        self.finished = True
+        self.deliver(delta)

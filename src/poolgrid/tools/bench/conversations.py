@@ -1,0 +1,75 @@
+"""Conversations to send: users who ask several times, each time with all that was said before, and system prompts that
+many of them share.
+
+A conversation is planned as one request per turn; what the assistant said is known only when it has been said, so the
+runner puts it between them. Ids of blocks come from the seed: the same seed sends the same words.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from poolgrid.tools.bench.prompt import PlannedRequest
+from poolgrid.wire.hashing import stable_u64
+
+PAUSE_MAX = 5.0
+"""Longest think time, as a multiple of the mean: an exponential one is longer in 0.7 % of all cases."""
+
+
+class ConversationShape(msgspec.Struct, frozen=True):
+    """What all conversations of a run have in common; lengths in tokens."""
+
+    turns: int
+    isl: int
+    """Of each message of the user."""
+    osl: int
+    shared_prefix: int = 0
+    """Of the system prompt; 0 = there is none."""
+    shared_prefixes: int = 1
+    """Different system prompts; each conversation has one of them."""
+    think_time_s: float = 0.0
+    """Mean of the exponential pauses before a user asks again."""
+
+
+class PlannedConversation(msgspec.Struct, frozen=True):
+    """One conversation: when it begins, its turns, and how long the user thinks before each of them."""
+
+    at_ms: float | None
+    """Scheduled time since the start of the run; ``None`` in a closed loop."""
+    turns: tuple[PlannedRequest, ...]
+    pauses_ms: tuple[float, ...]
+    """Before each turn; 0 before the first."""
+
+
+def plan_conversations(
+    times_ms: Iterable[float | None], shape: ConversationShape, seed: int
+) -> Iterator[PlannedConversation]:
+    """Yield conversations that share system prompts and nothing else."""
+    for number, at_ms in enumerate(times_ms):
+        chance = random.Random(f"{seed}/{number}")
+        system: tuple[int, ...] = ()
+        if shape.shared_prefix:
+            system = (stable_u64(f"{seed}/system/{chance.randrange(shape.shared_prefixes)}"),)
+        turns = tuple(
+            _turn(number * shape.turns + turn, at_ms if turn == 0 else None, system if turn == 0 else (), shape, seed)
+            for turn in range(shape.turns)
+        )
+        pauses = tuple(_pause_ms(chance, shape.think_time_s) if turn else 0.0 for turn in range(shape.turns))
+        yield PlannedConversation(at_ms, turns, pauses)
+
+
+def _turn(
+    index: int, at_ms: float | None, system: tuple[int, ...], shape: ConversationShape, seed: int
+) -> PlannedRequest:
+    own = stable_u64(f"{seed}/{index}")
+    if not system:
+        return PlannedRequest(index, at_ms, (own,), shape.isl, shape.isl, shape.osl)
+    isl = shape.shared_prefix + shape.isl
+    return PlannedRequest(index, at_ms, (*system, own), shape.shared_prefix, isl, shape.osl, len(system))
+
+
+def _pause_ms(chance: random.Random, mean_s: float) -> float:
+    return min(PAUSE_MAX * mean_s, chance.expovariate(1.0 / mean_s)) * 1000.0 if mean_s else 0.0

@@ -1,0 +1,360 @@
+"""Runs a plan against an endpoint: who sends when, how many at once, and what is counted.
+
+* Closed loop: ``concurrency`` senders, each with the next request as soon as its last one ended.
+* Open loop and replay: each request at its scheduled time, whatever became of the others; all its times count from that
+  moment, so a slow server cannot hide behind a slow client. At most ``in_flight_max`` run at once: a request that is
+  due while all slots are taken waits for one, is counted as ``delayed``, and its wait is part of its measured times.
+
+A conversation is sent turn by turn, each with all that was said before, whatever the endpoint said; its turns are one
+place of the concurrency, or of ``in_flight_max``, also while its user thinks. A turn that fails ends it. Times of later
+turns count from when they are sent.
+
+A failed request is counted by kind and never ends the run. When ``stop`` is set nothing new is sent, what is in flight
+is cancelled, and what was measured so far is returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import cancel_all, owned
+from poolgrid.tools.bench.client import Client, Exchange, RequestFailed
+from poolgrid.tools.bench.conversations import PlannedConversation
+from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
+from poolgrid.tools.bench.statistics import Measurements, Outcome
+
+Verify = Callable[[PlannedRequest, str], bool]
+"""Says whether a response's text is the right one for its request."""
+
+
+Message = dict[str, str]
+"""A message of a conversation, as OpenAI's API has it."""
+
+Planned = PlannedRequest | PlannedConversation
+
+
+class RequestLine(msgspec.Struct, frozen=True):
+    """What the log of a run says of one request; times in milliseconds, of failed requests only the first."""
+
+    index: int
+    sent_ms: float
+    """When it was due or sent, since the start of the run."""
+    turn: int = 0
+    ttft_ms: float | None = None
+    latency_ms: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    worker: str | None = None
+    error: str | None = None
+
+
+class RequestShape(msgspec.Struct, frozen=True):
+    """How a planned request is written down."""
+
+    model: str
+    endpoint: str = "completions"
+    """``completions`` or ``chat``."""
+    text: bool = False
+    """Words instead of token ids; always so in chat."""
+    ignore_eos: bool = True
+    """Ask the engine to go on until ``osl`` tokens, as most engines understand it."""
+
+    @property
+    def path(self) -> str:
+        """The path below the endpoint's URL."""
+        return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+
+    def body(self, request: PlannedRequest, prompts: PromptMaker, earlier: Sequence[Message] = ()) -> bytes:
+        """Return the JSON body of a request; ``earlier`` messages are those of its conversation."""
+        fields: dict[str, object] = {
+            "model": self.model,
+            "max_tokens": request.osl,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        if self.endpoint == "chat":
+            fields["messages"] = [*earlier, *self.messages(request, prompts)]
+        elif self.text:
+            fields["prompt"] = " ".join(filter(None, (prompts.system_text(request), prompts.text(request))))
+        else:
+            fields["prompt"] = msgspec.Raw(prompts.tokens_json(request))
+        return msgspec.json.encode(fields)
+
+    def messages(self, request: PlannedRequest, prompts: PromptMaker) -> list[Message]:
+        """Return what a turn adds to its conversation: what its user says, at its begin after the system prompt."""
+        said = {"role": "user", "content": prompts.text(request, overhead=True)}
+        if not request.system_blocks:
+            return [said]
+        return [{"role": "system", "content": prompts.system_text(request)}, said]
+
+
+class Result(msgspec.Struct):
+    """A finished (or interrupted) run."""
+
+    measured: Measurements
+    sent: list[PlannedRequest]
+    """What was sent, in order; empty unless the run was asked to remember it."""
+    duration_s: float
+    interrupted: bool
+
+
+class Runner:
+    """The state of one run."""
+
+    def __init__(
+        self,
+        client: Client,
+        shape: RequestShape,
+        prompts: PromptMaker,
+        clock: Clock,
+        *,
+        verify: Verify | None = None,
+        progress: Callable[[Measurements], None] | None = None,
+        remember_sent: bool = False,
+        on_line: Callable[[RequestLine], None] | None = None,
+    ) -> None:
+        self._on_line = on_line
+        self._started_ms = 0.0
+        self._prefixes: set[tuple[int, ...]] = set()
+        """System prompts that were sent."""
+        self._client = client
+        self._shape = shape
+        self._prompts = prompts
+        self._clock = clock
+        self._verify = verify
+        self._progress = progress
+        self._remember_sent = remember_sent
+        self._sent: list[PlannedRequest] = []
+        self.measured = Measurements()
+
+    async def closed_loop(
+        self, requests: Iterator[Planned], *, concurrency: int, duration_s: float | None, stop: asyncio.Event
+    ) -> Result:
+        """Keep ``concurrency`` requests in flight until they, the time or the patience end."""
+        started_ms = self._started_ms = self._clock.monotonic_ms()
+        ends_ms = started_ms + duration_s * 1000.0 if duration_s is not None else float("inf")
+
+        async def sender() -> None:
+            for planned in requests:
+                if stop.is_set() or self._clock.monotonic_ms() >= ends_ms:
+                    return
+                await self._converse(planned, self._first_body(planned), None, ends_ms)
+
+        await self._supervise([owned(sender(), f"sender {number}") for number in range(concurrency)], stop)
+        return self._result(started_ms, stop)
+
+    async def scheduled(self, requests: Iterable[Planned], *, in_flight_max: int, stop: asyncio.Event) -> Result:
+        """Send each request at its time, at most ``in_flight_max`` at once."""
+        started_ms = self._started_ms = self._clock.monotonic_ms()
+        slots = asyncio.Semaphore(in_flight_max)
+        running: set[asyncio.Task[None]] = set()
+        failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            slots.release()
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not failure.done():
+                failure.set_exception(error)
+
+        async def dispatch() -> None:
+            for planned in requests:
+                assert planned.at_ms is not None, "a scheduled run needs times"
+                body = self._first_body(planned)  # before it is due
+                due_ms = started_ms + planned.at_ms
+                wait_ms = due_ms - self._clock.monotonic_ms()
+                if wait_ms > 0:
+                    await asyncio.sleep(wait_ms / 1000.0)
+                if slots.locked():
+                    self.measured.delayed += 1
+                await slots.acquire()
+                task = owned(self._converse(planned, body, due_ms, float("inf")), "request")
+                running.add(task)
+                task.add_done_callback(ended)
+            while running:
+                await asyncio.wait(running)
+
+        try:
+            await self._supervise([owned(dispatch(), "dispatch")], stop, failure)
+        finally:
+            await cancel_all(list(running))
+        return self._result(started_ms, stop)
+
+    async def _supervise(
+        self, tasks: list[asyncio.Task[None]], stop: asyncio.Event, failure: asyncio.Future[None] | None = None
+    ) -> None:
+        """Wait for the tasks or for ``stop``, then leave none behind; a fault of our own is raised."""
+        work = asyncio.gather(*tasks)
+        stopped = owned(stop.wait(), "end of the run")
+        waits: list[asyncio.Future[Any]] = [work, stopped] if failure is None else [work, stopped, failure]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if failure is not None and failure.done():
+                failure.result()
+            if work.done():
+                work.result()
+        finally:
+            stopped.cancel()
+            await cancel_all(tasks)
+            if work.done() and not work.cancelled():
+                work.exception()  # retrieved, so that asyncio does not report it a second time
+
+    def _first_body(self, planned: Planned) -> bytes:
+        first = planned if isinstance(planned, PlannedRequest) else planned.turns[0]
+        return self._shape.body(first, self._prompts)
+
+    async def _converse(self, planned: Planned, body: bytes, due_ms: float | None, ends_ms: float) -> None:
+        """Send a request, or the turns of a conversation one after the other; ``body`` is that of the first."""
+        if isinstance(planned, PlannedRequest):
+            await self._send(body, planned, due_ms)
+            return
+        said: list[Message] = []
+        reusable = 0
+        for turn, request in enumerate(planned.turns):
+            if turn:
+                await asyncio.sleep(planned.pauses_ms[turn] / 1000.0)
+                if self._clock.monotonic_ms() >= ends_ms:
+                    return
+                body = self._shape.body(request, self._prompts, said)
+            else:
+                reusable = self._reusable_prefix(request)
+            exchange = await self._send(body, request, due_ms if turn == 0 else None, turn, reusable)
+            if exchange is None:
+                return
+            said += self._shape.messages(request, self._prompts)
+            said.append({"role": "assistant", "content": exchange.text})
+            usage = exchange.usage
+            reusable = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
+
+    def _reusable_prefix(self, request: PlannedRequest) -> int:
+        """Return how many tokens of a first turn somebody has sent before."""
+        prefix = request.block_ids[: request.system_blocks]
+        if not prefix:
+            return 0
+        known = prefix in self._prefixes
+        self._prefixes.add(prefix)
+        return request.system_blocks * request.block_tokens if known else 0
+
+    async def _send(
+        self,
+        body: bytes,
+        request: PlannedRequest,
+        due_ms: float | None,
+        turn: int = 0,
+        reusable_tokens: int | None = None,
+    ) -> Exchange | None:
+        """Send one request and count what came of it; ``None`` when it failed."""
+        self._note_sent(request)
+        started_ms = due_ms if due_ms is not None else self._clock.monotonic_ms()
+        exchange = None
+        line = RequestLine(request.index, started_ms - self._started_ms, turn)
+        try:
+            exchange = await self._client.post(self._shape.path, body)
+        except RequestFailed as error:
+            self.measured.add_error(error.kind, error.detail)
+            line = msgspec.structs.replace(line, error=error.kind)
+        except asyncio.CancelledError:
+            self.measured.cancelled += 1
+            raise
+        else:
+            outcome = _outcome(exchange, request, started_ms, reusable_tokens)
+            self.measured.add(outcome)
+            line = _line(line, outcome)
+            if self._verify is not None and not self._verify(request, exchange.text):
+                self.measured.wrong_texts += 1
+        if self._on_line is not None:
+            self._on_line(line)
+        if self._progress is not None:
+            self._progress(self.measured)
+        return exchange
+
+    def _note_sent(self, request: PlannedRequest) -> None:
+        if self._remember_sent:
+            self._sent.append(request)
+
+    def _result(self, started_ms: float, stop: asyncio.Event) -> Result:
+        duration_s = (self._clock.monotonic_ms() - started_ms) / 1000.0
+        return Result(self.measured, self._sent, duration_s, stop.is_set())
+
+
+def _line(line: RequestLine, outcome: Outcome) -> RequestLine:
+    return msgspec.structs.replace(
+        line,
+        ttft_ms=outcome.ttft_ms,
+        latency_ms=outcome.latency_ms,
+        prompt_tokens=outcome.prompt_tokens,
+        cached_tokens=outcome.cached_tokens,
+        output_tokens=outcome.output_tokens,
+        worker=outcome.worker,
+    )
+
+
+def _outcome(
+    exchange: Exchange, request: PlannedRequest, started_ms: float, reusable_tokens: int | None = None
+) -> Outcome:
+    usage = exchange.usage
+    # An answer whose tokens are no text yet (half a character, say) has its first moment at its end.
+    first_ms = exchange.first_ms if exchange.first_ms is not None else exchange.finished_ms
+    return Outcome(
+        ttft_ms=max(0.0, first_ms - started_ms),
+        latency_ms=max(0.0, exchange.finished_ms - started_ms),
+        gaps_ms=exchange.gaps_ms,
+        prompt_tokens=usage.prompt_tokens if usage is not None else request.isl,
+        cached_tokens=usage.cached_tokens if usage is not None else 0,
+        output_tokens=usage.completion_tokens if usage is not None else exchange.chunks,
+        usage_reported=usage is not None,
+        worker=exchange.worker,
+        reusable_tokens=reusable_tokens,
+    )
+
+
+async def run(
+    client: Client,
+    shape: RequestShape,
+    prompts: PromptMaker,
+    requests: Iterable[Planned],
+    clock: Clock,
+    *,
+    concurrency: int | None = None,
+    in_flight_max: int = 900,
+    requests_max: int | None = None,
+    duration_s: float | None = None,
+    stop: asyncio.Event | None = None,
+    verify: Verify | None = None,
+    progress: Callable[[Measurements], None] | None = None,
+    remember_sent: bool = False,
+    on_line: Callable[[RequestLine], None] | None = None,
+) -> Result:
+    """Run a plan: a closed loop when ``concurrency`` is given, else each request at its ``at_ms``.
+
+    ``verify`` is asked about every successful answer; its refusals are counted as ``wrong_texts``. ``on_line`` is told
+    of every request that came to an end.
+    """
+    runner = Runner(
+        client,
+        shape,
+        prompts,
+        clock,
+        verify=verify,
+        progress=progress,
+        remember_sent=remember_sent,
+        on_line=on_line,
+    )
+    stop = stop or asyncio.Event()
+    planned = islice(requests, requests_max) if requests_max is not None else iter(requests)
+    try:
+        if concurrency is not None:
+            return await runner.closed_loop(planned, concurrency=concurrency, duration_s=duration_s, stop=stop)
+        return await runner.scheduled(planned, in_flight_max=in_flight_max, stop=stop)
+    finally:
+        client.close()

@@ -1,0 +1,143 @@
+"""A check from its first question to its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from poolgrid.process.clock import Clock
+from poolgrid.tools.engine_check.core.evidence import Evidence, Exchange, Source, Told
+from poolgrid.tools.engine_check.core.probe_plan import PlanLimits, plan
+from poolgrid.tools.engine_check.listening import Listener
+from poolgrid.tools.engine_check.server import EngineServer
+from poolgrid.tools.engine_check.settings import EngineCheckSettings
+from poolgrid.workers.engines.registry import server_kinds
+from poolgrid.workers.engines.server.core.server_facts import ServerFacts
+from poolgrid.workers.engines.server.server_client import ServerError
+
+SALT = "engine-check"
+"""What salted probes are sent under."""
+
+BLOCK_SIZE_ASSUMED = 16
+"""For the length of the first probes, where neither the server nor an option says; vLLM's default."""
+
+REPLAYED_BEFORE = 4
+"""How many messages before the first that was heard are asked for too: they show that the replay goes back."""
+
+
+def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> Told:
+    """Return what a check starts from: what the server says, and what options say in its place."""
+    listed = any(source.endpoint for source in facts.sources)
+    return Told(
+        facts.kind if settings.engine == "auto" else settings.engine,
+        facts.model,
+        facts.version,
+        settings.block_size or facts.block_size,
+        max(facts.ranks, len(settings.events)),
+        True if listed else False if facts.events_missing else None,
+        kind.events_option if (kind := server_kinds().get(facts.kind)) is not None else "",
+    )
+
+
+def sources_of(facts: ServerFacts, settings: EngineCheckSettings) -> list[Source]:
+    """Return where to listen: as the options say, else as the server does."""
+    if not settings.events:
+        return [
+            Source(each.dp_rank, each.endpoint, each.replay_endpoint, settings.topic or each.topic, each.doubt)
+            for each in facts.sources
+            if each.endpoint
+        ]
+    replays = settings.replay or ("",) * len(settings.events)
+    return [
+        Source(rank, endpoint, replay, settings.topic)
+        for rank, (endpoint, replay) in enumerate(zip(settings.events, replays, strict=True))
+    ]
+
+
+async def gather_evidence(
+    settings: EngineCheckSettings,
+    server: EngineServer,
+    context: zmq.Context[Any],
+    clock: Clock,
+    tell: Callable[[str], None],
+) -> Evidence:
+    """Ask, listen, probe; raises ``ServerError`` when the server cannot be asked, ``zmq.ZMQError`` for an endpoint.
+
+    ``tell`` is told what happens now.
+    """
+    facts = await server.learn(settings.engine, settings.model)
+    told, sources = told_by(facts, settings), sources_of(facts, settings)
+    if not sources and facts.drained_events:
+        raise ServerError(
+            f"its events are handed out at {facts.drained_events} to one reader, from whom a check would take them; "
+            "what it publishes over ZMQ can be checked, give --events"
+        )
+    limits = PlanLimits(
+        seed=f"{clock.wall_ms()}",
+        block_size=told.block_size or BLOCK_SIZE_ASSUMED,
+        tokens_below=settings.token_ids_below,
+        prompt_tokens_max=settings.prompt_tokens_max,
+        salt=SALT if settings.salt else "",
+        lora=settings.lora,
+        ranks=tuple(range(told.ranks)) if told.ranks > 1 else (None,),
+    )
+    listener = Listener(context, sources, clock)
+    try:
+        tell("connecting to the publishers")
+        await listener.open()
+        # ZMQ tells a subscriber that it is connected, not that the publisher has taken note of the subscription.
+        await listener.settle(settings.settle_ms)
+        exchanges = await _probe(limits, settings, server, told, listener, clock, tell)
+        tell("asking for replays")
+        replays = [
+            await listener.replay(source, _first_heard(listener, source.rank))
+            for source in sources
+            if source.replay_endpoint
+        ]
+    finally:
+        listener.close()
+    return Evidence(told, tuple(sources), listener.contacts, tuple(exchanges), tuple(listener.heard), tuple(replays))
+
+
+async def _probe(
+    limits: PlanLimits,
+    settings: EngineCheckSettings,
+    server: EngineServer,
+    told: Told,
+    listener: Listener,
+    clock: Clock,
+    tell: Callable[[str], None],
+) -> list[Exchange]:
+    exchanges: dict[str, Exchange] = {}
+    for name, make in plan(limits):
+        first = exchanges.get("first")
+        if first is not None and first.failure:
+            break  # every other would fail likewise
+        probe = make(exchanges)
+        if probe is None:
+            continue
+        tell(f"probe {name!r}")
+        before = len(listener.heard)
+        answer = await server.probe(probe, told)
+        ended_ms = clock.monotonic_ms()
+        await listener.settle(settings.settle_ms)
+        exchanges[name] = Exchange(
+            probe,
+            before,
+            len(listener.heard),
+            answer.output,
+            answer.cached_tokens,
+            ended_ms if not answer.failure else 0.0,
+            answer.failure,
+        )
+    return list(exchanges.values())
+
+
+def _first_heard(listener: Listener, rank: int) -> int:
+    """Return the number from which a replay is asked for."""
+    for heard in listener.heard:
+        if heard.rank == rank and len(heard.message) >= 2 and len(heard.message[-2]) == 8:
+            return max(0, int.from_bytes(heard.message[-2], "big") - REPLAYED_BEFORE)
+    return 0

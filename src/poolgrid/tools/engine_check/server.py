@@ -1,0 +1,160 @@
+"""Speaks to an engine server: what it says of itself, probes, and streams whose tokens are timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+
+from poolgrid.process.clock import Clock
+from poolgrid.tools.engine_check.core.evidence import Probe, Told
+from poolgrid.wire.errors import DecodeError
+from poolgrid.workers.engines.registry import server_kinds
+from poolgrid.workers.engines.server.core.server_facts import ModelList, ServerFacts, choose_model
+from poolgrid.workers.engines.server.kinds import MODELS, UnknownServer, learn
+from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+
+ANSWER_BYTES_SHOWN = 300
+"""How much of a refusal stands in a finding."""
+
+RANK_HEADER = "x-data-parallel-rank"
+"""The global rank that a request is for."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came back of a probe."""
+
+    output: tuple[int, ...] = ()
+    cached_tokens: int | None = None
+    failure: str = ""
+
+
+class EngineServer:
+    """One engine server over HTTP."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, clock: Clock, api_key: str = "") -> None:
+        """Raises ``ValueError`` for a URL or a key that is none."""
+        self._client = client
+        self._asked = ServerClient(url, clock, api_key)
+        self._url = self._asked.target.url
+        self._clock = clock
+
+    def close(self) -> None:
+        """Close the connections of questions."""
+        self._asked.close()
+
+    # What it says of itself
+
+    async def learn(self, kind: str, model: str) -> ServerFacts:
+        """Return what it says; raises ``ServerError`` when nobody answers, ``ValueError`` when it has no such model."""
+        kinds = server_kinds()
+        try:
+            return await learn(self._asked, kinds, kind if kind in kinds else "", model)
+        except UnknownServer:
+            return await self._of_another_kind(model)
+        except DecodeError as error:
+            raise ServerError(f"asking {self._url}: {error}; is --url right?") from error
+
+    async def _of_another_kind(self, model: str) -> ServerFacts:
+        """Learn what can be learned of any server that speaks OpenAI's API: it can be measured, and told the rest."""
+        chosen = choose_model(await self._asked.ask_for(MODELS, ModelList), model)
+        return ServerFacts("openai", model=chosen.id, max_sequence_length=chosen.max_model_len)
+
+    async def round_trip_ms(self) -> float:
+        """Return how long a request takes that has nothing to do."""
+        began_ms = self._clock.monotonic_ms()
+        await self._asked.ask(MODELS)
+        return self._clock.monotonic_ms() - began_ms
+
+    # Probes
+
+    async def probe(self, probe: Probe, told: Told) -> Answer:
+        """Send a probe; a refusal is an answer too."""
+        path, body = _generate(probe) if told.kind == "sglang" else _completion(probe, told.model)
+        headers = {} if probe.rank is None else {RANK_HEADER: str(probe.rank)}
+        try:
+            answer = await self._client.post(f"{self._url}{path}", json=body, headers=headers)
+        except httpx.HTTPError as error:
+            return Answer(failure=f"asking {path}: {str(error) or type(error).__name__}")
+        if answer.status_code != 200:
+            return Answer(failure=f"{path} answered {answer.status_code}: {answer.text[:ANSWER_BYTES_SHOWN]}")
+        try:
+            return _answer(msgspec.json.decode(answer.content))
+        except (msgspec.MsgspecError, KeyError, TypeError, IndexError, ValueError) as error:
+            return Answer(failure=f"{path} answered what cannot be read ({error}): {answer.text[:ANSWER_BYTES_SHOWN]}")
+
+    # Timed streams
+
+    async def stream(self, model: str, tokens: tuple[int, ...], max_tokens: int) -> tuple[float, list[float]]:
+        """Return when a request was sent, and when each of its tokens arrived; raises ``ServerError``."""
+        body = {
+            "model": model,
+            "prompt": list(tokens),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        arrivals: list[float] = []
+        sent_ms = self._clock.monotonic_ms()
+        try:
+            async with self._client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
+                if answer.status_code != 200:
+                    text = (await answer.aread())[:ANSWER_BYTES_SHOWN].decode(errors="replace")
+                    raise ServerError(f"asking for {max_tokens} tokens: status {answer.status_code}: {text}")
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        count = _tokens_so_far(msgspec.json.decode(line[6:]), len(arrivals))
+                        arrivals += [self._clock.monotonic_ms()] * (count - len(arrivals))
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            raise ServerError(f"asking for {max_tokens} tokens: {str(error) or type(error).__name__}") from error
+        if not arrivals:
+            raise ServerError(f"asking for {max_tokens} tokens: the answer had none")
+        return sent_ms, arrivals
+
+
+def _completion(probe: Probe, model: str) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {
+        "model": probe.lora or model,
+        "prompt": list(probe.tokens),
+        "max_tokens": probe.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if probe.salt:
+        body["cache_salt"] = probe.salt
+    return "/v1/completions", body
+
+
+def _generate(probe: Probe) -> tuple[str, dict[str, Any]]:
+    sampling = {"max_new_tokens": probe.max_tokens, "temperature": 0, "ignore_eos": True}
+    body: dict[str, Any] = {"input_ids": list(probe.tokens), "sampling_params": sampling}
+    if probe.salt:
+        body["extra_key"] = probe.salt
+    if probe.lora:
+        body["lora_path"] = probe.lora
+    if probe.rank is not None:
+        body["routed_dp_rank"] = probe.rank
+    return "/generate", body
+
+
+def _answer(body: dict[str, Any]) -> Answer:
+    if "meta_info" in body:
+        cached = body["meta_info"].get("cached_tokens")
+        return Answer(tuple(body.get("output_ids") or ()), cached if type(cached) is int else None)
+    details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    output = body["choices"][0].get("token_ids") or ()
+    return Answer(tuple(map(int, output)), cached if type(cached) is int else None)
+
+
+def _tokens_so_far(chunk: dict[str, Any], known: int) -> int:
+    """Return how many tokens an answer has with this chunk: as the chunk counts them, else one more a chunk."""
+    usage = chunk.get("usage") or {}
+    count = usage.get("completion_tokens")
+    if type(count) is int:
+        return max(known, count)
+    return known + bool(chunk.get("choices"))

@@ -1,0 +1,455 @@
+"""Pools in virtual time: the router's own core in front of simulated engines, without a socket or a clock.
+
+A pool may have several routers: each has a projection of its own of the same stream, requests come to them in turn, and
+what an engine says reaches them ``event_delay_ms`` later. What a router has chosen it knows at once, the others do not.
+
+The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
+router; a request arrives and is routed; an idle engine begins a step. With a policy that plans, requests wait at their
+router: those that arrive at one moment are planned together, as a router does with what comes in one turn of its event
+loop, and again whenever an event reaches it. Nothing else happens, so a run is a function of workload, policy and
+limits. Several pools can share one time; who chooses among them is the caller's business.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count, islice
+from typing import Literal
+
+import msgspec
+
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.hold_plan import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
+from poolgrid.router.core.policy import EXPECTED_MS, POLICY_NAMES, Policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.retention.learner import RetentionLearner
+from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.selector import Selector
+from poolgrid.tools.simulation.ttft_targets import TtftTargets
+from poolgrid.tools.simulation.worker_speeds import WorkerSpeeds, changing
+from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import (
+    AnyEvent,
+    JournalRecord,
+    PrefillCompleted,
+    RequestFinished,
+    RequestStarted,
+    WorkerJoined,
+)
+from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.workers.core.booked_prefill import BookedPrefill
+from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_times_of
+from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
+
+Retention = Literal["off", "learned"]
+"""What engines are told of how long blocks should stay: nothing, or what the router has learnt."""
+
+MODEL = "simulated"
+ROLES = (Role.AGGREGATED,)
+SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
+UNLIMITED_QUEUE = 10**9
+"""Nothing is refused in a simulation: how requests pile up is what it measures."""
+
+SHORT_PROMPT_TOKENS = 1000
+"""A prompt below is short: it is computed in less time than it may wait behind a long one."""
+
+APPROXIMATE_TTL_MS = 1e12
+"""Separate routers never forget their own choices: the best case for them."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What one policy did with the workload."""
+
+    policy: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    overlap_found_tokens: int = 0
+    output_tokens: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    short_ttft_ms: list[float] = field(default_factory=list)
+    """Of prompts below ``SHORT_PROMPT_TOKENS``."""
+    predicted: list[tuple[float, int, float, float]] = field(default_factory=list)
+    """When a worker was chosen, which, what the policy expected until the first token and what it was, without what the
+    request had waited at its router before; in order of first tokens."""
+    targets_met: int = 0
+    """Requests whose TTFT was within their target."""
+    itl_ms: list[tuple[float, int]] = field(default_factory=list)
+    """Gaps between tokens and how often each occurred."""
+    busy_ms: float = 0.0
+    span_ms: float = 0.0
+    worker_tokens: list[int] = field(default_factory=list)
+    """Prompt tokens sent to each worker."""
+    worker_requests: list[int] = field(default_factory=list)
+    worker_busy_ms: list[float] = field(default_factory=list)
+    preemptions: int = 0
+    crowded: int = 0
+    """Choices that a worker refused because other routers had sent it more than the router knew."""
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFleet:
+    """The routers of one pool."""
+
+    routers: int = 1
+    event_delay_ms: float = 0.0
+    """From an engine to every router."""
+    separate: bool = False
+    """Each router knows its own choices only, and no events of caches."""
+    crowding_retries: int = CROWDING_RETRIES
+    """How often a worker may refuse a request because others were quicker; see
+    ``poolgrid.workers.core.booked_prefill``."""
+
+    retention: Retention = "off"
+    """What engines are told of how long blocks should stay."""
+
+    hold_limit_ms: float = HOLD_LIMIT_MS
+    """How long a request waits at its router for a better worker, with a policy that plans; 0 = none does."""
+
+    def make_state(self) -> Projection:
+        """Return what one more router knows at the start."""
+        index = PrefixIndex()
+        ledger = LoadLedger(reservation_ttl_ms=float("inf"))
+        approximate = ApproximateIndex(index, APPROXIMATE_TTL_MS) if self.separate else None
+        return Projection(index, ledger, approximate, RetentionLearner() if self.retention == "learned" else None)
+
+
+class SimulatedPool:
+    """One run of one policy; ``timing`` is that of every worker, or a list of one for each."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: Policy,
+        workers: int,
+        limits: EngineLimits,
+        timing: TimingModel | Sequence[TimingModel] | None = None,
+        on_fact: Callable[[Fact, float], None] | None = None,
+        routers: RouterFleet | None = None,
+        speeds: WorkerSpeeds | None = None,
+        targets: TtftTargets | None = None,
+    ) -> None:
+        """``speeds`` are what the cards do not say of the workers; without them all are as fast as ``timing`` says."""
+        self._targets = targets
+        self._workload = workload
+        self._policy = policy
+        self._on_fact = on_fact
+        fleet = routers or RouterFleet()
+        self.event_delay_ms = fleet.event_delay_ms
+        self._selectors = [
+            Selector(fleet.make_state(), policy, requests_per_worker_factor=UNLIMITED_QUEUE)
+            for _ in range(fleet.routers)
+        ]
+        self._projections = [selector.projection for selector in self._selectors]
+        self._held: list[dict[str, SimulatedRequest]] = [{} for _ in range(fleet.routers)]
+        """Requests that wait at each router, in order of arrival."""
+        self._hold_limit_ms = fleet.hold_limit_ms
+        self._under_way: deque[tuple[float, JournalRecord]] = deque()
+        """Records that the routers have not received yet, in order."""
+        self._turn = 0
+        # A lone router knows what its workers have; it is never refused.
+        self._crowding_retries = fleet.crowding_retries if fleet.routers > 1 else 0
+        self._books = [BookedPrefill() for _ in range(workers)]
+        self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
+        self._number = {key: number for number, key in enumerate(self._keys)}
+        self._recorders = [WireRecorder() for _ in self._keys]
+        given = timing if isinstance(timing, Sequence) else [timing or PolynomialTiming()] * workers
+        self._speeds = speeds
+        self._changing = [] if speeds is None else changing(given)
+        timings: Sequence[TimingModel] = given if speeds is None else self._changing
+        self.engines = [
+            SimulatedEngine(limits, timing=own, recorder=recorder, report_tokens=False)
+            for own, recorder in zip(timings, self._recorders, strict=True)
+        ]
+        self._seq = [0] * workers
+        self._offset = 0
+        self._arrived: dict[str, SimulatedRequest] = {}
+        self._expected_ms: dict[str, tuple[float, float]] = {}
+        """By request when it was chosen for and what was expected from then on, of a policy that predicts TTFTs."""
+        self.result = RunResult(
+            policy.name,
+            worker_tokens=[0] * workers,
+            worker_requests=[0] * workers,
+            worker_busy_ms=[0.0] * workers,
+        )
+        card_limits = WorkerLimits(
+            limits.max_batch_size, limits.max_num_tokens, limits.total_kv_blocks, limits.max_sequence_length
+        )
+        for number in range(workers):
+            card = WorkerCard(
+                MODEL,
+                Role.AGGREGATED,
+                limits.block_size,
+                card_limits,
+                f"inproc://{number}",
+                step_times=step_times_of(given[number]),
+                takes_retention=True,
+            )
+            self._tell(number, 0.0, [WorkerJoined(card)])
+        self._deliver(float("inf"))
+
+    def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
+        """Play the whole workload; ``on_progress`` is called with the number of requests finished, now and then."""
+        play_workload(self._workload, [self], lambda request, now: 0, on_progress)
+        self._deliver(float("inf"))
+        for projection in self._projections:
+            # What workers said of other routers' requests ends by itself; reservations never do.
+            projection.ledger.expire(sys.float_info.max)
+        return self.result
+
+    @property
+    def projections(self) -> Sequence[Projection]:
+        """Return what each router knows."""
+        return self._projections
+
+    @property
+    def projection(self) -> Projection:
+        """Return what the first router knows."""
+        return self._projections[0]
+
+    def best_overlap_tokens(self, request: SimulatedRequest) -> int:
+        """Return the most prompt tokens that a worker of the pool holds, as the pool's router knows; choose nothing."""
+        blocks = self._selectors[0].best_overlap_blocks(MODEL, ROLES, request.path)
+        return min(request.isl, blocks * self._workload.block_size)
+
+    def arrive(self, request: SimulatedRequest, now: float) -> int | None:
+        """Route a request and hand it to its engine; return the engine's number, or ``None`` where it waits for
+        ``place_held``."""
+        self._deliver(now)
+        router = self._turn % len(self._selectors)
+        self._turn += 1
+        if self._hold_limit_ms and self._selectors[router].plans:
+            self._held[router][request.request_id] = request
+            return None
+        return self._place(router, request, now, {})
+
+    @property
+    def holds(self) -> bool:
+        """Tell whether any request waits at a router."""
+        return any(self._held)
+
+    def place_held(self, now: float) -> list[int]:
+        """Hand on those whose worker is free now, or that have waited too long; return the numbers of the engines."""
+        if not self.holds:
+            return []
+        self._deliver(now)
+        return [
+            self._place(router, request, now, behind)
+            for router, held in enumerate(self._held)
+            if held
+            for request, behind in self._due(router, held, now)
+        ]
+
+    def _due(
+        self, router: int, held: dict[str, SimulatedRequest], now: float
+    ) -> Iterator[tuple[SimulatedRequest, Mapping[WorkerKey, int]]]:
+        """Yield who of those that wait at a router goes now, and take them out."""
+        selector = self._selectors[router]
+        while held:
+            oldest = next(iter(held.values()))
+            if len(held) <= HELD_MAX and now - oldest.arrival_ms < self._hold_limit_ms and selector.plans:
+                break
+            del held[oldest.request_id]
+            yield oldest, {}
+        while held and selector.takes_held(MODEL, ROLES):
+            wanted = [
+                WorkerWanted(self._routing(each), each.path, now, int(now))
+                for each in islice(held.values(), PLANNED_MAX)
+            ]
+            planned = selector.plan(wanted)
+            if not planned:
+                break
+            for row, behind in planned:
+                yield held.pop(wanted[row].request.request_id), behind
+
+    def _routing(self, request: SimulatedRequest) -> RoutingRequest:
+        block_size = self._workload.block_size
+        target_ms = 0.0 if self._targets is None else self._targets.of(request.request_id)
+        return RoutingRequest(
+            request.request_id,
+            MODEL,
+            request.isl,
+            block_size,
+            -(-request.isl // block_size),
+            ttft_target_ms=target_ms if self._targets is not None and self._targets.told else 0.0,
+        )
+
+    def _place(self, router: int, request: SimulatedRequest, now: float, behind: Mapping[WorkerKey, int]) -> int:
+        """Choose a worker and hand the request to its engine; return the engine's number."""
+        block_size = self._workload.block_size
+        routing = self._routing(request)
+        selector = self._selectors[router]
+        ledger = selector.projection.ledger
+        ledger.expire(now)
+        for remaining in reversed(range(self._crowding_retries + 1)):
+            found = selector.select(routing, request.path, now, int(now), behind=behind)
+            if not isinstance(found, Decision):
+                raise RuntimeError(f"simulating request {request.request_id}: {found}")
+            decision = found
+            number = self._number[decision.worker]
+            booked = self._books[number].crowding(decision.prefill_tokens if remaining else None)
+            if booked is None:
+                break
+            self.result.crowded += 1
+            ledger.crowded(
+                decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
+            )
+        generate = request.generate
+        if selector.projection.retention is not None:
+            selector.advise(decision, request.path, now)
+            if decision.retention is not None:
+                generate = msgspec.structs.replace(generate, retention=decision.retention)
+        selector.book(decision, request.path, now)
+        expected = decision.choice.terms.get(EXPECTED_MS)
+        if expected is not None:
+            self._expected_ms[request.request_id] = (now, float(expected[decision.choice.row]))
+        overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
+        self._books[number].accept(request.request_id, request.isl - overlap_tokens)
+        self._arrived[request.request_id] = request
+        self.engines[number].submit(generate, now, request.path)
+        self.result.worker_tokens[number] += request.isl
+        self.result.worker_requests[number] += 1
+        self.result.prompt_tokens += request.isl
+        self.result.overlap_found_tokens += overlap_tokens
+        return number
+
+    def begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
+        """Let an idle engine begin; ``None`` when it has nothing to do."""
+        if self.holds:
+            horizon = now  # whoever waits may be handed to this engine whenever something happens
+        if self._speeds is not None:
+            self._changing[number].speed = self._speeds.at(number, now)
+            horizon = min(horizon, self._speeds.next_change_ms(number, now))
+        outcome = self.engines[number].step(now, horizon)
+        if outcome is not None:
+            result = self.result
+            result.busy_ms += outcome.duration_ms
+            result.worker_busy_ms[number] += outcome.duration_ms
+            result.steps += outcome.steps
+            result.preemptions += outcome.preemptions
+            if outcome.decode_tokens:
+                result.itl_ms.append((outcome.duration_ms / outcome.steps, outcome.decode_tokens))
+        return outcome
+
+    def step_ended(self, number: int, now: float, outcome: StepOutcome) -> None:
+        """Let the router and ``on_fact`` know what a step brought."""
+        result = self.result
+        result.span_ms = now
+        events: list[AnyEvent] = [*outcome.facts, *self._recorders[number].take()]
+        if not events:
+            return
+        self._books[number].observe(events)
+        for fact in outcome.facts:
+            if self._on_fact is not None:
+                self._on_fact(fact, now)
+            if isinstance(fact, RequestStarted):
+                result.cached_tokens += fact.cached_tokens
+            elif isinstance(fact, PrefillCompleted):
+                arrived = self._arrived[fact.request_id]
+                ttft_ms = now - arrived.arrival_ms
+                result.ttft_ms.append(ttft_ms)
+                if self._targets is not None:
+                    result.targets_met += ttft_ms <= self._targets.of(fact.request_id)
+                if arrived.isl < SHORT_PROMPT_TOKENS:
+                    result.short_ttft_ms.append(ttft_ms)
+                expected = self._expected_ms.pop(fact.request_id, None)
+                if expected is not None:
+                    chosen_ms, expected_ms = expected
+                    result.predicted.append((chosen_ms, number, expected_ms, now - chosen_ms))
+            elif isinstance(fact, RequestFinished):
+                result.requests += 1
+                result.output_tokens += self._arrived.pop(fact.request_id).osl
+        self._tell(number, now, events)
+
+    def _tell(self, number: int, now: float, events: list[AnyEvent]) -> None:
+        key = self._keys[number]
+        record = JournalRecord(
+            self._offset, key.worker_id, key.dp_rank, 1, self._seq[number], int(now), int(now), events
+        )
+        self._offset += 1
+        self._seq[number] += 1
+        self._under_way.append((now + self.event_delay_ms, record))
+        if not self.event_delay_ms:
+            self._deliver(now)
+
+    def _deliver(self, now: float) -> None:
+        """Let the routers have what has reached them by now."""
+        while self._under_way and self._under_way[0][0] <= now:
+            due, record = self._under_way.popleft()
+            for projection in self._projections:
+                projection.apply(record, min(due, now))
+
+
+def play_workload(
+    workload: Workload,
+    pools: Sequence[SimulatedPool],
+    choose: Callable[[SimulatedRequest, float], int],
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Play the whole workload over ``pools`` in one time; ``choose`` says which of them gets a request that arrives.
+
+    ``on_progress`` is called with the number of requests finished, now and then.
+    """
+    requests = workload.requests
+    running: list[tuple[float, int, int, StepOutcome | None]] = []
+    """Steps by their ends. Without an outcome, what was said reaches the routers of a pool; such items have numbers
+    below 0, each its own, so that outcomes are never compared."""
+    deliveries = count(1)
+    idle = [[True] * len(pool.engines) for pool in pools]
+    arrivals = 0
+
+    def begin(place: int, number: int, now: float, horizon: float) -> None:
+        started = pools[place].begin_step(number, now, horizon)
+        idle[place][number] = started is None
+        if started is not None:
+            heappush(running, (started.ended_ms, place, number, started))
+
+    def begin_idle(place: int, numbers: Sequence[int], now: float, horizon: float) -> None:
+        for number in numbers:
+            if idle[place][number]:
+                begin(place, number, now, horizon)
+
+    def finished() -> int:
+        return sum(pool.result.requests for pool in pools)
+
+    while arrivals < len(requests) or running:
+        next_arrival = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
+        if running and running[0][0] <= next_arrival:
+            now, place, number, outcome = heappop(running)
+            pool = pools[place]
+            before = pool.result.requests
+            if outcome is not None:
+                pool.step_ended(number, now, outcome)
+                if pool.event_delay_ms and pool.holds:
+                    heappush(running, (now + pool.event_delay_ms, place, -next(deliveries), None))
+            touched = pool.place_held(now)
+            if outcome is not None:
+                begin(place, number, now, next_arrival)
+            begin_idle(place, touched, now, next_arrival)
+            if pool.result.requests != before:
+                on_progress(finished())
+            continue
+        now = next_arrival
+        arrived: list[list[int]] = [[] for _ in pools]
+        while arrivals < len(requests) and requests[arrivals].arrival_ms == now:
+            place = choose(requests[arrivals], now)
+            engine = pools[place].arrive(requests[arrivals], now)
+            if engine is not None:
+                arrived[place].append(engine)
+            arrivals += 1
+        horizon = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
+        for place, engines in enumerate(arrived):
+            begin_idle(place, engines + pools[place].place_held(now), now, horizon)
+    on_progress(finished())

@@ -1,0 +1,101 @@
+"""A trace as the simulator needs it: arrival times, prompts that share blocks as the trace's do, output lengths.
+
+A trace id names 512 tokens after one particular prefix. In virtual time nobody reads the tokens, so id ``n`` becomes
+512 times the token ``n``: equal ids give equal tokens and different ids different ones, which is all that hashing,
+caching and routing see. Sequence hashes are computed once per id and shared by all requests and policies.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.wire.hashing import block_hashes, sequence_hashes
+from poolgrid.wire.requests import Generate, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """One request of the workload."""
+
+    arrival_ms: float
+    isl: int
+    osl: int
+    path: list[int]
+    """Sequence hashes of the prompt's whole blocks."""
+    generate: Generate
+
+    @property
+    def request_id(self) -> str:
+        """Return the request's id."""
+        return self.generate.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival, and what one infinite cache would reuse of their prompts."""
+
+    requests: list[SimulatedRequest]
+    block_size: int
+    ideal_cached_token_ratio: float
+    total_tokens: int
+    """Prompt and output tokens of all requests."""
+    longest: int
+    """Most tokens of one request, prompt and output."""
+
+
+def build_workload(rows: Sequence[TraceRow], speed: float, block_size: int) -> Workload:
+    """Return the workload of a trace played ``speed`` times as fast, for blocks of ``block_size`` tokens."""
+    if speed <= 0:
+        raise ValueError(f"building a workload: speed is {speed}, allowed are values above 0")
+    chains: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    ideal = prompt_tokens = total = longest = 0
+    requests: list[SimulatedRequest] = []
+    for number, row in enumerate(rows):
+        token_ids = _prompt(row)
+        path = _path(row, token_ids, block_size, chains)
+        osl = max(1, row.output_length)
+        request_id = f"trace-{number}"
+        requests.append(
+            SimulatedRequest(
+                row.timestamp / speed,
+                row.input_length,
+                osl,
+                path,
+                Generate(request_id, token_ids, Sampling(max_tokens=osl, ignore_eos=True)),
+            )
+        )
+        lead = 0
+        for block_id in row.hash_ids:
+            if block_id not in seen:
+                break
+            lead += 1
+        ideal += min(lead * TRACE_BLOCK_TOKENS, row.input_length)
+        seen.update(row.hash_ids)
+        prompt_tokens += row.input_length
+        total += row.input_length + osl
+        longest = max(longest, row.input_length + osl)
+    return Workload(requests, block_size, ideal / prompt_tokens if prompt_tokens else 0.0, total, longest)
+
+
+def _prompt(row: TraceRow) -> bytes:
+    parts = [struct.pack("<I", block_id) * TRACE_BLOCK_TOKENS for block_id in row.hash_ids]
+    return b"".join(parts)[: 4 * row.input_length]
+
+
+def _path(row: TraceRow, token_ids: bytes, block_size: int, chains: dict[int, list[int]]) -> list[int]:
+    if TRACE_BLOCK_TOKENS % block_size:
+        return sequence_hashes(block_hashes(token_ids, block_size))
+    per_id = TRACE_BLOCK_TOKENS // block_size
+    path: list[int] = []
+    for block_id in row.hash_ids:
+        chain = chains.get(block_id)
+        if chain is None:
+            block_hash = block_hashes(struct.pack("<I", block_id) * block_size, block_size)[0]
+            chain = sequence_hashes([block_hash] * per_id, path[-1] if path else None)
+            chains[block_id] = chain
+        path += chain
+    return path[: row.input_length // block_size]

@@ -1,0 +1,1 @@
+"""Sockets between processes: ZeroMQ, ZMTP on the event loop, TLS and CURVE."""

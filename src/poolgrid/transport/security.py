@@ -1,0 +1,79 @@
+"""Settings that close a process's sockets, the same for every process, and what is said when they are left open."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from poolgrid.process.settings import Settings
+
+
+class SecuritySettings(Settings):
+    """TLS for HTTP and CURVE for the ZMQ planes."""
+
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with the certificate chain of the HTTP server; with tls_key. Without: plain HTTP."
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the private key of that certificate.")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities whose client certificates are taken; without a good one no "
+        "client gets in (mTLS).",
+    )
+    curve_key: Path | None = Field(
+        None,
+        description="CURVE secret key file of this process (`poolgrid keys curve`): encrypts every ZMQ plane, refuses "
+        "peers without an allowed key. Without: the planes are open.",
+    )
+    curve_server_key: Path | None = Field(
+        None, description="Public key file of the servers that this process connects to; by default its own."
+    )
+    curve_allowed_keys: Path | None = Field(
+        None,
+        description="Directory of the public key files (*.key) of peers that may connect here; by default only peers "
+        "with this process's own key. Changes count from the next connection on.",
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together: give both, or neither")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
+        if self.curve_key is None and (self.curve_server_key is not None or self.curve_allowed_keys is not None):
+            raise ValueError("curve_server_key and curve_allowed_keys need curve_key")
+        return self
+
+    def tls_pair(self) -> tuple[Path, Path] | None:
+        """Return the files of the certificate and its key, if there are any."""
+        if self.tls_certificate is None or self.tls_key is None:
+            return None
+        return self.tls_certificate, self.tls_key
+
+    def exposures(self, host: str, http: bool, planes: str, keyed: bool = True) -> list[str]:
+        """Return what should be said at the start about sockets at ``host`` that anybody on the network can use.
+
+        ``http``: there is an HTTP server; ``planes``: the ZMQ planes, in words (empty = none); ``keyed``: HTTP asks for
+        API keys, or shows nothing that needs one.
+        """
+        if is_loopback(host):
+            return []
+        warnings = []
+        if planes and self.curve_key is None:
+            warnings.append(f"{planes} at {host}: open to whoever can connect, and unencrypted; set --curve-key")
+        if http and self.tls_certificate is None:
+            warnings.append(f"HTTP at {host} is unencrypted; set --tls-certificate and --tls-key, or put TLS in front")
+        if http and not keyed and self.tls_client_ca is None:
+            warnings.append(f"HTTP at {host} is open to whoever can connect; set --api-keys")
+        return warnings
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can connect to ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

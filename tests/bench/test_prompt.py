@@ -1,0 +1,91 @@
+"""Prompts: the same id is the same tokens, different ids differ, and every form says the same thing."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poolgrid.tools.bench.prompt import WORDS, PlannedRequest, PromptMaker, block_symbols, digits_of
+
+block_ids = st.integers(0, 2**32 - 1)
+bases = st.integers(2, 300)
+
+
+def request(*ids: int, isl: int, block_tokens: int = 16) -> PlannedRequest:
+    return PlannedRequest(0, None, ids, block_tokens, isl, 1)
+
+
+class TestBlocks:
+    def test_a_block_is_the_same_in_every_process_and_version(self) -> None:
+        # 1000 = 4 · 240 + 40 in five digits, then SplitMix64 seeded with 1000, computed with plain integers.
+        assert block_symbols(1000, 12, 240) == [40, 4, 0, 0, 0, 66, 116, 71, 74, 21, 11, 40]
+
+    @given(block_id=st.integers(0, 2**64 - 1), base=bases, short=st.integers(0, 40), long=st.integers(0, 40))
+    def test_a_shorter_block_is_a_prefix_of_the_longer_one(
+        self, block_id: int, base: int, short: int, long: int
+    ) -> None:
+        short, long = min(short, long), max(short, long)
+
+        assert block_symbols(block_id, short, base) == block_symbols(block_id, long, base)[:short]
+
+    @given(one=block_ids, other=block_ids, base=bases, more=st.integers(0, 20))
+    def test_blocks_of_different_ids_differ_as_soon_as_the_ids_fit(
+        self, one: int, other: int, base: int, more: int
+    ) -> None:
+        count = max(digits_of(one, base), digits_of(other, base)) + more
+
+        assert (block_symbols(one, count, base) == block_symbols(other, count, base)) == (one == other)
+
+    @given(block_id=st.integers(0, 2**64 - 1), count=st.integers(0, 600), base=bases)
+    def test_symbols_stay_in_range(self, block_id: int, count: int, base: int) -> None:
+        symbols = block_symbols(block_id, count, base)
+
+        assert len(symbols) == count
+        assert all(0 <= symbol < base for symbol in symbols)
+
+    def test_the_rest_of_a_block_is_spread_over_the_range(self) -> None:
+        symbols = block_symbols(7, 10_000, 10)
+
+        assert all(850 < symbols.count(symbol) < 1150 for symbol in range(10))
+
+
+class TestForms:
+    @given(
+        ids=st.lists(block_ids, min_size=1, max_size=5).map(tuple),
+        last=st.integers(1, 16),
+        first_token=st.integers(0, 100),
+        width=st.integers(2, 1000),
+    )
+    def test_json_and_token_ids_agree_and_have_the_length_asked_for(
+        self, ids: tuple[int, ...], last: int, first_token: int, width: int
+    ) -> None:
+        prompts = PromptMaker(first_token, first_token + width - 1)
+        wanted = request(*ids, isl=(len(ids) - 1) * 16 + last)
+
+        tokens = prompts.token_ids(wanted)
+
+        assert len(tokens) == wanted.isl
+        assert min(tokens) >= first_token
+        assert max(tokens) < first_token + width
+        assert msgspec.json.decode(prompts.tokens_json(wanted)) == tokens
+
+    def test_text_has_one_word_per_token_and_shares_prefixes(self) -> None:
+        prompts = PromptMaker(16, 255)
+
+        one = prompts.text(request(1, 2, isl=20)).split(" ")
+        other = prompts.text(request(1, 3, isl=32)).split(" ")
+
+        assert (len(one), len(other)) == (20, 32)
+        assert one[:16] == other[:16]
+        assert one[16] != other[16]
+        assert set(one) <= set(WORDS)
+
+    def test_words_are_distinct(self) -> None:
+        assert len(set(WORDS)) == len(WORDS)
+
+    @pytest.mark.parametrize(("first", "last"), [(5, 5), (9, 8), (-1, 5)])
+    def test_a_range_without_choice_is_refused(self, first: int, last: int) -> None:
+        with pytest.raises(ValueError, match=f"token ids from {first} to {last}"):
+            PromptMaker(first, last)

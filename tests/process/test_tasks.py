@@ -1,0 +1,235 @@
+"""Background tasks: what raises is seen, and either starts again or ends the process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from poolgrid.process import lifecycle
+from poolgrid.process.tasks import Restart, cancel_all, detached, owned, supervised, unless, wait_from_thread
+
+QUICK = Restart(limit=3, pause_s=0.0, pause_max_s=0.0)
+
+
+def test_a_task_that_raises_is_logged_with_its_place_and_starts_again(caplog: pytest.LogCaptureFixture) -> None:
+    starts = []
+
+    async def work() -> None:
+        starts.append(1)
+        if len(starts) < 3:
+            raise ValueError("what the policy said")
+
+    async def scenario() -> None:
+        await supervised(work, "housekeeping", QUICK)
+
+    asyncio.run(scenario())
+
+    assert len(starts) == 3
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "task 'housekeeping' failed" in caplog.text
+    assert "in work" in caplog.text
+
+
+@pytest.mark.parametrize(("restart", "starts"), [(None, 1), (QUICK, 4)])
+def test_one_that_goes_on_failing_ends_its_process_with_an_error(restart: Restart | None, starts: int) -> None:
+    begun = []
+    ended_in_order = []
+
+    async def work() -> None:
+        begun.append(1)
+        raise ValueError("no")
+
+    async def main(stop: asyncio.Event) -> None:
+        task = supervised(work, "followers", restart)
+        await stop.wait()
+        ended_in_order.append(task.done())
+
+    with pytest.raises(lifecycle.TaskFailed, match="background task 'followers' failed: ValueError: no"):
+        lifecycle.run(main)
+
+    assert (len(begun), ended_in_order) == (starts, [True])
+
+
+def test_one_without_a_bound_is_tried_for_ever() -> None:
+    async def scenario() -> None:
+        begun = asyncio.Event()
+        count = 0
+
+        async def work() -> None:
+            nonlocal count
+            count += 1
+            if count == 50:
+                begun.set()
+            raise OSError("not there")
+
+        task = supervised(work, "pool", Restart(limit=None, pause_s=0.0, pause_max_s=0.0))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_an_owned_task_gives_what_it_raises_to_its_owner() -> None:
+    async def scenario() -> None:
+        async def work() -> int:
+            raise KeyError("x")
+
+        with pytest.raises(KeyError):
+            await owned(work(), "asking")
+
+    asyncio.run(scenario())
+
+
+def test_what_an_owner_does_not_take_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        await asyncio.wait({owned(_fails(), "asking")})
+        gc.collect()
+
+    asyncio.run(scenario())
+
+    assert "in _fails" in caplog.text
+
+
+def test_what_nobody_awaits_is_logged_with_its_place_at_once_and_only_then(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        task = detached(_fails(), "comment")
+        await asyncio.wait({task})
+        await asyncio.sleep(0)
+
+        assert [record.getMessage() for record in caplog.records] == ["task 'comment' failed: this is a bug"]
+        assert "in _fails" in caplog.text
+        del task
+        gc.collect()
+
+    asyncio.run(scenario())
+
+    assert len(caplog.records) == 1
+
+
+def test_one_that_nobody_cancelled_has_failed_when_it_ends_so(caplog: pytest.LogCaptureFixture) -> None:
+    starts = []
+
+    async def work() -> None:
+        starts.append(1)
+        if len(starts) == 1:
+            answer = asyncio.get_running_loop().create_future()
+            answer.cancel()  # as an executor does that is shut down
+            await answer
+
+    async def scenario() -> None:
+        await supervised(work, "follower", QUICK)
+
+    asyncio.run(scenario())
+
+    assert len(starts) == 2
+    assert "task 'follower' failed: it starts again" in caplog.text
+
+
+def test_one_that_is_cancelled_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        forever = asyncio.Event()
+        tasks = [
+            supervised(_forever(forever), "housekeeping", QUICK),
+            detached(_forever(forever)(), "comment"),
+            owned(_forever(forever)(), "asking"),
+        ]
+        await asyncio.sleep(0)
+        await cancel_all(tasks)
+
+        assert all(task.cancelled() for task in tasks)
+
+    asyncio.run(scenario())
+
+    assert not caplog.records
+
+
+def test_what_fails_while_it_is_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("closing it failed")
+
+    async def scenario() -> None:
+        task = owned(work(), "fetch")
+        await asyncio.sleep(0)
+        await cancel_all([task])
+
+    asyncio.run(scenario())
+
+    assert "task 'fetch' failed" in caplog.text
+    assert "closing it failed" in caplog.text
+
+
+def test_work_is_done_unless_it_is_stopped_first() -> None:
+    cleaned = []
+
+    async def slow() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(1)
+        return 1
+
+    async def quick() -> int:
+        return 2
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+        before = asyncio.all_tasks()
+        assert await unless(stop, quick(), "start") == 2
+        with pytest.raises(ValueError, match="no"):
+            await unless(stop, _fails(), "start")
+        asyncio.get_running_loop().call_soon(stop.set)
+        assert await unless(stop, slow(), "start") is None
+        assert cleaned == [1]
+        assert asyncio.all_tasks() == before
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_thread_gets_what_it_waits_for_and_what_comes_too_late_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        late = asyncio.Event()
+
+        async def answer() -> int:
+            return threading.get_ident()
+
+        async def fails_late() -> None:
+            await late.wait()
+            raise ValueError("too late")
+
+        assert await asyncio.to_thread(wait_from_thread, loop, answer(), "question", 10.0) == threading.get_ident()
+        with pytest.raises(ValueError, match="no"):
+            await asyncio.to_thread(wait_from_thread, loop, _fails(), "question", 10.0)
+        assert not caplog.records
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(wait_from_thread, loop, fails_late(), "question", 0.01)
+        late.set()
+        await asyncio.sleep(0)  # it ends
+        await asyncio.sleep(0)  # who waited in vain would hear of it
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+    assert "task 'question' failed, after nobody waited" in caplog.text
+    assert "in fails_late" in caplog.text
+
+
+async def _fails() -> None:
+    raise ValueError("no")
+
+
+def _forever(event: asyncio.Event) -> Callable[[], Coroutine[Any, Any, None]]:
+    async def wait() -> None:
+        await event.wait()
+
+    return wait

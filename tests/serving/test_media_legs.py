@@ -1,0 +1,97 @@
+"""What each leg of a request with images is given, and what an encode leg may answer."""
+
+from __future__ import annotations
+
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.serving.effects import Avoid, Blame, Release
+from poolgrid.serving.media_path import media_hashes, media_kinds, prompt_path
+from poolgrid.serving.request_machine import RequestMachine
+from poolgrid.serving.tenant_paths import TenantPaths
+from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.wire import codec
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+
+IMAGE = MediaItem(MediaKind.IMAGE, b"pixels", "image/png", digest_media(b"pixels"), 4, 4)
+TENSOR = MediaItem(MediaKind.EMBEDDINGS, b"numbers", "application/x-pytorch", digest_media(b"numbers"), 10, 4)
+
+
+def _request(*items: MediaItem) -> InferenceRequest:
+    media = MultimodalInput("look", items) if items else None
+    return InferenceRequest("r", "m", pack_tokens(range(16)), Sampling(8), multimodal=media)
+
+
+def _machine(*items: MediaItem) -> RequestMachine:
+    return RequestMachine(_request(*items), TokenDelivery("r", lambda delivery: None), 3)
+
+
+def _begin(machine: RequestMachine, stage: Stage) -> Generate:
+    return machine.begin(WorkerKey(WorkerId("w")), "tcp://w:1", stage)
+
+
+def test_each_leg_gets_what_it_needs_and_no_more() -> None:
+    machine = _machine(IMAGE, TENSOR)
+    plan = machine.plan
+    assert plan.wants_encode
+    encode = _begin(machine, Stage.ENCODE)
+    assert codec.multimodal.decode(encode.multimodal or b"").items == (IMAGE, TENSOR)
+
+    machine.on_delta(TokenDelta("r", 0, b"", FinishReason.ENCODED, disaggregated_params=b"embeddings"))
+    assert not plan.wants_encode
+    prefill = _begin(machine, Stage.PREFILL)
+    assert prefill.disaggregated_params == b"embeddings"
+    items = codec.multimodal.decode(prefill.multimodal or b"").items
+    assert [item.data for item in items] == [b"", b"numbers"]
+    assert [item.media_hash for item in items] == [IMAGE.media_hash, TENSOR.media_hash]
+    assert plan.awaits_embeddings
+
+    ending = TokenDelta("r~1", 0, pack_tokens([9]), FinishReason.PREFILLED, disaggregated_params=b"blocks")
+    effects = machine.on_delta(ending)
+    assert [effect.dispatch.id for effect in effects if isinstance(effect, Release)] == ["r"], "it has the embeddings"
+    decode = _begin(machine, Stage.DECODE)
+    assert (decode.disaggregated_params, decode.multimodal) == (b"blocks", None)
+    assert not plan.awaits_embeddings
+    assert [leg.id for leg in plan.legs] == ["r~2", "r~1"]
+
+
+def test_embeddings_that_did_not_arrive_are_no_fault_of_who_waited_for_them() -> None:
+    machine = _machine(IMAGE)
+    _begin(machine, Stage.ENCODE)
+    machine.on_delta(TokenDelta("r", 0, b"", FinishReason.ENCODED, disaggregated_params=b"embeddings"))
+    _begin(machine, Stage.PREFILL)
+
+    effects = machine.on_delta(TokenDelta("r~1", 0, b"", FinishReason.ERROR, refusal=RefusalKind.BROKEN))
+
+    assert not any(isinstance(effect, Blame | Avoid) for effect in effects)
+    assert machine.plan.encodes_itself, "it gets the images themselves"
+    _begin(machine, Stage.PREFILL)
+    effects = machine.on_delta(TokenDelta("r~2", 0, b"", FinishReason.ERROR, refusal=RefusalKind.BROKEN))
+    assert any(isinstance(effect, Blame) for effect in effects)
+
+
+def test_who_encodes_itself_gets_the_images() -> None:
+    machine = _machine(IMAGE)
+    machine.plan.encodes_itself = True
+
+    assert not machine.plan.wants_encode
+    assert codec.multimodal.decode(_begin(machine, Stage.WHOLE).multimodal or b"").items == (IMAGE,)
+
+
+def test_text_and_embeddings_want_no_encode_leg() -> None:
+    assert not _machine().plan.wants_encode
+    assert not _machine(TENSOR).plan.wants_encode
+
+
+def test_the_path_covers_media_of_known_length_and_ends_before_others() -> None:
+    plain = prompt_path(_request(), 4, TenantPaths())
+    known = prompt_path(_request(IMAGE), 4, TenantPaths())
+    unknown = MediaItem(MediaKind.IMAGE, b"?", "image/png", digest_media(b"?"), 9, 0)
+
+    assert len(known) == len(plain) == 4
+    assert known[0] == plain[0]
+    assert not set(known[1:]) & set(plain[1:])
+    assert prompt_path(_request(IMAGE, unknown), 4, TenantPaths()) == known[:2]
+    assert media_hashes(_request(IMAGE)) == (media_hash_u64(IMAGE.media_hash),)
+    assert media_kinds(_request(TENSOR, IMAGE)) == ("embeddings", "image")
