@@ -35,7 +35,7 @@ def _aider(home, url, *arguments):
     said = done.stdout + done.stderr
     assert done.returncode == 0, f"rc {done.returncode}: {said[-500:]}"
     assert "Tokens:" in said, said[-500:]
-    assert "Error" not in said, said[-500:]
+    assert "litellm." not in said, said[-500:]
 
 
 def check_turns_of_a_conversation(url):
