@@ -177,7 +177,7 @@ async def _each(scene: Scene, count: int, one: Callable[[], Awaitable[Poured]], 
 
 async def pipelined(scene: Scene, read: bool) -> Outcome:
     """Very many requests on one connection, whose answers are read or left."""
-    request = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"
+    request = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
     burst = request * 2000
     deadline = scene.deadline()
     reader, writer = await dial(scene)
@@ -231,7 +231,7 @@ async def unfinished(scene: Scene) -> Outcome:
     """Many bodies that stop one byte before their end."""
     size = UNFINISHED_BYTES if scene.share >= 1 else 4 * MB
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n" % (size + 1)
     )
     return await _each(scene, scene.count(UNFINISHED, 4), lambda: pour(scene, head, CHUNK, size - len(CHUNK)), False)
@@ -241,7 +241,8 @@ async def unfinished_with_a_key(scene: Scene) -> Outcome:
     """The same from a tenant, whose bodies are read."""
     size = UNFINISHED_BYTES if scene.share >= 1 else 4 * MB
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nauthorization: Bearer %s\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"authorization: Bearer %s\r\n"
         b"content-length: %d\r\n\r\n" % (scene.pool.keys["attacker"].encode(), size + 1)
     )
     return await _each(scene, scene.count(UNFINISHED, 4), lambda: pour(scene, head, CHUNK, size - len(CHUNK)), False)
@@ -269,7 +270,8 @@ async def half_closed(scene: Scene) -> Outcome:
 
 def _post(scene: Scene, body: bytes, headers: bytes = b"") -> bytes:
     return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nauthorization: Bearer %s\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"authorization: Bearer %s\r\n"
         b"%scontent-length: %d\r\n\r\n" % (scene.pool.keys["attacker"].encode(), headers, len(body))
     ) + body
 
@@ -315,7 +317,8 @@ async def bomb(scene: Scene) -> Outcome:
 def _chunked(scene: Scene) -> bytes:
     """Return the head of a tenant's request whose body comes in chunks."""
     return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nauthorization: Bearer %s\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"authorization: Bearer %s\r\n"
         b"transfer-encoding: chunked\r\n\r\n" % scene.pool.keys["attacker"].encode()
     )
 
@@ -384,7 +387,9 @@ async def resets(scene: Scene) -> Outcome:
 
 async def awaited_bodies(scene: Scene) -> Outcome:
     """Very many connections that ask for a body to be awaited, and send none."""
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 30000000\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 30000000\r\n\r\n"
+    )
     return await _each(scene, scene.count(500), lambda: pour(scene, head, b"", 0), True)
 
 

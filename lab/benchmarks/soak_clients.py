@@ -290,7 +290,7 @@ class Clients:
                 await asyncio.sleep(1)
                 continue
             try:
-                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: soak\r\n\r\n")
+                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 while await reader.read(65_536):
                     pass
             except OSError:

@@ -198,7 +198,7 @@ class Plan:
 def post(path: str, content: bytes, headers: bytes = b"") -> bytes:
     """Return the bytes of a POST of JSON."""
     return (
-        b"POST %s HTTP/1.1\r\nhost: soak\r\ncontent-type: application/json\r\n%scontent-length: %d\r\n\r\n"
+        b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n%scontent-length: %d\r\n\r\n"
         % (path.encode(), headers, len(content))
     ) + content
 
@@ -212,7 +212,7 @@ MALFORMED: dict[str, tuple[bytes, int, bool]] = {
     "token out of range": (post("/v1/completions", b'{"model": "tiny", "prompt": [1, 999999]}'), 400, False),
     "broken gzip": (post("/v1/completions", b"\x1f\x8b\x08nonsense", b"content-encoding: gzip\r\n"), 400, False),
     "unknown path": (post("/v1/nothing", b"{}"), 404, False),
-    "wrong method": (b"GET /v1/completions HTTP/1.1\r\nhost: soak\r\n\r\n", 405, False),
+    "wrong method": (b"GET /v1/completions HTTP/1.1\r\nhost: localhost\r\n\r\n", 405, False),
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, True),
 }
 """Name of the fault → bytes, status of the answer, whether the server closes the connection after it."""

@@ -85,7 +85,7 @@ def test_hosted_tools_are_left_out_and_named(front: FrontEnd, path: str, caplog:
         )
         assert '"f"' in prompt
         assert "web_search" not in prompt
-    (line,) = [record.getMessage() for record in caplog.records if '"web_search"' in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if " web_search " in record.getMessage()]
     assert "cannot run here" in line
 
 

@@ -45,7 +45,7 @@ class Client:
         """Connect and send this part of a request."""
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
         content = msgspec.json.encode({"model": "tiny", **body})
-        head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(content))
+        head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(content))
         self.writer.write(head + content[: int(len(content) * part)])
 
     async def leaves(self) -> None:
@@ -56,7 +56,7 @@ class Client:
     async def asks_for_nothing(self) -> None:
         """Have an answer on another connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET /nothing HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         await reader.read()
         writer.close()
 

@@ -176,7 +176,12 @@ def test_nobody_works_for_a_client_that_has_left(path: str, monkeypatch: pytest.
     async def scenario() -> None:
         async with served(application(FakeBackend(), registry=registry)) as port:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = [f"POST {path} HTTP/1.1", "host: x", "content-encoding: gzip", f"content-length: {len(body)}"]
+            head = [
+                f"POST {path} HTTP/1.1",
+                "host: localhost",
+                "content-encoding: gzip",
+                f"content-length: {len(body)}",
+            ]
             writer.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
             assert await asyncio.to_thread(amid.wait, 30)
             assert value("poolgrid_frontend_tokenizations_pending") == 1

@@ -72,7 +72,7 @@ def test_one_who_sends_half_a_request_is_cut_in_time(caplog: pytest.LogCaptureFi
         server = HttpServer(application(FakeBackend()), "127.0.0.1", 0, "port", 200.0)
         server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         while not server.connections.bodies:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.001)
         async with asyncio.timeout(5):

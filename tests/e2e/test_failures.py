@@ -223,5 +223,7 @@ def _asking(url: str, body: dict[str, object]) -> socket.socket:
     host, _, port = url.rpartition("/")[2].partition(":")
     data = json.dumps(body).encode()
     asking = socket.create_connection((host, int(port)))
-    asking.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data))
+    asking.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data)
+    )
     return asking

@@ -34,6 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "tiny", "input": "Hello", "max_output_tokens": 2},
     "/v1/messages": CHAT,
     "/v1/messages/count_tokens": {"model": "tiny", "messages": CHAT["messages"]},
+    "/v1/responses/input_tokens": {"model": "tiny", "input": "Hello"},
     "/tokenize": {"model": "tiny", "prompt": "Hello"},
     "/detokenize": {"model": "tiny", "tokens": [1]},
     "/v1/route": CHAT,
@@ -228,15 +229,23 @@ def test_the_first_picture_of_the_fleet_page_counts_every_request(servers: dict[
         for _ in range(13):
             body = {"model": "tiny", "prompt": ["Hello"] * 20, "max_tokens": 1}
             assert client.post("/v1/completions", json=body).status_code == 200
-        text = ""
-        with client.stream("GET", "/v1/fleet/stream") as answer:
-            for part in answer.iter_text():
-                text += part
-                if "\n\n" in text:
-                    break
-    data = next(line for line in text.splitlines() if line.startswith("data:"))
-    picture = json.loads(data.removeprefix("data:"))
+        # A picture may be as old as the page's interval when another viewer left just before.
+        eventually("the picture is new", lambda: _first_picture(client)["values"]["totals"]["decisions"] > 240)
+        picture = _first_picture(client)
     table = picture["tables"]["seconds"]
     assert table["columns"] == ["requests", "prompt_tokens", "found_tokens", "moves"]
-    assert sum(row[1] for row in table["rows"]) == picture["values"]["totals"]["decisions"] > 240
+    assert sum(row[1] for row in table["rows"]) == picture["values"]["totals"]["decisions"]
     assert len(picture["tables"]["requests"]["rows"]) == 240
+
+
+def _first_picture(client: httpx.Client) -> dict[str, Any]:
+    """Return what a page that opens is sent first."""
+    text = ""
+    with client.stream("GET", "/v1/fleet/stream") as answer:
+        for part in answer.iter_text():
+            text += part
+            if "\n\n" in text:
+                break
+    data = next(line for line in text.splitlines() if line.startswith("data:"))
+    picture: dict[str, Any] = json.loads(data.removeprefix("data:"))
+    return picture

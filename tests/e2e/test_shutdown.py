@@ -145,7 +145,7 @@ def test_one_who_never_sends_the_rest_of_its_request_is_cut_in_time() -> None:
     with router_with_room_for_two() as router:
         host, port = router.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
             eventually("it is known", lambda: metric(router.url, "poolgrid_http_connections") >= 2)
             began_s = time.monotonic()
             router.signal(signal.SIGTERM)

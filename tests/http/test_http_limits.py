@@ -167,7 +167,7 @@ async def within(work: Coroutine[Any, Any, T]) -> T:
 async def serving(limits: HttpLimits = SMALL, tls: Tls | None = None, **fields: Any) -> AsyncIterator[Pair]:
     application = Application()
     registry = CollectorRegistry()
-    limits = replace(limits, **fields)
+    limits = replace(limits, hosts=("*",), **fields)
     server = HttpServer(application, "127.0.0.1", 0, "port", tls=tls, registry=registry, limits=limits)
     server.start()
     pair = Pair(server, application, registry)

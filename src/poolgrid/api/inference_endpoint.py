@@ -31,7 +31,7 @@ from poolgrid.api.access.tenants import Caller
 from poolgrid.api.body_shape import SHORT_BYTES, check_shape
 from poolgrid.api.compression import accepts_gzip, compressed
 from poolgrid.api.dialects import OPENAI, Dialect
-from poolgrid.api.errors import RequestError, quoted, refused, without_others
+from poolgrid.api.errors import RequestError, refused, without_others
 from poolgrid.api.guide_check import GuideCheck
 from poolgrid.api.inflation import BodyInflation
 from poolgrid.api.keep_alive import KeepAlive
@@ -48,6 +48,7 @@ from poolgrid.api.sequence_output import SequenceOutput
 from poolgrid.api.settings import FrontendSettings
 from poolgrid.api.stream_head import StreamHead
 from poolgrid.api.tokenization import TokenizationPool
+from poolgrid.api.tools import HOSTED_TOOL
 from poolgrid.api.traffic import NOTHING_YET, Account, EndedRequest, Traffic
 from poolgrid.http.direct_cycle import CONNECTION
 from poolgrid.http.direct_cycle import Connection as DirectConnection
@@ -87,7 +88,7 @@ LEFT_OUT_CHARS_MAX: Final = 256
 """Longest value of that header: types are text of the client's."""
 
 LEFT_OUT_TYPES_MAX: Final = 64
-"""Types of tools that the log names, once each; more can only be made up."""
+"""Types of tools that the log names, once each: more than vendors have."""
 
 CLIENT_LEFT: Final = 499
 """Status that is counted (not sent) when the client left first; nginx's number for it."""
@@ -156,13 +157,15 @@ class InferenceEndpoint:
 
     def note_left_out(self, types: Collection[str], request_id: str) -> None:
         """Log the types of tools that a request was run without, each once."""
-        for kind in types:
+        for name in types:
+            # A client can write anything there, and what clients write is not for logs.
+            kind = name if HOSTED_TOOL.fullmatch(name) else "unknown"
             if kind not in self._left_out and len(self._left_out) < LEFT_OUT_TYPES_MAX:
                 self._left_out.add(kind)
                 log.warning(
                     "%s: tools of type %s cannot run here and are left out of requests (first in %s)",
                     self.name,
-                    quoted(kind),
+                    kind,
                     request_id,
                 )
 

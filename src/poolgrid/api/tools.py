@@ -14,6 +14,7 @@ answer is when the model does not call: with ``auto`` it becomes a guide to eith
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,12 @@ from poolgrid.api.parsers.call_forms import NAME_CHARS_MAX
 from poolgrid.api.parsers.call_guides import Part, any_of, const, llama3_json, one_of, schema_part
 from poolgrid.api.parsers.formats import OutputFormat, ToolUse
 from poolgrid.api.schema import CUSTOM_ARGUMENT
+
+HOSTED_TOOL: Final = re.compile(
+    r"(web_search|web_fetch|code_interpreter|code_execution|image_generation|file_search|computer|shell|apply_patch"
+    r"|bash|text_editor|memory|tool_search|mcp|mcp_server|mcp_toolset)(_[a-z_]{1,20})?(_\d{8})?"
+)
+"""Types of tools that vendors' servers run, with the date of their version where they have one."""
 
 TOOLS_MAX: Final = 1024
 """Most tools of one request; OpenAI allows 128, agents with many servers come to hundreds."""
