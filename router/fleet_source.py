@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import msgspec
 
 from poolgrid import __version__
+from poolgrid.api.metrics import SERVED_COLUMNS
 from poolgrid.fleet_page.group_source import by_time, one_queue
 from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import Worker
@@ -84,6 +86,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     ),
     "conversations": ("turns", "blocks", "isl", "last_ms", "request_id", "holders"),
     "seconds": ("requests", "prompt_tokens", "found_tokens", "moves"),
+    "served": SERVED_COLUMNS,
 }
 
 REQUEST_ID, CONVERSATION = (COLUMNS["requests"].index(name) for name in ("request_id", "conversation"))
@@ -153,17 +156,20 @@ class RouterFleetSource:
         view: Viewed,
         watch: FleetWatch,
         player: Player,
+        served: ServedSeconds,
         place: GroupPlace | None = None,
     ) -> None:
         self._view = view
         self._watch = watch
         self._player = player
+        self._served = served
         self._looks = 0
         self._conversations: dict[str, Row] = {}
         self._about = {
             "kind": "router",
             # A process of a group is called by its number, and shows what all do.
             "name": settings.router_id if place is None else settings.router_id.removesuffix(f".{place.index}"),
+            "pool": settings.namespace if settings.has_names else "",
             "version": __version__,
             "policy": settings.policy,
             "process": 0 if place is None else place.index,
@@ -202,6 +208,8 @@ class RouterFleetSource:
             "totals": {
                 "ready": view.ready,
                 **{name: sum(each[name] for each in known) for name in ADDED},
+                # Of a group, what all of them know.
+                "since_ms": max(each["since_ms"] for each in known),
                 "offset": projection.next_offset,
                 "behind": view.behind_records,
                 "trouble": view.trouble,
@@ -209,12 +217,13 @@ class RouterFleetSource:
             },
         }
         requests = by_time([self._requests(), *map(self._told_requests, others)])
-        seconds: dict[str, Row] = dict(added(each["seconds"] for each in known))
+        seconds, served = ({**added(each[name] for each in known)} for name in ("seconds", "served"))
         tables = {
             "workers": workers,
             "requests": requests,
             "conversations": self._conversations,
             "seconds": seconds,
+            "served": served,
         }
         return Picture(values, tables)
 
@@ -227,6 +236,8 @@ class RouterFleetSource:
             "waiting": waiting,
             "decisions": view.decisions.added,
             "seconds": view.decisions.seconds.rows(),
+            "served": self._served.rows(),
+            "since_ms": self._served.since_ms,
         }
 
     def _requests(self) -> dict[str, Row]:
@@ -301,12 +312,18 @@ class RouterFleetSource:
             min(request.isl, decision.overlap_blocks * request.block_size),
             decision.realised_cached_tokens,
             decision.reason,
-            leg.status if leg is not _UNWATCHED else "",
+            self._status(decision, name, leg),
             leg.conversation,
             leg.started_ms,
             leg.prefilled_ms,
             leg.ended_ms,
         )
+
+    def _status(self, decision: Decision, name: str, leg: Leg) -> str:
+        """Return where a dispatch stands; of what ended while nobody watched only that is known."""
+        if leg.ended_ms is None and not leg.released and not self._view.projection.ledger.knows(decision.worker, name):
+            return "ended"
+        return "" if leg is _UNWATCHED else leg.status
 
     async def _look_at_conversations(self) -> None:
         index = self._view.projection.index
