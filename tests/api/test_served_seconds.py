@@ -31,7 +31,7 @@ class SetClock:
 def test_each_second_has_what_came_in_it(increments: list[int], before: int) -> None:
     totals = [before]
     clock = SetClock(1_000_000)
-    served = ServedSeconds(lambda: totals.copy(), clock)
+    served = ServedSeconds(totals.copy, clock)
     for total in accumulate(increments):
         totals[0] = before + total
         clock.now_ms += 1000
@@ -44,7 +44,7 @@ def test_each_second_has_what_came_in_it(increments: list[int], before: int) -> 
 
 def test_a_total_that_becomes_smaller_counts_as_nothing_and_not_as_less() -> None:
     totals = [10, 0]
-    served = ServedSeconds(lambda: totals.copy(), SetClock(5000))
+    served = ServedSeconds(totals.copy, SetClock(5000))
     totals[:] = [7, 1]
     served.sample()
     totals[:] = [9, 1]

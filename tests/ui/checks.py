@@ -170,7 +170,8 @@ def service_is_shown(browser: Browser) -> None:
             "return /[1-9]/.test(tile.querySelector('dd').firstChild.data)",
             name,
         )
-    for strip, words in {"ttft": "p99 at most", "itl": "p99 at most", "tokens": "at most", "errors": "at most 0"}.items():
+    strips = {"ttft": "p99 at most", "itl": "p99 at most", "tokens": "at most", "errors": "at most 0"}
+    for strip, words in strips.items():
         browser.wait(
             f"the strip of {strip}",
             "return document.querySelector(`canvas[data-strip=${arguments[0]}]`)"

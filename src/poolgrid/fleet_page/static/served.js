@@ -3,7 +3,7 @@
 
 import { colours, onTheme } from "./colours.js";
 import { byId, el, onNextFrame, setAttribute } from "./dom.js";
-import { count, counted, milliseconds, rate } from "./format.js";
+import { count, counted, milliseconds, rate, short } from "./format.js";
 import { SPAN_S, paintUnknown } from "./strip.js";
 
 const LATELY_S = 10;
@@ -75,9 +75,9 @@ export class Served {
     return [
       latency("ttft"),
       latency("itl"),
-      [`output tokens, last ${LATELY_S} s`, rate(this.sum(OUTPUT_TOKENS, from, to) / LATELY_S), " /s", "by second below", ""],
-      [`errors, last ${LATELY_S} s`, count(errors), "", `${count(allErrors)} in five minutes, status 500 and above`, errors ? "bad" : ""],
-      [`moves, last ${LATELY_S} s`, count(moves), "", `${count(allMoves)} in five minutes, to another worker`, moves ? "warn" : ""],
+      [`output tokens, last ${LATELY_S} s`, rate(this.sum(OUTPUT_TOKENS, from, to) / LATELY_S), " /s", `${short(this.sum(OUTPUT_TOKENS, to - SPAN_S, to + 1))} in five minutes`, ""],
+      [`errors (5xx), last ${LATELY_S} s`, count(errors), "", `${count(allErrors)} in five minutes`, errors ? "bad" : ""],
+      [`moves to another worker, last ${LATELY_S} s`, count(moves), "", `${count(allMoves)} in five minutes`, moves ? "warn" : ""],
     ];
   }
 
@@ -139,6 +139,7 @@ export class Served {
       context.fillStyle = colour;
       for (const step of steps) context.fillRect(x(step[0]), HEIGHT - 3 - (step[column] / most) * (HEIGHT - 5), x(LATELY_S + step[0]) - x(step[0]), 2);
     }
+    paintUnknown(context, this.strip, start, width, HEIGHT - 1); // the first step may have begun in it
     this.say(canvas, steps.length ? `${kind.toUpperCase()} by ten seconds, p99 at most ${milliseconds(most)}` : `No ${kind.toUpperCase()} in five minutes`);
   }
 
