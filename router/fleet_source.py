@@ -98,7 +98,7 @@ class Kept(msgspec.Struct):
     explanation: dict[str, Any]
     legs: list[Leg]
     unknown: list[int]
-    """Of the legs, those that it did not watch: their times are to be read in the journal."""
+    """Of the legs, those that it did not watch to their end: their times are to be read in the journal."""
     offset: int
     """Of the journal, before which none of the legs began."""
 
@@ -312,18 +312,17 @@ class RouterFleetSource:
             min(request.isl, decision.overlap_blocks * request.block_size),
             decision.realised_cached_tokens,
             decision.reason,
-            self._status(decision, name, leg),
+            "ended" if self._ended_unseen(decision, name, leg) else "" if leg is _UNWATCHED else leg.status,
             leg.conversation,
             leg.started_ms,
             leg.prefilled_ms,
             leg.ended_ms,
         )
 
-    def _status(self, decision: Decision, name: str, leg: Leg) -> str:
-        """Return where a dispatch stands; of what ended while nobody watched only that is known."""
-        if leg.ended_ms is None and not leg.released and not self._view.projection.ledger.knows(decision.worker, name):
-            return "ended"
-        return "" if leg is _UNWATCHED else leg.status
+    def _ended_unseen(self, decision: Decision, name: str, leg: Leg) -> bool:
+        """Tell whether a dispatch is off the router's books and its end was not watched."""
+        is_open = leg.ended_ms is None and not leg.released
+        return is_open and not self._view.projection.ledger.knows(decision.worker, name)
 
     async def _look_at_conversations(self) -> None:
         index = self._view.projection.index
@@ -360,11 +359,13 @@ class RouterFleetSource:
             request = decision.request
             name = dispatch_id(request.request_id, decision.attempt)
             leg = self._watch.legs.get(name)
-            if leg is None:
+            ended_unseen = self._ended_unseen(decision, name, leg or _UNWATCHED)
+            if leg is None or ended_unseen:
                 unknown.append(len(legs))
+            if leg is None:
                 leg = Leg(name, str(decision.worker), STAGE_WORD[request.stage], decision.time_ms)
                 leg.queued_ms = round(decision.queued_ms, 3)
-            legs.append(leg)
+            legs.append(msgspec.structs.replace(leg, released=True) if ended_unseen else leg)
         explanation = RequestExplanation(request_id=request_id, attempts=attempts).to_json()
         return msgspec.msgpack.encode(Kept(explanation, legs, unknown, min(each.offset for each in decisions)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from poolgrid.router.core.inputs import Booked, Input, RecordsArrived
 from poolgrid.router.core.router_state import InputLog
 from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch
+from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.events import RequestFinished, WorkerDraining
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.ui.large_pool import LargePool
@@ -179,3 +181,16 @@ def test_a_request_that_ended_unwatched_is_ended_and_one_in_flight_is_not() -> N
         looked.pool.say(WorkerKey(WorkerId(row["worker"])), [RequestFinished(name, "stop")])
 
     assert {row["status"] for row in looked.rows("requests").values()} == {"ended"}
+    for name in ("r1", "r2"):
+        found = asyncio.run(looked.source.request(name))
+        assert found is not None
+        assert [leg["released"] for leg in found["legs"]] == [True], "its bar must not grow any more"
+        assert found["legs_from"] == "unknown"
+
+
+def test_the_heading_names_the_pool_where_pools_have_names(looked: Looked, tmp_path: Path) -> None:
+    assert looked.look().values["about"]["pool"] == ""
+    named = RouterSettings(names="directory", names_dir=tmp_path, namespace="chat")
+    player = Player(None, None, BLOCKS_PER_WORKER_MAX)
+    source = RouterFleetSource(named, looked.pool, looked.watch, player, looked.served)
+    assert asyncio.run(source.look()).values["about"]["pool"] == "chat"

@@ -4,7 +4,7 @@
 import { colours, onTheme } from "./colours.js";
 import { byId, el, onNextFrame, setAttribute } from "./dom.js";
 import { count, counted, milliseconds, rate, short } from "./format.js";
-import { SPAN_S, paintUnknown } from "./strip.js";
+import { SPAN_S, grown, paintUnknown } from "./strip.js";
 
 const LATELY_S = 10;
 const HEIGHT = 38;
@@ -43,16 +43,18 @@ export class Served {
   }
 
   count(second, row) {
-    this.seconds.set(second, row);
+    const known = this.seconds.get(second);
+    this.seconds.set(second, known ? grown(known, row) : row);
     if (this.seconds.size > 2 * SPAN_S) this.seconds.delete(this.seconds.keys().next().value);
     onNextFrame(this.draw);
   }
 
-  // Milliseconds, over the seconds from one to before another.
-  latency(kind, from, to, share) {
+  // p50 and p99 in milliseconds, over the seconds from one to before another.
+  latency(kind, from, to) {
     const buckets = this.latencies[kind];
+    const bounds = buckets.map(([, bound]) => bound);
     const counts = buckets.map(([column]) => this.sum(column, from, to));
-    return 1000 * quantile(counts, buckets.map(([, bound]) => bound), share);
+    return [0.5, 0.99].map((share) => 1000 * quantile(counts, bounds, share));
   }
 
   sum(column, from, to) {
@@ -69,7 +71,10 @@ export class Served {
     const allErrors = this.sum(ERRORS, to - SPAN_S, to + 1);
     const moves = this.strip.moves(from, to);
     const allMoves = this.strip.moves(to - SPAN_S, to + 1);
-    const latency = (kind) => [`${kind.toUpperCase()} p50, last ${LATELY_S} s`, milliseconds(this.latency(kind, from, to, 0.5)), "", `p99 ${milliseconds(this.latency(kind, from, to, 0.99))}`, ""];
+    const latency = (kind) => {
+      const [median, high] = this.latency(kind, from, to).map(milliseconds);
+      return [`${kind.toUpperCase()} p50, last ${LATELY_S} s`, median, "", `p99 ${high}`, ""];
+    };
     if (to !== this.atS) onNextFrame(this.draw);
     this.atS = to;
     return [
@@ -130,7 +135,7 @@ export class Served {
     const { context, width } = begun;
     const steps = [];
     for (let from = Math.floor(start / LATELY_S) * LATELY_S; from < endS; from += LATELY_S) {
-      const [median, high] = [0.5, 0.99].map((share) => this.latency(kind, from, from + LATELY_S, share));
+      const [median, high] = this.latency(kind, from, from + LATELY_S);
       if (Number.isFinite(high)) steps.push([from, median, high]);
     }
     const most = Math.max(0, ...steps.map((step) => step[2]));

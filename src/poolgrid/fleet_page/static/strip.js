@@ -10,6 +10,9 @@ const HEIGHT = 76;
 const FOOT = 16;
 const FONT = "10.5px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif";
 
+// The counts of a second only grow. Smaller ones come when a process was started again or does not answer its siblings.
+export const grown = (known, counts) => known.map((each, at) => Math.max(each, counts[at]));
+
 // Seconds of which nobody knows anything, in grey: those before the router began to count.
 export function paintUnknown(context, strip, start, width, height) {
   context.fillStyle = colours.cell;
@@ -54,8 +57,7 @@ export class Strip {
   count(second, counts) {
     const known = this.seconds.get(second);
     if (!known) this.forget();
-    // The counts of a second only grow; a router that was started again begins in the middle of one.
-    this.seconds.set(second, known ? known.map((each, at) => Math.max(each, counts[at])) : counts);
+    this.seconds.set(second, known ? grown(known, counts) : counts);
   }
 
   // The router counts since a time; what this page has seen of a router before it, it knows up to another one.
