@@ -22,6 +22,7 @@ from poolgrid.api.prompt_model import PromptModel
 from poolgrid.api.settings import FrontendSettings
 from poolgrid.api.traffic import open_report
 from poolgrid.fleet_page.endpoints import open_fleet_page
+from poolgrid.fleet_page.served_seconds import open_served_seconds
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.document.grid_document import GridDocument
@@ -199,7 +200,9 @@ async def serve(
         )
         of_page: dict[str, LoopAnswer] = {}
         if frontend.fleet_page:
-            source = GlobalFleetSource(service, client, awake, place)
+            served = open_served_seconds(opened, app.served, clock)
+            namespace = settings.namespace if settings.has_names else ""
+            source = GlobalFleetSource(service, client, awake, served, place, namespace)
             of_page = open_fleet_page(opened, app, source, frontend, clock, member)
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:

@@ -14,8 +14,10 @@ import msgspec
 
 from poolgrid import __version__
 from poolgrid.api.errors import RequestError
+from poolgrid.api.metrics import SERVED_COLUMNS
 from poolgrid.fleet_page.group_source import by_time, one_queue
 from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.global_router.configuration import Active
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.decisions import RequestDecision
@@ -80,6 +82,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
         "places",
     ),
     "seconds": ("requests", "prompt_tokens", "found_tokens", "moves"),
+    "served": SERVED_COLUMNS,
 }
 
 
@@ -102,15 +105,19 @@ class GlobalFleetSource:
         service: GlobalRouterService,
         client: httpx.AsyncClient,
         clock: Clock,
+        served: ServedSeconds,
         place: GroupPlace | None = None,
+        namespace: str = "",
     ) -> None:
-        """``client`` asks the pools' routers, with their key where they have keys."""
+        """``client`` asks the pools' routers, with their key where they have keys; ``namespace`` is where names are."""
         self._service = service
         self._client = client
         self._clock = clock
+        self._served = served
         self._about = {
             "kind": "global-router",
             "name": "global router",
+            "pool": namespace,
             "version": __version__,
             "process": 0 if place is None else place.index,
             "processes": 1 if place is None else place.size,
@@ -151,12 +158,14 @@ class GlobalFleetSource:
                 "ready": service.view.missing() is None,
                 "trouble": service.view.missing() or "",
                 **{name: sum(each[name] for each in known) for name in ADDED},
+                # Of a group, what all of them know.
+                "since_ms": max(each["since_ms"] for each in known),
             },
             "loop_steps": [step.explanation().to_json() for step in service.books.loop_steps[-STEPS_SHOWN:]],
         }
         requests = by_time([self._requests(), *(part.requests for part in others)])
-        seconds: dict[str, Row] = dict(added(each["seconds"] for each in known))
-        return Picture(values, {"pools": pools, "requests": requests, "seconds": seconds})
+        seconds, served = ({**added(each[name] for each in known)} for name in ("seconds", "served"))
+        return Picture(values, {"pools": pools, "requests": requests, "seconds": seconds, "served": served})
 
     def _own_values(self) -> dict[str, Any]:
         service = self._service
@@ -167,6 +176,8 @@ class GlobalFleetSource:
             "waiting": waiting,
             "decisions": service.decisions.added,
             "seconds": service.decisions.seconds.rows(),
+            "served": self._served.rows(),
+            "since_ms": self._served.since_ms,
             "in_flight": service.view.in_flight(),
             "breakers": {pool.name: pool.breaker.state.value for pool in service.pools.all()},
         }

@@ -235,6 +235,7 @@ class GlobalRouterService:
         output = machine.delivery.tokens > 0
         if not place.for_room:
             self._metrics.moves.labels("amid_output" if output else "before_output").inc()
+            self.decisions.seconds.add(self._clock.wall_ms(), 0, 0, 0, moves=1)
         stage, work = flight.stage, flight.work
         if work is Stage.ENCODE:
             stage, work = flight.after_encode

@@ -25,6 +25,7 @@ from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.playback.player import Player
+from poolgrid.fleet_page.served_seconds import open_served_seconds
 from poolgrid.http.http_server import open_server
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
@@ -172,7 +173,8 @@ async def serve(
         of_page: dict[str, LoopAnswer] = {}
         if frontend.fleet_page:
             player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=member is not None)
-            source = RouterFleetSource(settings, service.view, watch, player, place)
+            served = open_served_seconds(opened, app.served, clock)
+            source = RouterFleetSource(settings, service.view, watch, player, served, place)
             of_page = open_fleet_page(opened, app, source, frontend, clock, member)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, {**of_page, **decisions.answers()})

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import msgspec
 
 from poolgrid import __version__
+from poolgrid.api.metrics import SERVED_COLUMNS
 from poolgrid.fleet_page.group_source import by_time, one_queue
 from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import Worker
@@ -84,6 +86,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     ),
     "conversations": ("turns", "blocks", "isl", "last_ms", "request_id", "holders"),
     "seconds": ("requests", "prompt_tokens", "found_tokens", "moves"),
+    "served": SERVED_COLUMNS,
 }
 
 REQUEST_ID, CONVERSATION = (COLUMNS["requests"].index(name) for name in ("request_id", "conversation"))
@@ -95,7 +98,7 @@ class Kept(msgspec.Struct):
     explanation: dict[str, Any]
     legs: list[Leg]
     unknown: list[int]
-    """Of the legs, those that it did not watch: their times are to be read in the journal."""
+    """Of the legs, those that it did not watch to their end: their times are to be read in the journal."""
     offset: int
     """Of the journal, before which none of the legs began."""
 
@@ -153,17 +156,20 @@ class RouterFleetSource:
         view: Viewed,
         watch: FleetWatch,
         player: Player,
+        served: ServedSeconds,
         place: GroupPlace | None = None,
     ) -> None:
         self._view = view
         self._watch = watch
         self._player = player
+        self._served = served
         self._looks = 0
         self._conversations: dict[str, Row] = {}
         self._about = {
             "kind": "router",
             # A process of a group is called by its number, and shows what all do.
             "name": settings.router_id if place is None else settings.router_id.removesuffix(f".{place.index}"),
+            "pool": settings.namespace if settings.has_names else "",
             "version": __version__,
             "policy": settings.policy,
             "process": 0 if place is None else place.index,
@@ -202,6 +208,8 @@ class RouterFleetSource:
             "totals": {
                 "ready": view.ready,
                 **{name: sum(each[name] for each in known) for name in ADDED},
+                # Of a group, what all of them know.
+                "since_ms": max(each["since_ms"] for each in known),
                 "offset": projection.next_offset,
                 "behind": view.behind_records,
                 "trouble": view.trouble,
@@ -209,12 +217,13 @@ class RouterFleetSource:
             },
         }
         requests = by_time([self._requests(), *map(self._told_requests, others)])
-        seconds: dict[str, Row] = dict(added(each["seconds"] for each in known))
+        seconds, served = ({**added(each[name] for each in known)} for name in ("seconds", "served"))
         tables = {
             "workers": workers,
             "requests": requests,
             "conversations": self._conversations,
             "seconds": seconds,
+            "served": served,
         }
         return Picture(values, tables)
 
@@ -227,6 +236,8 @@ class RouterFleetSource:
             "waiting": waiting,
             "decisions": view.decisions.added,
             "seconds": view.decisions.seconds.rows(),
+            "served": self._served.rows(),
+            "since_ms": self._served.since_ms,
         }
 
     def _requests(self) -> dict[str, Row]:
@@ -301,12 +312,17 @@ class RouterFleetSource:
             min(request.isl, decision.overlap_blocks * request.block_size),
             decision.realised_cached_tokens,
             decision.reason,
-            leg.status if leg is not _UNWATCHED else "",
+            "ended" if self._ended_unseen(decision, name, leg) else "" if leg is _UNWATCHED else leg.status,
             leg.conversation,
             leg.started_ms,
             leg.prefilled_ms,
             leg.ended_ms,
         )
+
+    def _ended_unseen(self, decision: Decision, name: str, leg: Leg) -> bool:
+        """Tell whether a dispatch is off the router's books and its end was not watched."""
+        is_open = leg.ended_ms is None and not leg.released
+        return is_open and not self._view.projection.ledger.knows(decision.worker, name)
 
     async def _look_at_conversations(self) -> None:
         index = self._view.projection.index
@@ -343,11 +359,13 @@ class RouterFleetSource:
             request = decision.request
             name = dispatch_id(request.request_id, decision.attempt)
             leg = self._watch.legs.get(name)
-            if leg is None:
+            ended_unseen = self._ended_unseen(decision, name, leg or _UNWATCHED)
+            if leg is None or ended_unseen:
                 unknown.append(len(legs))
+            if leg is None:
                 leg = Leg(name, str(decision.worker), STAGE_WORD[request.stage], decision.time_ms)
                 leg.queued_ms = round(decision.queued_ms, 3)
-            legs.append(leg)
+            legs.append(msgspec.structs.replace(leg, released=True) if ended_unseen else leg)
         explanation = RequestExplanation(request_id=request_id, attempts=attempts).to_json()
         return msgspec.msgpack.encode(Kept(explanation, legs, unknown, min(each.offset for each in decisions)))
 

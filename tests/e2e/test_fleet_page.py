@@ -12,7 +12,10 @@ from tests.ui.checks import (
     fits_a_phone,
     no_complaints,
     open_live,
+    percentiles_are_right,
     request_opens_by_keyboard,
+    service_is_shown,
+    time_before_the_router_is_not_known,
     worker_grid_works_by_keyboard,
 )
 
@@ -27,6 +30,9 @@ def test_the_page_shows_a_pool_live_and_works_by_keyboard_and_on_a_phone() -> No
         with Browser() as browser:
             open_live(browser, up.url)
             browser.wait("both workers", "return document.querySelector('#tiles dd').textContent.startsWith('2 of 2')")
+            service_is_shown(browser)
+            percentiles_are_right(browser)
+            time_before_the_router_is_not_known(browser)
             everything_has_a_name(browser)
             worker_grid_works_by_keyboard(browser)
             request_opens_by_keyboard(browser)

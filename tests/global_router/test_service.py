@@ -422,6 +422,8 @@ class TestFailuresUnderWay:
             assert last.finish_reason == "error"
             assert last.error == "out of memory; moved 2 times already"
             assert sum(len(link.sent) for link in fleet.links.links.values()) == 3
+            [(requests, _, _, moves)] = fleet.service.decisions.seconds.rows().values()
+            assert (requests, moves) == (1, 2)
             fleet.assert_nothing_is_left()
 
         run(scenario)

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from poolgrid.api.metrics import SERVED_COLUMNS
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page import group_source
 from poolgrid.fleet_page.group_source import GroupFleetSource
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture
+from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.process.clock import SystemClock
 from poolgrid.process.process_group import GroupMember, GroupPlace
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, WorkerWanted
@@ -38,8 +41,10 @@ class OneOfTwo:
         place = GroupPlace(directory, index, 2)
         self.member = GroupMember(place)
         self.watch = FleetWatch(self.pool.state, has_siblings=True)
+        self.totals = [0] * len(SERVED_COLUMNS)
+        self.served = ServedSeconds(lambda: list(self.totals), SystemClock())
         player = Player(None, None, BLOCKS_PER_WORKER_MAX)
-        source = RouterFleetSource(self.pool.settings, self.pool, self.watch, player, place)
+        source = RouterFleetSource(self.pool.settings, self.pool, self.watch, player, self.served, place)
         self.source = GroupFleetSource(source, self.member, INTERVAL_MS)
 
     def send(self, name: str, path: list[int], queued_ms: float = 0.0) -> None:
@@ -103,6 +108,22 @@ def test_the_requests_and_queues_of_all_processes_are_shown_oldest_first(tmp_pat
         queue = picture.values["queue"]
         assert (queue["requests"], queue["requests_max"], queue["refused"]) == (7, 20, {"busy": 2})
         assert queue["retry_after_s"] == 1.0
+
+    run(scenario, tmp_path)
+
+
+def test_latencies_and_errors_of_all_processes_add_up_and_are_known_since_the_last_one_began(tmp_path: Path) -> None:
+    async def scenario(one: OneOfTwo, other: OneOfTwo) -> None:
+        other.served.since_ms = one.served.since_ms + 5
+        for each, tokens in ((one, 3), (other, 4)):
+            each.totals[0] += tokens
+            each.totals[1] += 1
+            each.served.sample()
+
+        picture = await one.look_until(lambda seen: sum(row[0] for row in seen.tables["served"].values()) == 7)
+
+        assert sum(row[1] for row in picture.tables["served"].values()) == 2
+        assert picture.values["totals"]["since_ms"] == other.served.since_ms
 
     run(scenario, tmp_path)
 

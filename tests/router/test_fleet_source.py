@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from poolgrid.api.metrics import SERVED_COLUMNS
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture
+from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived
 from poolgrid.router.core.router_state import InputLog
 from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch
+from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.events import RequestFinished, WorkerDraining
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.ui.large_pool import LargePool
@@ -41,8 +46,10 @@ class Looked:
         self.log = Noted()
         self.pool.state.log = self.log
         self.watch = FleetWatch(self.pool.state)
+        self.totals = [0] * len(SERVED_COLUMNS)
+        self.served = ServedSeconds(lambda: list(self.totals), SystemClock())
         player = Player(None, None, BLOCKS_PER_WORKER_MAX)
-        self.source = RouterFleetSource(self.pool.settings, self.pool, self.watch, player)
+        self.source = RouterFleetSource(self.pool.settings, self.pool, self.watch, player, self.served)
         self.source.begin()
 
     def look(self) -> Picture:
@@ -147,3 +154,43 @@ def test_a_fault_of_who_looks_on_ends_the_looking_and_not_the_routing(
     assert [record.message for record in caplog.records] == [
         "the fleet page no longer sees requests and caches: this is a bug"
     ]
+
+
+def test_latencies_tokens_and_errors_come_by_second_with_the_first_picture(looked: Looked) -> None:
+    looked.totals[0] += 70
+    looked.totals[SERVED_COLUMNS.index("ttft 0.25")] += 3
+    looked.served.sample()
+
+    picture = looked.look()
+
+    [row] = picture.tables["served"].values()
+    counts = dict(zip(looked.source.columns["served"], row, strict=True))
+    assert {name: count for name, count in counts.items() if count} == {"output_tokens": 70, "ttft 0.25": 3}
+    assert picture.values["totals"]["since_ms"] == looked.served.since_ms
+
+
+def test_a_request_that_ended_unwatched_is_ended_and_one_in_flight_is_not() -> None:
+    looked = Looked()
+    looked.pool.request()  # watched at first
+    looked.source.end()
+    looked.pool.request()  # never watched
+    first, second = (looked.rows("requests")[name] for name in ("r1", "r2"))
+    assert (first["status"], second["status"]) == ("prefill", "")
+
+    for name, row in (("r1", first), ("r2", second)):
+        looked.pool.say(WorkerKey(WorkerId(row["worker"])), [RequestFinished(name, "stop")])
+
+    assert {row["status"] for row in looked.rows("requests").values()} == {"ended"}
+    for name in ("r1", "r2"):
+        found = asyncio.run(looked.source.request(name))
+        assert found is not None
+        assert [leg["released"] for leg in found["legs"]] == [True], "its bar must not grow any more"
+        assert found["legs_from"] == "unknown"
+
+
+def test_the_heading_names_the_pool_where_pools_have_names(looked: Looked, tmp_path: Path) -> None:
+    assert looked.look().values["about"]["pool"] == ""
+    named = RouterSettings(names="directory", names_dir=tmp_path, namespace="chat")
+    player = Player(None, None, BLOCKS_PER_WORKER_MAX)
+    source = RouterFleetSource(named, looked.pool, looked.watch, player, looked.served)
+    assert asyncio.run(source.look()).values["about"]["pool"] == "chat"

@@ -142,6 +142,7 @@ def reconnect(pictures: Pictures) -> str:
         up.child("router").kill()
         browser.wait("the loss is shown", "return document.getElementById('link').dataset.state === 'lost'")
         browser.wait("it is live again", checks.LIVE, timeout_s=120)
+        checks.time_before_the_router_is_not_known(browser)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello " * 100}], "max_tokens": 8}
         assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
         browser.wait(

@@ -36,7 +36,7 @@ TAB = "\ue004"
 ENTER = "\ue007"
 ESCAPE = "\ue00c"
 SPACE = " "
-RIGHT, DOWN, LEFT, END = "\ue014", "\ue015", "\ue012", "\ue010"
+RIGHT, DOWN, LEFT, END, HOME = "\ue014", "\ue015", "\ue012", "\ue010", "\ue011"
 
 
 def open_live(browser: Browser, url: str) -> None:
@@ -133,3 +133,59 @@ def request_that_was_queued(browser: Browser) -> str:
         browser.press(ESCAPE)
         browser.wait("the sheet is closed", "return !document.getElementById('sheet').open")
     raise AssertionError("of 24 requests none was queued")
+
+
+QUANTILES = """
+return import('/ui/served.js').then(({ quantile }) => arguments[0].map(([counts, share]) => {
+  const found = quantile(counts, [0.1, 0.2, 0.4, Infinity], share);
+  return Number.isNaN(found) ? null : found;
+}));
+"""
+
+
+def percentiles_are_right(browser: Browser) -> None:
+    """A percentile lies within the bucket that has it, above the last bound at that bound; of nothing there is none."""
+    table = [
+        ([0, 0, 0, 0], 0.5, None),
+        ([4, 0, 0, 0], 0.5, 0.05),
+        ([0, 10, 0, 0], 0.5, 0.15),
+        ([1, 0, 1, 0], 0.99, 0.396),
+        ([0, 0, 0, 3], 0.5, 0.4),
+        ([99, 0, 0, 1], 0.99, 0.1),
+        ([98, 0, 0, 2], 0.99, 0.4),
+    ]
+    found = browser.run(QUANTILES, [[counts, share] for counts, share, _ in table])
+    for (counts, share, wanted), value in zip(table, found, strict=True):
+        same = value is None if wanted is None else value is not None and abs(value - wanted) < 1e-9
+        assert same, (counts, share, value, wanted)
+
+
+def service_is_shown(browser: Browser) -> None:
+    """Latencies and tokens have figures of the last ten seconds, and a strip over five minutes that is drawn."""
+    for name in ("TTFT p50, last 10 s", "output tokens, last 10 s"):
+        browser.wait(
+            f"a figure of {name}",
+            "const tile = [...document.querySelectorAll('#served .tile')]"
+            ".find((each) => each.firstChild.textContent === arguments[0]);"
+            "return /[1-9]/.test(tile.querySelector('dd').firstChild.data)",
+            name,
+        )
+    strips = {"ttft": "p99 at most", "itl": "p99 at most", "tokens": "at most", "errors": "at most 0"}
+    for strip, words in strips.items():
+        browser.wait(
+            f"the strip of {strip}",
+            "return document.querySelector(`canvas[data-strip=${arguments[0]}]`)"
+            ".getAttribute('aria-label').includes(arguments[1])",
+            strip,
+            words,
+        )
+
+
+def time_before_the_router_is_not_known(browser: Browser) -> None:
+    """The strip says of the time before the router began that it is not known, and not that nothing came."""
+    browser.run("document.querySelector('#strip canvas').focus()")
+    browser.press(HOME)
+    said = "document.querySelector('#strip canvas').getAttribute('aria-valuetext')"
+    browser.wait("the beginning of the strip", f"return {said}.includes('not known')")
+    browser.press(END)
+    browser.wait("its end", f"return !{said}.includes('not known')")

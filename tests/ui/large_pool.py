@@ -18,6 +18,7 @@ from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page.endpoints import add_fleet_page
 from poolgrid.fleet_page.hub import FleetHub
 from poolgrid.fleet_page.playback.player import Player
+from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.decision import Decision, DecisionLog
@@ -190,7 +191,8 @@ async def main(workers: int, rate: float) -> None:
     pool = LargePool(workers, rate)
     app = application(FakeBackend())
     player = Player(None, pool.kept, BLOCKS_PER_WORKER_MAX)
-    source = RouterFleetSource(pool.settings, pool, FleetWatch(pool.state), player)
+    served = ServedSeconds(app.served, SystemClock())
+    source = RouterFleetSource(pool.settings, pool, FleetWatch(pool.state), player, served)
     add_fleet_page(app, FleetHub(source, SystemClock(), 250.0, 16), source)
     server = HttpServer(app, "127.0.0.1", 0, "port")
     server.start()

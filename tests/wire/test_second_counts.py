@@ -31,6 +31,24 @@ def test_the_last_five_minutes_are_kept_and_no_more() -> None:
     assert set(rows.values()) == {(3, 30, 12, 0)}
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=3, max_size=3)), max_size=40))
+def test_whole_rows_of_a_second_add_up(rows: list[tuple[int, list[int]]]) -> None:
+    counts = SecondCounts()
+    naive: dict[str, list[int]] = {}
+    for second, row in rows:
+        counts.put(second * 1000 + 999, row)
+        known = naive.setdefault(str(second), [0, 0, 0])
+        naive[str(second)] = [known[at] + row[at] for at in range(3)]
+    assert counts.rows() == {second: tuple(row) for second, row in naive.items()}
+
+
+def test_whole_rows_are_kept_for_five_minutes() -> None:
+    counts = SecondCounts()
+    for second in range(1000):
+        counts.put(second * 1000, (1, 2))
+    assert list(counts.rows()) == [str(second) for second in range(1000 - SECONDS_KEPT, 1000)]
+
+
 def test_processes_add_up() -> None:
     assert added([{"1": (1, 2, 3, 4)}, {"1": (1, 1, 1, 1), "2": (1, 0, 0, 0)}]) == {
         "1": (2, 3, 4, 5),

@@ -142,6 +142,10 @@ class Application(FastAPI):
         self._layers_seen = 0
         self._short = True
 
+    def served(self) -> tuple[int, ...]:
+        """Return the totals of ``poolgrid.api.metrics.SERVED_COLUMNS``, with the tokens of requests in flight."""
+        return (self.traffic.totals().account.output_tokens, *self._metrics.served())
+
     def _is_short(self) -> bool:
         layers = self.user_middleware  # which only grows
         if len(layers) != self._layers_seen:

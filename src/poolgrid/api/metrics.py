@@ -26,6 +26,14 @@ TTFT_BUCKETS_S = (
 ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 5.0)
 """Decode steps take 5 to 60 ms: fine there, coarse where a pause is a stall."""
 
+SERVED_COLUMNS: Final = (
+    "output_tokens",
+    "errors",
+    *(f"ttft {bound}" for bound in (*TTFT_BUCKETS_S, "Infinity")),
+    *(f"itl {bound}" for bound in (*ITL_BUCKETS_S, "Infinity")),
+)
+"""Names of the totals of ``Application.served``: a bucket of a latency is named by its upper bound in seconds."""
+
 TOKEN_BUCKETS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144, 1_048_576)
 """Powers of two, as context lengths and block sizes are."""
 
@@ -263,6 +271,11 @@ class FrontendMetrics:
             counter = self.requests.labels(endpoint, str(status), "true" if streaming else "false")
             self._requests_by_labels[key] = counter
         counter.value += 1
+
+    def served(self) -> tuple[int, ...]:
+        """Return the totals of ``SERVED_COLUMNS`` after the first; errors are answers with status 500 or above."""
+        errors = sum(counter.value for (_, status, _), counter in self._requests_by_labels.items() if status >= 500)
+        return (int(errors), *self.ttft.totals(), *self.itl.totals())
 
     def refused(self, code: str, tenant: str = "") -> None:
         """Count a refusal; ``tenant`` is empty when nobody knows whose it is, or there are none."""

@@ -207,6 +207,11 @@ class Histogram(_Instrument):
             self._latest = at = bisect_left(edges, value, 1) - 1
         return at
 
+    def totals(self) -> list[int]:
+        """Return the observations of all children by bucket, not cumulative; the last bucket has no upper bound."""
+        counts = [child._counts for _, child in self._shown()]
+        return list(map(sum, zip(*counts, strict=True))) if counts else [0] * len(self._counts)
+
     def observe_traced(self, value: float, trace_id: str) -> None:
         """Count one observation, of a request whose trace is kept: its bucket names it."""
         self.observe(value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import add
 
 SECONDS_KEPT = 300
 """As many as the fleet page shows: five minutes."""
 
-Counts = tuple[int, int, int, int]
-"""Requests, their prompt tokens, those of them that were found in caches, moves to another worker."""
+Counts = tuple[int, ...]
+"""Of one second, in the order of the columns of its table."""
 
 
 class SecondCounts:
@@ -19,7 +20,7 @@ class SecondCounts:
         """In the order in which seconds came first, which is that of time unless the clock was set."""
 
     def add(self, time_ms: int, requests: int, prompt_tokens: int, found_tokens: int, moves: int = 0) -> None:
-        """Count into the second of a wall-clock time."""
+        """Count requests into the second of a wall-clock time."""
         second = time_ms // 1000
         counts = self._by_second.get(second)
         if counts is None:
@@ -31,9 +32,19 @@ class SecondCounts:
         counts[2] += found_tokens
         counts[3] += moves
 
+    def put(self, time_ms: int, more: Sequence[int]) -> None:
+        """Count a whole row into the second of a wall-clock time; all rows of a ring have the same columns."""
+        ring, second = self._by_second, time_ms // 1000
+        if second in ring:
+            ring[second] = list(map(add, ring[second], more))
+            return
+        if len(ring) >= SECONDS_KEPT:
+            del ring[next(iter(ring))]
+        ring[second] = list(more)
+
     def rows(self) -> dict[str, Counts]:
         """Return the counts by second, as rows of a table; seconds without any are left out."""
-        return {str(second): (a, b, c, d) for second, (a, b, c, d) in self._by_second.items()}
+        return {str(second): tuple(counts) for second, counts in self._by_second.items()}
 
 
 def added(tables: Iterable[dict[str, Counts]]) -> dict[str, Counts]:
@@ -41,6 +52,5 @@ def added(tables: Iterable[dict[str, Counts]]) -> dict[str, Counts]:
     total: dict[str, Counts] = {}
     for table in tables:
         for second, counts in table.items():
-            a, b, c, d = total.get(second, (0, 0, 0, 0))
-            total[second] = (a + counts[0], b + counts[1], c + counts[2], d + counts[3])
+            total[second] = tuple(map(add, total[second], counts) if second in total else counts)
     return total

@@ -12,6 +12,9 @@ const AXIS_WORDS = { isl: "prompt", context_length: "context", ttft: "TTFT targe
 
 export const poolHue = (stage, pool) => hue(Math.max(0, stage.pools.findIndex((each) => each.name === pool)) + (stage.stage === "decode" ? 5 : 0));
 
+// The colour of a pool's cells, and that of its dots.
+const swatch = (stage, { name }) => `linear-gradient(135deg, ${soft(poolHue(stage, name))} 50%, ${strong(poolHue(stage, name))} 50%)`;
+
 function expand(runs) {
   const cells = [];
   for (const [pool, times] of runs) for (let at = 0; at < times; at += 1) cells.push(pool);
@@ -57,7 +60,7 @@ class StageGrid {
       this.canvas,
       el("div", { class: "unseen", role: "rowgroup" }, this.row),
     );
-    const legend = stage.pools.map((pool) => el("span", {}, el("i", { style: { background: strong(poolHue(stage, pool.name)) } }), pool.name));
+    const legend = stage.pools.map((pool) => el("span", {}, el("i", { style: { background: swatch(stage, pool) } }), pool.name));
     this.node = el(
       "section",
       { class: "panel", "aria-label": `Pools of the ${stage.stage} stage` },
@@ -68,7 +71,7 @@ class StageGrid {
     this.draw = (now) => this.paint(now);
     new ResizeObserver(() => this.layOut()).observe(this.grid);
     onTheme(() => {
-      legend.forEach((each, at) => (each.firstChild.style.background = strong(poolHue(stage, stage.pools[at].name))));
+      legend.forEach((each, at) => (each.firstChild.style.background = swatch(stage, stage.pools[at])));
       onNextFrame(this.draw);
     });
     this.grid.addEventListener("keydown", (event) => this.onKey(event));
@@ -214,20 +217,19 @@ class StageGrid {
       const at = base + index;
       context.fillStyle = soft(poolHue(stage, stage.pools[this.pools[at]].name));
       context.fillRect(x, y, cellWidth - gap, cellHeight - gap);
-      const tally = this.tally.get(at);
-      if (tally) this.dot(tally, x + (cellWidth - gap) / 2, y + (cellHeight - gap) / 2, most);
       const began = this.flashes.get(at);
       if (began !== undefined) {
         const left = 1 - (now - began) / FLASH_MS;
         if (left <= 0) this.flashes.delete(at);
         else {
-          context.globalAlpha = left;
-          context.strokeStyle = colours.ink;
-          context.lineWidth = 2;
-          context.strokeRect(x + 1, y + 1, cellWidth - gap - 2, cellHeight - gap - 2);
+          context.globalAlpha = 0.3 * left;
+          context.fillStyle = colours.accent;
+          context.fillRect(x, y, cellWidth - gap, cellHeight - gap);
           context.globalAlpha = 1;
         }
       }
+      const tally = this.tally.get(at);
+      if (tally) this.dot(tally, x + (cellWidth - gap) / 2, y + (cellHeight - gap) / 2, most);
     }
     if (document.activeElement === this.grid) {
       context.strokeStyle = colours.ink;

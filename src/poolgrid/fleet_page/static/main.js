@@ -9,6 +9,7 @@ import { Playback } from "./playback.js";
 import { RequestList } from "./requests.js";
 import { ask, hasKey, Stream, useKey } from "./server.js";
 import { faultBody, keysBody, legendOf, requestBody, Sheet, waitingBody, workerBody } from "./sheet.js";
+import { Served } from "./served.js";
 import { Store } from "./store.js";
 import { Strip } from "./strip.js";
 import { streamWords, toneOf, WorkerGrid } from "./workers.js";
@@ -43,6 +44,7 @@ class Page {
     this.heardMs = 0;
     this.strip = new Strip((ms) => this.openMoment(ms));
     byId("strip").append(this.strip.canvas);
+    this.served = new Served(this.strip);
     this.playback = new Playback(
       () => this.store.now(),
       (state) => {
@@ -77,7 +79,9 @@ class Page {
 
   onEvent(kind, data) {
     if (kind === "bye") return;
+    const heardS = this.heardMs / 1000;
     this.store.apply(kind, data);
+    this.strip.countedSince(this.store.values.totals.since_ms / 1000, heardS);
     this.heardMs = this.store.now();
     const about = this.store.values.about;
     if (about && about.kind !== this.kind) this.build(about);
@@ -94,6 +98,8 @@ class Page {
   // The router counts every request; the page gets only the last ones, and under load none of most.
   countRequests(kind, data) {
     for (const [second, ...counts] of data.tables.seconds?.rows ?? NONE) this.strip.count(Number(second), counts);
+    if (kind === "whole") this.served.use(data.tables.served.columns);
+    for (const [second, ...row] of data.tables.served?.rows ?? NONE) this.served.count(Number(second), row);
     this.strip.changed = true;
   }
 
@@ -206,6 +212,8 @@ class Page {
       side.replaceChildren(this.requests.node);
       this.strip.plain = true;
     }
+    const legend = [["accent", "found in caches"], ["quiet", "not found"], ["cell", "not known"]].slice(this.kind === "router" ? 0 : 2);
+    byId("strip-legend").replaceChildren(...legend.map(([colour, words]) => el("span", {}, el("i", { style: { background: `var(--${colour})` } }), words)));
     document.title = `poolgrid ${about.name === "router" ? "fleet" : about.name}`;
     const processes = about.processes > 1 ? ` · ${about.processes} processes, all of them are shown` : "";
     this.heading(NONE);
@@ -217,7 +225,7 @@ class Page {
   heading(models) {
     const { about } = this.store.values;
     const served = models.length > 2 ? counted(models.length, "model") : models.join(", ");
-    const parts = [served, location.host, about.name, about.policy ? `policy ${about.policy}` : "", `version ${about.version}`];
+    const parts = [served, about.pool && `pool ${about.pool}`, location.host, about.name, about.policy ? `policy ${about.policy}` : "", `version ${about.version}`];
     setText(byId("name"), parts.filter(Boolean).join(" · "));
   }
 
@@ -238,6 +246,7 @@ class Page {
     if (this.kind === "router") this.renderRouter(now);
     else this.renderGlobal(now);
     this.strip.show(now, this.past ? this.past.frame.time_ms : null);
+    this.tiles(this.served.figures(this.past ? this.past.frame.time_ms : now), byId("served"));
     this.strip.changed = false;
     this.renderTrouble();
     this.refreshSheet(now);
@@ -286,8 +295,8 @@ class Page {
 
   legendParts() {
     return [
-      ...legendOf().map(([colour, words]) => el("span", {}, el("i", { style: { background: colour } }), words)),
-      this.cards ? el("span", {}, el("i", { style: { background: strong(20) } }), "bars below: how much of each conversation it holds") : "a number: the requests on it",
+      ...legendOf(this.cards).map(([colour, words]) => el("span", {}, el("i", { style: { background: colour } }), words)),
+      this.cards ? el("span", {}, el("i", { style: { background: `linear-gradient(90deg, ${["c1", "c2", "c3"].map((name, at) => `${strong(hueOfName(name))} ${33 * at}% ${33 * (at + 1)}%`).join(", ")})` } }), "bars below: how much of each conversation it holds, in its colour") : "a number: the requests on it",
     ];
   }
 
@@ -380,8 +389,7 @@ class Page {
     return sum;
   }
 
-  tiles(list) {
-    const node = byId("tiles");
+  tiles(list, node = byId("tiles")) {
     while (node.children.length < list.length) node.append(el("div", { class: "tile" }, el("dt"), el("dd", {}, "", el("small")), el("p")));
     list.forEach(([name, value, unit, under, tone], at) => {
       const [title, figure, note] = node.children[at].children;
@@ -406,14 +414,13 @@ class Page {
     this.pools.show(pools);
     this.requests.show(this.past ? [...within].reverse() : this.store.newest(64), this.past ? 0 : totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
     const lately = this.strip.lately(atMs, LATELY_S);
-    const firsts = within.map((request) => request.ttft_ms).filter((value) => value !== null).sort((one, other) => one - other);
     const spilled = within.filter((request) => request.places.some((place) => place[4] !== "grid")).length;
     const up = pools.filter((pool) => pool.state === "available" || pool.state === "saturated").length;
     this.tiles([
       ["pools", count(up), ` of ${count(pools.length)} up`, `document revision ${count(grids.revision)}`, ""],
       ["under way", count(totals?.active), "", `${count(totals?.waiting)} wait for a pool with room`, totals?.waiting ? "warn" : ""],
       ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
-      ["TTFT, median", firsts.length ? milliseconds(firsts[firsts.length >> 1]) : "–", "", firsts.length ? `p95 ${milliseconds(firsts[Math.floor(firsts.length * 0.95)])}` : "of the last minute", ""],
+      ["prompt tokens", rate(lately.tokensPerSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
       ["not by the grid", percent(within.length ? spilled / within.length : NaN), "", "spill, override, fallback", ""],
       queueTile(queue, totals),
     ]);

@@ -9,7 +9,7 @@ const ROWS = 32;
 
 const ROUTER = ["time", "request", "worker", "tokens", "cached", "status"];
 const GLOBAL = ["time", "request", "pool", "tokens", "TTFT", "status"];
-const WIDE = { router: [1, 3], global: [1] }; // not on a phone
+const WIDE = [1, 3]; // not on a phone
 
 const WORDS = { "": "sent", stop: "done", length: "at limit" };
 
@@ -26,7 +26,7 @@ export class RequestList {
     this.held = false;
     this.fresh = 0;
     const names = kind === "router" ? ROUTER : GLOBAL;
-    const wide = (index) => (WIDE[kind].includes(index) ? " wide" : "");
+    const wide = (index) => (WIDE.includes(index) ? " wide" : "");
     const head = el(
       "div",
       { class: "row head", role: "row" },

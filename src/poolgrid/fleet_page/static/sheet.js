@@ -301,8 +301,8 @@ export function faultBody(words) {
   return [el("p", { class: "note bad", role: "alert" }, words)];
 }
 
-export const legendOf = () => [
-  [colours.accent, "cache in use"],
+export const legendOf = (cards) => [
+  [cards ? colours.accent : colours.fill, "cache in use"],
   [colours.warn, "draining, or its stream is catching up"],
   [colours.bad, "unreachable, or not believed"],
 ];

@@ -5,10 +5,23 @@ import { colours, onTheme } from "./colours.js";
 import { el, onNextFrame, setAttribute } from "./dom.js";
 import { clock, counted, percent } from "./format.js";
 
-const SPAN_S = 300;
+export const SPAN_S = 300;
 const HEIGHT = 76;
 const FOOT = 16;
 const FONT = "10.5px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif";
+
+// The counts of a second only grow. Smaller ones come when a process was started again or does not answer its siblings.
+export const grown = (known, counts) => known.map((each, at) => Math.max(each, counts[at]));
+
+// Seconds of which nobody knows anything, in grey: those before the router began to count.
+export function paintUnknown(context, strip, start, width, height) {
+  context.fillStyle = colours.cell;
+  for (const [from, to] of strip.unknown) {
+    const left = Math.max(0, ((from - start) / SPAN_S) * width);
+    const right = ((to - start) / SPAN_S) * width;
+    if (right > left) context.fillRect(left, 0, right - left, height);
+  }
+}
 
 export class Strip {
   constructor(open) {
@@ -23,7 +36,9 @@ export class Strip {
     });
     this.context = this.canvas.getContext("2d", { alpha: false });
     this.seconds = new Map(); // second -> [requests, prompt tokens, tokens found in caches, moves]
-    this.plain = false; // without what was found in caches, where nobody says so
+    this.plain = false; // without what was found in caches, which a global router does not count
+    this.unknown = []; // [from, to] in seconds, of which nothing is known
+    this.sinceS = 0;
     this.endS = 0;
     this.cursorS = null;
     this.hoverS = null;
@@ -40,13 +55,32 @@ export class Strip {
   }
 
   count(second, counts) {
-    if (!this.seconds.has(second)) this.forget();
-    this.seconds.set(second, counts);
+    const known = this.seconds.get(second);
+    if (!known) this.forget();
+    this.seconds.set(second, known ? grown(known, counts) : counts);
+  }
+
+  // The router counts since a time; what this page has seen of a router before it, it knows up to another one.
+  countedSince(sinceS, heardS) {
+    if (sinceS <= this.sinceS) return;
+    this.unknown.push([this.sinceS ? heardS : 0, sinceS]);
+    this.sinceS = sinceS;
+  }
+
+  isUnknown(second) {
+    return this.unknown.some(([from, to]) => second >= from && second + 1 <= to);
+  }
+
+  moves(from, to) {
+    let sum = 0;
+    for (let second = from; second < to; second += 1) sum += this.seconds.get(second)?.[3] ?? 0;
+    return sum;
   }
 
   forget() {
     const oldest = this.endS - 2 * SPAN_S;
     for (const second of this.seconds.keys()) if (second < oldest) this.seconds.delete(second);
+    this.unknown = this.unknown.filter(([, to]) => to > oldest);
   }
 
   // Sums over the last seconds before ``now``: requests a second, and the share of prompt tokens found in caches.
@@ -63,7 +97,7 @@ export class Strip {
         found += slot[2];
       }
     }
-    return { perSecond: requests / spanS, share: tokens ? found / tokens : NaN };
+    return { perSecond: requests / spanS, tokensPerSecond: tokens / spanS, share: tokens ? found / tokens : NaN };
   }
 
   show(nowMs, pastMs) {
@@ -96,12 +130,13 @@ export class Strip {
     this.hoverS = second;
     if (second !== null) {
       const slot = this.seconds.get(Math.floor(second));
-      this.canvas.title = `${clock(second * 1000)}: ${this.words(slot)}`;
+      this.canvas.title = `${clock(second * 1000)}: ${this.words(slot, second)}`;
     }
     onNextFrame(this.draw);
   }
 
-  words(slot) {
+  words(slot, second) {
+    if (!slot && this.isUnknown(Math.floor(second))) return "not known, the router was not counting yet";
     if (slot && this.plain) return counted(slot[0], "request");
     if (!slot) return "no requests";
     const moved = slot[3] ? `, ${counted(slot[3], "move")} to another worker` : "";
@@ -129,7 +164,7 @@ export class Strip {
   sayValue() {
     const at = this.cursorS ?? this.endS - 1;
     setAttribute(this.canvas, "aria-valuenow", String(Math.max(0, Math.round(at - this.endS + SPAN_S))));
-    setAttribute(this.canvas, "aria-valuetext", `${clock(at * 1000)}, ${this.words(this.seconds.get(Math.floor(at)))}`);
+    setAttribute(this.canvas, "aria-valuetext", `${clock(at * 1000)}, ${this.words(this.seconds.get(Math.floor(at)), at)}`);
   }
 
   paint() {
@@ -139,6 +174,8 @@ export class Strip {
     const floor = HEIGHT - FOOT;
     context.fillStyle = colours.surface;
     context.fillRect(0, 0, width, HEIGHT);
+    paintUnknown(context, this, start, width, floor);
+    const [, knownS] = this.unknown.at(-1) ?? [0, 0];
     let most = 4;
     for (let second = start; second < this.endS; second += 1) most = Math.max(most, this.seconds.get(second)?.[0] ?? 0);
     context.fillStyle = colours.line;
@@ -154,6 +191,12 @@ export class Strip {
     }
     context.textAlign = "left";
     context.fillText(`${most}/s`, 2, 9);
+    if (knownS > start) {
+      const words = `not known before ${clock(knownS * 1000)}`;
+      const x = ((knownS - start) / SPAN_S) * width;
+      if (x > context.measureText(words).width + 12) context.fillText(words, 6, floor - 8);
+      else context.fillText(words, Math.min(x + 6, width - context.measureText(words).width - 4), 9);
+    }
     const step = width / SPAN_S;
     const bar = Math.max(1, step - (step > 3 ? 1 : 0));
     for (let second = start; second < this.endS; second += 1) {
@@ -161,11 +204,9 @@ export class Strip {
       if (!slot) continue;
       const x = (second - start) * step;
       const height = Math.max(1.5, (slot[0] / most) * (floor - 14));
-      const found = this.plain ? height : slot[1] ? height * Math.min(1, slot[2] / slot[1]) : 0;
-      context.fillStyle = colours.fill;
-      context.globalAlpha = 0.55;
+      const found = slot[1] ? height * Math.min(1, slot[2] / slot[1]) : 0;
+      context.fillStyle = colours.quiet;
       context.fillRect(x, floor - height, bar, height - found);
-      context.globalAlpha = 1;
       context.fillStyle = colours.accent;
       context.fillRect(x, floor - found, bar, found);
     }
