@@ -72,7 +72,8 @@ def find_media(messages: Sequence[Message], spec: MediaSpec, model: str) -> tupl
                     if index == latest or message.role in ("system", "developer"):
                         raise
                     text = _left_out(part)
-                room -= len(text) if part.type == "file" else 0
+                if part.type == "file":
+                    room -= len(_file_fields(part).get("file_data") or ()) // 4 * 3  # decoded, whatever came of it
                 content[number] = ContentPart("text", text)
         if has_reasoning:
             _take_reasoning(message, content)
@@ -113,9 +114,13 @@ def _text(part: ContentPart, where: str, model: str, room: int) -> str:
     return text
 
 
+def _file_fields(part: ContentPart) -> Mapping[str, Any]:
+    return part.file if isinstance(part.file, dict) else {}
+
+
 def _file_text(part: ContentPart, where: str, room: int) -> str:
     """Return the name and the text of a file."""
-    file = part.file if isinstance(part.file, dict) else {}
+    file = _file_fields(part)
     data = file.get("file_data")
     if not isinstance(data, str):
         named = next((name for name in ("file_id", "file_url") if file.get(name) is not None), "file_data")
