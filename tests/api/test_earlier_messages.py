@@ -21,7 +21,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 CALL = {"name": "f", "arguments": '{"a": "MARKCALL"}'}
 ASKS: dict[str, Any] = {"role": "user", "content": "Hi."}
 SAYS: dict[str, Any] = {"role": "assistant", "content": "Hello."}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,8 @@ def test_files_of_text_are_shown_in_chat_and_responses(front: FrontEnd) -> None:
         file_of(b"a\0b"),
         file_of(b"\xff\xfe"),
         {"type": "file", "file": {"file_id": "f"}},
+        {"type": "file", "file": {"file_data": 5}},
+        {"type": "file", "file": "x"},
         {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}},
         IMAGE,
     ],
@@ -151,7 +153,7 @@ def test_a_part_that_is_not_served_is_refused_once_and_then_a_line_of_text(
 
 def test_an_image_of_an_earlier_message_is_a_line_of_text_in_every_api(front: FrontEnd) -> None:
     chat = {"role": "user", "content": [IMAGE]}
-    item = {"role": "user", "content": [{"type": "input_image", "image_url": IMAGE["image_url"]["url"]}]}  # type: ignore[index]
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": IMAGE["image_url"]["url"]}]}
     source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
     turn = {"role": "user", "content": [{"type": "image", "source": source}]}
     prompts = set()

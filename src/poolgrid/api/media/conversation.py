@@ -73,7 +73,7 @@ def find_media(messages: Sequence[Message], spec: MediaSpec, model: str) -> tupl
                         raise
                     text = _left_out(part)
                 if part.type == "file":
-                    room -= len(_file_fields(part).get("file_data") or ()) // 4 * 3  # decoded, whatever came of it
+                    room -= len(_file_data(part) or "") // 4 * 3  # decoded, whatever came of it
                 content[number] = ContentPart("text", text)
         if has_reasoning:
             _take_reasoning(message, content)
@@ -114,15 +114,16 @@ def _text(part: ContentPart, where: str, model: str, room: int) -> str:
     return text
 
 
-def _file_fields(part: ContentPart) -> Mapping[str, Any]:
-    return part.file if isinstance(part.file, dict) else {}
+def _file_data(part: ContentPart) -> str | None:
+    data = part.file.get("file_data") if isinstance(part.file, dict) else None
+    return data if isinstance(data, str) else None
 
 
 def _file_text(part: ContentPart, where: str, room: int) -> str:
     """Return the name and the text of a file."""
-    file = _file_fields(part)
-    data = file.get("file_data")
-    if not isinstance(data, str):
+    file = part.file if isinstance(part.file, dict) else {}
+    data = _file_data(part)
+    if data is None:
         named = next((name for name in ("file_id", "file_url") if file.get(name) is not None), "file_data")
         raise unsupported(f"{where}.{named}", "no files are kept here or fetched; send text as file_data")
     url = data if data.startswith("data:") else f"data:;base64,{data}"
