@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,12 @@ import httpx
 import msgspec
 import pytest
 
+from poolgrid.api.chat_template import ChatTemplate
 from poolgrid.api.errors import RequestError
 from poolgrid.api.media.conversation import FILES_BYTES_MAX, NO_MEDIA, find_media
+from poolgrid.api.preparation import Preparation
 from poolgrid.api.schema import Message
+from poolgrid.api.settings import FrontendSettings
 from poolgrid.wire.card import MediaSpec
 from tests.api.fake_backend import TINY, FakeBackend, speak
 from tests.api.server import FrontEnd, front_end
@@ -63,13 +67,29 @@ def test_a_function_call_and_its_result_are_a_tool_call_and_its_result(front: Fr
     modern = [
         ASKS,
         {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": CALL}]},
-        {"role": "tool", "name": "f", "tool_call_id": "call_1", "content": "MARKRESULT"},
+        {"role": "function", "name": "f", "content": "MARKRESULT"},  # tiny's template takes any role
     ]
     answer, prompt = asked(front, messages=legacy)
     assert answer.status_code == 200, answer.text
     assert "MARKCALL" in prompt
     assert "MARKRESULT" in prompt
     assert prompt == asked(front, messages=modern)[1]
+
+
+def test_the_result_of_a_function_answers_the_call_before_it() -> None:
+    template = """{% for m in messages %}{% if m.role == 'tool' %}[{{ m.tool_call_id + '=' + m.content }}]
+{%- elif m.role in ('user', 'assistant') %}{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}({{ c.id }}:{{ c.function.name }}:{{ c.function.arguments }}){% endfor %}
+{%- endif %}{% endfor %}"""
+    model = dataclasses.replace(TINY, template=ChatTemplate(template), encoder=None)
+    calls = [{"role": "assistant", "function_call": {"name": name, "arguments": "{}"}} for name in "fg"]
+    results = [{"role": "function", "name": name, "content": name.upper()} for name in "fg"]
+    messages = [ASKS, calls[0], results[0], calls[1], results[1]]
+    job = Preparation(FakeBackend(), {"tiny": model}, FrontendSettings()).chat(
+        msgspec.json.encode({"model": "tiny", "messages": messages})
+    )
+    (shown,) = job.tokenize()
+    assert TINY.decode(shown.token_ids) == "Hi.(call_1:f:{})[call_1=F](call_3:g:{})[call_3=G]"
 
 
 def test_a_call_in_both_forms_is_shown_once(front: FrontEnd) -> None:
