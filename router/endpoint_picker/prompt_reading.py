@@ -16,8 +16,9 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from poolgrid.api.access.cache_domains import CacheDomains
 from poolgrid.api.body_shape import SHORT_BYTES, check_shape
-from poolgrid.api.errors import RequestError
-from poolgrid.api.preparation import Job, Preparation
+from poolgrid.api.errors import RequestError, unsupported
+from poolgrid.api.preparation import Job, Preparation, parse_responses
+from poolgrid.api.responses_api.kept import references
 from poolgrid.api.tokenization import TokenizationPool
 from poolgrid.inference.inference_request import InferenceRequest
 
@@ -61,6 +62,15 @@ class _MessagesFields(_PromptFields, kw_only=True, omit_defaults=True):
     max_tokens: Kept = UNSET
 
 
+class _ResponsesFields(_PromptFields, kw_only=True, omit_defaults=True):
+    input: Kept = UNSET
+    instructions: Kept = UNSET
+    reasoning: Kept = UNSET
+    previous_response_id: Kept = UNSET
+    conversation: Kept = UNSET
+    prompt: Kept = UNSET
+
+
 class Reading(Struct, frozen=True):
     """What was read of a body."""
 
@@ -88,8 +98,16 @@ class PromptReader:
         self._prepare: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[bytes], Job]]] = {
             "/v1/chat/completions": (msgspec.json.Decoder(_ChatFields), preparation.chat),
             "/v1/completions": (msgspec.json.Decoder(_CompletionFields), preparation.completion),
+            "/v1/responses": (msgspec.json.Decoder(_ResponsesFields), self._prepare_response),
             "/v1/messages": (msgspec.json.Decoder(_MessagesFields), preparation.messages),
         }
+
+    def _prepare_response(self, raw: bytes) -> Job:
+        """Check a Responses request; raises ``RequestError`` for one that goes on from what its engine keeps."""
+        body = parse_responses(raw)
+        if body.previous_response_id is not None or any(references(body.input)):
+            raise unsupported("previous_response_id", "the engine keeps the conversation")
+        return self._preparation.responses(body, ())
 
     async def read(self, path: str, body: bytes, request_id: str) -> Reading:
         """Return what a body of ``POST path`` asks for, ``request_id`` being what it is called here."""

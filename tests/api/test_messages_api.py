@@ -228,7 +228,6 @@ def test_images_reach_the_worker_as_in_chat() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"temperature": 1.5}, "temperature"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#/" + "x" * 2_000_000}}}},

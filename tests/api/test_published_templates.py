@@ -110,6 +110,13 @@ CONVERSATIONS: dict[str, Conversation] = {
     ],
     "two calls in text": called("wsaid1", call(text=True), call("wvalue2", "abcdef013", text=True), results=("r", "s")),
     "two rounds of calls": [*called(None, call()), *called("", call("wvalue2"), results=("wresult2",))[1:]],
+    "function calls": [
+        *TURNS,
+        said("assistant", None, function_call={"name": "wfunction", "arguments": '{"wkey": "wvalue1"}'}),
+        said("function", "wresult1", name="wfunction"),
+        said("assistant", "wsaid2", function_call={"name": "wfunction", "arguments": '{"wkey": "wvalue2"}'}),
+        said("function", "wresult2", name="wfunction"),
+    ],
     "long id": called(None, call(call_id="call_00ff00ff00ff00ff")),
     "result without name": [*called(None, call())[:2], said("tool", "wresult1", tool_call_id="abcdef012")],
     "result in parts": called(None, call(), results=(parts("wresult1", "wresult2"),)),

@@ -109,8 +109,6 @@ SHARED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
     ({"logit_bias": {"five": 1}}, "logit_bias"),
     ({"logit_bias": {"9999": 1}}, "logit_bias.9999"),
-    ({"stop": ""}, "stop"),
-    ({"stop": ["a", ""]}, "stop[1]"),
     ({"stop": ["a", "b" * 257]}, "stop[1]"),
     ({"stop": list("abcdefghijklmnopq")}, "stop"),
     ({"stop": [1]}, "stop[0]"),
@@ -157,6 +155,18 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
+    *(
+        ({"messages": [{"role": "user", "content": [part]}]}, f"messages[0].content[0].{place}")
+        for part, place in (
+            ({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}, "type"),
+            ({"type": "file", "file": {"file_id": "f"}}, "file.file_id"),
+            ({"type": "file"}, "file.file_data"),
+            ({"type": "file", "file": {"file_data": "JVBERi0xLjQ="}}, "file.file_data"),
+            ({"type": "file", "file": {"file_data": "data:image/png;base64,iVBORw0KGgo="}}, "file.file_data"),
+            ({"type": "file", "file": {"file_data": "no base64!"}}, "file.file_data"),
+        )
+    ),
+    ({"messages": [{"role": "assistant", "function_call": {"name": ""}}]}, "messages[0].function_call.name"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 262_144}, "max_completion_tokens"),
     ({"logprobs": 1}, "logprobs"),
@@ -225,6 +235,12 @@ def test_a_refused_field_that_asks_for_nothing_is_accepted() -> None:
     assert post(CHAT, chat(**inert)).status_code == 200
     inert = {name: values[0] if values else None for name, (values, _) in REFUSED_COMPLETION.items()}
     assert post(COMPLETIONS, completion(**inert, best_of=1)).status_code == 200
+
+
+def test_empty_stop_strings_are_ignored() -> None:
+    for stop in ("", [], ["", ""], ["", "b"]):
+        for path, body in ((CHAT, chat(stop=stop)), (COMPLETIONS, completion(stop=stop))):
+            assert post(path, body).status_code == 200
 
 
 def test_unknown_fields_are_ignored() -> None:

@@ -189,7 +189,15 @@ def test_a_stream_that_fails_ends_with_the_failed_response() -> None:
         ({"input": [{"type": 3}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": "x"}, {"type": "item_reference"}]}, "input[1].id"),
         ({"input": [{"id": 3}]}, "input[0].id"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "tool", "content": "x", "tool_call_id": 3}]}, "input[0]"),
+        ({"input": [{"role": "assistant", "content": "x", "tool_calls": [{"id": 3}]}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input[0].content[0].file_id",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": 3}]}]}, "input[0].content[0].type"),
+        ({"instructions": [{"role": "robot", "content": "x"}]}, "instructions[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},

@@ -220,7 +220,7 @@ def test_the_messages_of_every_api_are_adapted(path: str, body: dict[str, Any], 
     [
         ([said("system", "s"), said("developer", "d"), said("user")], "messages[2].content"),
         ([said("system", "s"), said("system"), said("user", "u")], "messages[1].content"),
-        ([said("system", "s"), said("system", "t"), said("user", [{"type": "audio"}])], "messages[2].content[0].type"),
+        ([said("system", "s"), said("system", "t"), said("user", [{"type": "text"}])], "messages[2].content[0].text"),
     ],
 )
 def test_errors_name_the_place_in_the_request_where_messages_are_joined(messages: Any, param: str) -> None:

@@ -75,6 +75,38 @@ def test_chats_texts_token_ids_and_messages_become_the_prompt_that_the_engine_ma
     assert text_of(read("/v1/completions", {"model": "tiny", "prompt": list(range(100, 110))}))
 
 
+def test_responses_become_the_prompt_that_the_same_chat_has() -> None:
+    function = {"name": "look_up", "parameters": {"type": "object", "properties": {}}}
+    call = {"name": "look_up", "arguments": "{}"}
+    chat = {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            *CHAT["messages"],
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": call}]},
+            {"role": "tool", "tool_call_id": "c", "content": "It routes."},
+        ],
+        "tools": [{"type": "function", "function": function}],
+    }
+    response = {
+        "model": "tiny",
+        "instructions": "Be brief.",
+        "input": [
+            *CHAT["messages"],
+            {"type": "function_call", "call_id": "c", **call},
+            {"type": "function_call_output", "call_id": "c", "output": "It routes."},
+        ],
+        "tools": [{"type": "function", **function}],
+        "store": False,
+        "max_output_tokens": "many",
+        "include": ["message.output_text.logprobs"],
+    }
+    assert text_of(read("/v1/responses", response)) == text_of(read("/v1/chat/completions", chat))
+    assert text_of(read("/v1/responses", {"model": "tiny", "input": "What is a router?"})) == text_of(
+        read("/v1/chat/completions", CHAT)
+    )
+
+
 def test_adapter_and_salt_are_read_as_the_client_wrote_them() -> None:
     found = read("/v1/completions", {"model": "poet", "prompt": "x", "cache_salt": "mine"}).request
     assert found is not None
@@ -110,6 +142,16 @@ def test_several_prompts_count_together_and_the_first_one_is_compared() -> None:
         ("/v1/completions", {"model": "other", "prompt": "x"}, "model_not_found"),
         ("/v1/completions", {"model": "tiny", "prompt": "word " * 9000}, "context_length_exceeded"),
         ("/v1/chat/completions", {"model": "tiny", "messages": []}, "invalid_value"),
+        *(
+            ("/v1/responses", {"model": "tiny", "input": "x", **kept}, "unsupported_parameter")
+            for kept in (
+                {"previous_response_id": "resp_1"},
+                {"conversation": "conv_1"},
+                {"prompt": {"id": "pmpt_1"}},
+                {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]},
+            )
+        ),
+        ("/v1/responses", {"model": "tiny", "input": []}, "invalid_value"),
     ],
 )
 def test_what_cannot_be_read_is_no_error_of_ours(path: str, body: Any, why: str) -> None:

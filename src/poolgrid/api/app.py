@@ -42,14 +42,14 @@ from poolgrid.api.inference_endpoint import InferenceEndpoint, Prepare, account_
 from poolgrid.api.inflation import BodyInflation, InflationLimits
 from poolgrid.api.media.loader import MediaLoader
 from poolgrid.api.media.metrics import MediaMetrics
-from poolgrid.api.messages_api.count import add_count_endpoint
 from poolgrid.api.metrics import FrontendMetrics
 from poolgrid.api.openapi import describe_inference
 from poolgrid.api.preparation import Job, Preparation, model_not_found, parse_responses
+from poolgrid.api.prompt_counts import add_count_endpoints
 from poolgrid.api.prompt_model import PromptModels
 from poolgrid.api.request_body import BodyReader
 from poolgrid.api.request_ids import RequestIds
-from poolgrid.api.responses_api.endpoints import add_input_tokens_endpoint, add_kept_response_endpoints
+from poolgrid.api.responses_api.endpoints import add_kept_response_endpoints
 from poolgrid.api.responses_api.kept import KeptResponses, Store, owner
 from poolgrid.api.responses_api.store import ResponseStore
 from poolgrid.api.settings import FrontendSettings
@@ -353,8 +353,7 @@ def create_app(
     describe_inference(app)
     _add_models(app, backend, preparation)
     add_tokenizer_endpoints(app, preparation, tokenization, bodies, domains)
-    add_count_endpoint(app, preparation, tokenization, bodies, media, domains)
-    add_input_tokens_endpoint(app, partial(responses, answered=False), tokenization, bodies, media, domains)
+    add_count_endpoints(app, preparation, partial(responses, answered=False), tokenization, bodies, media, domains)
     add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
     _add_health(app, backend, ready, endpoints, troubles)
     _add_metrics(app, registry if exposed is None else exposed)

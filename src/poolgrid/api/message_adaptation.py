@@ -6,7 +6,8 @@ Rules
     2. What a template takes as it came is not changed.
     3. No text of a message is lost. Where a template has no place for a message, its text moves to a neighbour:
 
-       - ``developer`` becomes ``system``, and ``function`` becomes ``tool``.
+       - ``developer`` becomes ``system``, and ``function`` becomes ``tool``. ``function_call`` becomes one of
+         ``tool_calls``.
        - Several system messages at the beginning become one. A later system message becomes a user message in its
          place. A template without system messages gets them as the beginning of the next user message.
        - Messages of one role in a row become one where roles must alternate. A user message after a tool's result
@@ -80,6 +81,17 @@ def _whole_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     missing: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
     added = {name: value for name, value in missing.items() if function.get(name) is None}
     return {**tool, "function": {**function, **added}} if added else tool
+
+
+def write_as_tool_calls(messages: Sequence[Message]) -> None:
+    """Write each ``function_call`` as one of ``tool_calls``, in place."""
+    for index, message in enumerate(messages):
+        call = message.function_call
+        if call is not None:
+            calls = message.tool_calls or []
+            if all(each.function != call for each in calls):  # some clients send a call in both forms
+                calls = [*calls, ToolCall(call, id=f"call_{index}")]
+            message.tool_calls, message.function_call = calls, None
 
 
 def call_text(call: ToolCall) -> str:
@@ -158,10 +170,13 @@ def _with_known_roles(messages: Sequence[Message], takes: TemplateCapabilities) 
     late = takes.lone_late_system if _systems(messages) == 1 else takes.late_system
     out_of_turn = _between_equals(messages) if late and not takes.consecutive_user else frozenset()
     answer = max((index for index, each in enumerate(messages) if _answers(each)), default=-1)
-    for index, message in enumerate(messages):
+    for index, sent in enumerate(messages):
+        message = sent
         role: str = message.role
         if role == "function" and not takes.function:
             role = "tool"
+            if message.tool_call_id is None:  # it answers the call before it
+                message = msgspec.structs.replace(message, tool_call_id=next(reversed(names), None))
         if role in _SYSTEM:
             if leads and groups and system and not takes.several_system:
                 groups[-1].append(message)

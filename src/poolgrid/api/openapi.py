@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from poolgrid.api.messages_api.count import COUNT_PATH
 from poolgrid.api.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.api.openapi_answers import ANSWERS
-from poolgrid.api.responses_api.endpoints import COUNT_PATH as INPUT_TOKENS_PATH
+from poolgrid.api.prompt_counts import MESSAGES_COUNT_PATH, RESPONSES_COUNT_PATH
 from poolgrid.api.responses_api.endpoints import ITEMS_PATH, RESPONSE_PATH
 from poolgrid.api.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from poolgrid.api.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
@@ -94,8 +93,8 @@ def describe_inference(app: FastAPI) -> None:
             for path, body, answer, error in (
                 (TOKENIZE_PATH, tokenize, tokenized, "Error"),
                 (DETOKENIZE_PATH, detokenize, detokenized, "Error"),
-                (COUNT_PATH, counted, {"$ref": "#/components/schemas/MessageCount"}, "MessageError"),
-                (INPUT_TOKENS_PATH, responses, {"$ref": "#/components/schemas/InputTokenCount"}, "Error"),
+                (MESSAGES_COUNT_PATH, counted, {"$ref": "#/components/schemas/MessageCount"}, "MessageError"),
+                (RESPONSES_COUNT_PATH, responses, {"$ref": "#/components/schemas/InputTokenCount"}, "Error"),
             ):
                 operation = paths[path]["post"]
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}

@@ -19,7 +19,7 @@ from poolgrid.api.errors import ContextOverflow, RequestError, invalid, quoted, 
 from poolgrid.api.guides import Guide, guide_of
 from poolgrid.api.media.conversation import find_media, with_media
 from poolgrid.api.media.references import MediaReference
-from poolgrid.api.message_adaptation import adapt, adapt_tools, is_malformed
+from poolgrid.api.message_adaptation import adapt, adapt_tools, is_malformed, write_as_tool_calls
 from poolgrid.api.messages_api.conversation import chat_body as chat_of_messages
 from poolgrid.api.messages_api.encoder import MessagesForm
 from poolgrid.api.messages_api.schema import CountedBody, MessagesBody
@@ -551,6 +551,8 @@ class Preparation:
             wanted = body.top_logprobs or 0
         elif body.top_logprobs:
             raise invalid("top_logprobs", f"top_logprobs is {body.top_logprobs}: it needs logprobs to be true")
+        if body.web_search_options is not None:
+            body.tools = [*(body.tools or ()), {"type": "web_search_options"}]
         tools = read_tools(body.tools) if body.tools else NO_TOOLS
         body.tools = tools.shown or None
         body.tool_choice = plain_choice(body.tool_choice)
@@ -695,12 +697,12 @@ class Preparation:
         if len(stop) > self._settings.max_stop_strings:
             raise invalid("stop", f"stop has {len(stop)} strings: allowed are up to {self._settings.max_stop_strings}")
         for index, text in enumerate(stop):
-            if not 1 <= len(text) <= self._settings.max_stop_chars:
+            if len(text) > self._settings.max_stop_chars:
                 param = "stop" if alone else f"stop[{index}]"
                 raise invalid(
-                    param, f"{param} has {len(text)} characters: allowed are 1 to {self._settings.max_stop_chars}"
+                    param, f"{param} has {len(text)} characters: allowed are up to {self._settings.max_stop_chars}"
                 )
-        return tuple(dict.fromkeys(stop))
+        return tuple(dict.fromkeys(filter(None, stop)))
 
 
 def _note_messages(job: Job, body: ChatBody) -> None:
@@ -708,6 +710,8 @@ def _note_messages(job: Job, body: ChatBody) -> None:
     messages = body.messages
     job.media = find_media(messages, job.served.media, body.model)
     for message in messages:
+        if message.function_call is not None:
+            write_as_tool_calls(messages)
         if message.tool_calls:
             job.earlier_calls += len(message.tool_calls)
     if body.continue_final_message:

@@ -205,6 +205,10 @@ class ContentPart(Struct):
     ] = None
     refusal: str | None = None
     """The text of a part of the type ``refusal``, which an assistant wrote earlier."""
+    thinking: Annotated[Any, allowed("a string or a list of text parts")] = None
+    """The text of a part of the type ``thinking`` of an assistant; that of ``reasoning`` is in the next field."""
+    reasoning: Annotated[Any, allowed("a string or a list of text parts")] = None
+    file: Annotated[Any, allowed("an object with file_data, a data URL of text")] = None
 
     def __post_init__(self) -> None:
         if self.type == "refusal":
@@ -221,7 +225,7 @@ class PlacedPart(ContentPart):
 class Function(Struct):
     """The function of an earlier tool call."""
 
-    name: str
+    name: Annotated[str, Meta(min_length=1), allowed("the name of a function")]
     arguments: str | dict[str, Any] = ""
 
 
@@ -262,6 +266,8 @@ class Message(Struct):
     thinking: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: Function | None = None
+    """The assistant's one call before there were ``tool_calls``; its result has the role ``function``."""
 
 
 class ChatBody(InferenceBody, kw_only=True):
@@ -284,7 +290,8 @@ class ChatBody(InferenceBody, kw_only=True):
     function_call: Any = None
     audio: Any = None
     modalities: Any = None
-    web_search_options: Any = None
+    web_search_options: Annotated[Any, allowed("an object")] = None
+    """Left out and reported, as hosted tools are."""
     mm_processor_kwargs: Any = None
     echo: Any = None
     include_reasoning: Any = None
@@ -333,7 +340,6 @@ REFUSED_CHAT: Mapping[str, tuple[tuple[object, ...], str]] = {
     "function_call": (("none", "auto"), "use tools and tool_choice"),
     "audio": ((), "only text is served"),
     "modalities": (([], ["text"]), "only text is served"),
-    "web_search_options": ((), "the server does not search"),
     "mm_processor_kwargs": ((), "only text is served"),
     "echo": ((False,), "a chat prompt is not repeated; use /v1/completions"),
     "include_reasoning": ((True,), "reasoning is always part of the answer, as reasoning_content"),

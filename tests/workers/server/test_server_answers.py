@@ -53,6 +53,12 @@ async def endless_error(reply: Reply) -> None:
         await reply.chunk(b"<p>x</p>" * 1000)
 
 
+async def endless_refusal(reply: Reply) -> None:
+    await reply.begin(400)
+    while True:
+        await reply.chunk(b"x" * 9000)
+
+
 async def slow_error(reply: Reply) -> None:
     await reply.begin(500)
     while True:
@@ -104,6 +110,7 @@ def test_an_answer_ends_with_its_end_mark_or_its_finish_reason(
         (said(ERROR_400, b"[DONE]", ends=False), RefusalKind.CANNOT_DO, "(status 400): grammar is unsupported"),
         (said(b"<html>no"), RefusalKind.BROKEN, "the engine server's answer cannot be read"),
         (endless_error, RefusalKind.BROKEN, "vLLM failed (status 500)"),
+        (endless_refusal, RefusalKind.CANNOT_DO, "(status 400)"),
         (slow_error, RefusalKind.BROKEN, "vLLM failed (status 500)"),
     ],
 )

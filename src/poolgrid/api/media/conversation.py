@@ -1,4 +1,4 @@
-"""A conversation with media: which media its messages name, how its contents are rendered, what the prompt becomes.
+"""A conversation with media: what the parts of its messages name, how these are rendered, what the prompt becomes.
 
 The one module of media that the preparation of requests uses. A request without media passes through here at the cost
 of one look at each message.
@@ -13,6 +13,7 @@ import msgspec
 
 from poolgrid.api.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.api.media.content_form import ContentForm, shape_content, text_part
+from poolgrid.api.media.data_urls import decode_data_url
 from poolgrid.api.media.placeholders import place_media
 from poolgrid.api.media.references import IMAGE_PARTS, MediaReference, read_reference
 from poolgrid.api.media.refusals import MediaRefused
@@ -24,33 +25,123 @@ from poolgrid.wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_C
 from poolgrid.wire.multimodal import MediaItem, MultimodalInput
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_PARTS: Final = ("thinking", "reasoning", "redacted_thinking")
+
+FILES_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Text in the files of one request, a million tokens; decoding it takes 16 ms of the event loop."""
 
 ITEM_BYTES_MAX: Final = 512
 """What a medium takes in a message beside its bytes: hash, type, place."""
 
 NO_MEDIA: Final = "[an image, which is left out: this model takes text only]"
-"""Stands for an image that a tool returned: the client sends it with every later turn, so that a refusal would end the
-session."""
+"""Stands for an image that a tool returned, or that an earlier message brought: the client sends it with every later
+turn, so that a refusal would end the session."""
 
 REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
 """What the rest of a request may take beside prompt and media: sampling, a JSON schema, output that moves along."""
 
 
 def find_media(messages: Sequence[Message], spec: MediaSpec, model: str) -> tuple[MediaReference, ...]:
-    """Return what the messages name, in order; raises ``RequestError`` for what the model does not take.
+    """Return the media that the messages name, in order; their other parts become text, or reasoning, in place.
 
-    Of a model that takes none, those in results of tools become text.
+    Raises ``RequestError`` for a part that is not served, in the latest user message or a system message. In any other
+    message a line of text stands for it.
     """
     found: list[MediaReference] = []
+    latest: int | None = None
+    room = FILES_BYTES_MAX
     for index, message in enumerate(messages):
-        if not isinstance(message.content, list):
+        content = message.content
+        if not isinstance(content, list):
             continue
-        for number, part in enumerate(message.content):
-            if part.type in IMAGE_PARTS and message.role == "tool" and not spec.kinds:
-                message.content[number] = ContentPart("text", NO_MEDIA)
-            elif part.type in IMAGE_PARTS:
-                found.append(_reference(part, _place(part, index, number), spec, model))
+        has_reasoning = False
+        for number, part in enumerate(content):
+            if part.type in TEXT_PARTS:
+                continue
+            where = _place(part, index, number)
+            if part.type in IMAGE_PARTS and spec.kinds:
+                found.append(_reference(part, where, spec, model))
+            elif part.type in _REASONING_PARTS and message.role == "assistant":
+                has_reasoning = True
+            else:
+                if latest is None:
+                    latest = max((at for at, each in enumerate(messages) if each.role == "user"), default=-1)
+                try:
+                    text = _text(part, where, model, room)
+                except RequestError:
+                    if index == latest or message.role in ("system", "developer"):
+                        raise
+                    text = _left_out(part)
+                if part.type == "file":
+                    room -= len(_file_data(part) or "") // 4 * 3  # decoded, whatever came of it
+                content[number] = ContentPart("text", text)
+        if has_reasoning:
+            _take_reasoning(message, content)
     return tuple(found)
+
+
+def _take_reasoning(message: Message, content: Sequence[ContentPart]) -> None:
+    """Move the parts of an assistant's message that are its reasoning to their own field."""
+    parts = [part for part in content if part.type in _REASONING_PARTS]
+    message.content = [part for part in content if part.type not in _REASONING_PARTS] or None
+    if message.reasoning_content is None:
+        message.reasoning_content = "\n".join(filter(None, map(_reasoning, parts))) or None
+
+
+def _reasoning(part: ContentPart) -> str:
+    for value in (part.thinking, part.reasoning, part.text):
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list):
+            texts = (each.get("text") for each in value if isinstance(each, dict))
+            return "".join(text for text in texts if isinstance(text, str))
+    return ""
+
+
+def _text(part: ContentPart, where: str, model: str, room: int) -> str:
+    """Return the text of a part that is neither text nor an image that the model takes; raises ``RequestError``.
+
+    ``room``: the most bytes that a file may have.
+    """
+    if part.type in IMAGE_PARTS:
+        words = f"{quoted(part.type)} is not supported by model {quoted(model)}, which takes text only"
+        raise _refused(f"{where}.type", MediaRefused("media_not_supported", words))
+    if part.type == "file":
+        return _file_text(part, where if isinstance(part, PlacedPart) else f"{where}.file", room)
+    text = part.text or _reasoning(part)
+    if not text:
+        raise unsupported(f"{where}.type", f"text, images and files of text are served (got {quoted(part.type)})")
+    return text
+
+
+def _file_data(part: ContentPart) -> str | None:
+    data = part.file.get("file_data") if isinstance(part.file, dict) else None
+    return data if isinstance(data, str) else None
+
+
+def _file_text(part: ContentPart, where: str, room: int) -> str:
+    """Return the name and the text of a file."""
+    file = part.file if isinstance(part.file, dict) else {}
+    data = _file_data(part)
+    if data is None:
+        named = next((name for name in ("file_id", "file_url") if file.get(name) is not None), "file_data")
+        raise unsupported(f"{where}.{named}", "no files are kept here or fetched; send text as file_data")
+    url = data if data.startswith("data:") else f"data:;base64,{data}"
+    try:
+        text = decode_data_url(url, max(room, 0)).decode()
+    except (MediaRefused, UnicodeDecodeError) as error:
+        reason = error.message if isinstance(error, MediaRefused) else "it is not UTF-8"
+        raise unsupported(f"{where}.file_data", f"files of text are served ({reason})") from None
+    if "\0" in text or text.startswith("%PDF-"):
+        raise unsupported(f"{where}.file_data", "files of text are served (it is binary)")
+    name = file.get("filename")
+    return f"{name}\n{text}" if isinstance(name, str) and name else text
+
+
+def _left_out(part: ContentPart) -> str:
+    if part.type in IMAGE_PARTS:
+        return NO_MEDIA
+    return f"[a part of the type {quoted(part.type)}, which is left out: this server reads text]"
 
 
 def shape_message(
@@ -64,8 +155,6 @@ def shape_message(
         where = _place(part, index, number)
         if part.type in IMAGE_PARTS:
             pieces.append(None)
-        elif part.type not in TEXT_PARTS:
-            raise unsupported(f"{where}.type", f"only text and image parts are served (got {quoted(part.type)})")
         elif part.text is None:
             raise invalid(f"{where}.text", f"{where}.text is missing: allowed is a string")
         else:
@@ -123,9 +212,6 @@ def _place(part: ContentPart, index: int, number: int) -> str:
 
 
 def _reference(part: ContentPart, where: str, spec: MediaSpec, model: str) -> MediaReference:
-    if not spec.kinds:
-        words = f"{quoted(part.type)} is not supported by model {quoted(model)}, which takes text only"
-        raise _refused(f"{where}.type", MediaRefused("media_not_supported", words))
     value: Any = part.image_url
     param = f"{where}.image_url" if isinstance(value, str) else f"{where}.image_url.url"
     url = value if isinstance(value, str) or value is None else value.url

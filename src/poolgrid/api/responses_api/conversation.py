@@ -11,9 +11,9 @@ from poolgrid.api.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.api.field_words import without_nulls
 from poolgrid.api.responses_api.calls import earlier_call
 from poolgrid.api.responses_api.schema import ResponsesBody
-from poolgrid.api.schema import ChatBody, ContentPart, Message, PlacedPart
+from poolgrid.api.schema import ChatBody, ContentPart, Message, PlacedPart, ToolCall
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 Items = Sequence[dict[str, Any]]
@@ -54,7 +54,10 @@ def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
 def _messages(body: ResponsesBody, earlier: Items, loaded: list[Any]) -> list[Message]:
     """Return the messages of a conversation; the tools that searches in it found are added to ``loaded``."""
     messages: list[Message] = []
-    if body.instructions:
+    if isinstance(body.instructions, list):
+        for index, item in enumerate(body.instructions):
+            _add_item(messages, item, f"instructions[{index}]", loaded)
+    elif body.instructions:
         messages.append(Message(role="system", content=body.instructions))
     for item in earlier:
         _add_item(messages, item, "previous_response_id", loaded)
@@ -78,7 +81,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, loaded:
         message = _message(item, where)
         # The assistant's reasoning comes as an item before its words.
         if message.role == "assistant" and messages and _awaits_words(messages[-1]):
-            messages[-1].content = message.content
+            messages[-1].content, messages[-1].tool_calls = message.content, message.tool_calls
         else:
             messages.append(message)
     elif kind == "reasoning":
@@ -145,8 +148,15 @@ def _assistant(messages: list[Message]) -> Message:
 def _message(item: Mapping[str, Any], where: str) -> Message:
     role = item.get("role")
     if role not in _ROLES:
-        raise _wrong(f"{where}.role", role, "system, developer, user or assistant")
-    return Message(role=role, content=_content(item.get("content", ""), f"{where}.content"))
+        raise _wrong(f"{where}.role", role, "system, developer, user, assistant or tool")
+    message = Message(role=role, content=_content(item.get("content", ""), f"{where}.content"))
+    # As chat writes calls and results: agents that speak both APIs mix their forms.
+    try:
+        message.tool_calls = msgspec.convert(item.get("tool_calls"), list[ToolCall] | None) or None
+        message.tool_call_id = msgspec.convert(item.get("tool_call_id", item.get("call_id")), str | None)
+    except msgspec.ValidationError as error:
+        raise invalid(where, f"{where} is no message: {error}. The request was not run.") from None
+    return message
 
 
 def _content(content: Any, where: str) -> str | list[ContentPart]:
@@ -166,8 +176,12 @@ def _content(content: Any, where: str) -> str | list[ContentPart]:
             parts.append(ContentPart("text", _text(part, "text", place)))
         elif kind == "input_image":
             parts.append(_image(part, place))
+        elif isinstance(kind, str):  # what is made of it is decided as in chat
+            name = "file" if kind == "input_file" else kind
+            thinking, reasoning = part.get("thinking"), part.get("reasoning")
+            parts.append(PlacedPart(name, thinking=thinking, reasoning=reasoning, file=part, place=place))
         else:
-            raise unsupported(f"{place}.type", f"only text and image parts are served (got {quoted(kind)})")
+            raise _wrong(f"{place}.type", kind, "the type of a part, such as input_text")
     return parts
 
 

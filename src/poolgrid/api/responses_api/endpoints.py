@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
-from poolgrid.api.access.cache_domains import CacheDomains
-from poolgrid.api.access.gate import caller_of
-from poolgrid.api.access.tenants import Caller
 from poolgrid.api.errors import RequestError, invalid, quoted
-from poolgrid.api.media.loader import MediaLoader
-from poolgrid.api.preparation import Job
-from poolgrid.api.request_body import BodyReader
 from poolgrid.api.responses_api.kept import Item, KeptResponses, decoded
 from poolgrid.api.responses_api.store import Owner
-from poolgrid.api.tokenization import TokenizationPool
 
 RESPONSE_PATH = "/v1/responses/{response_id}"
 ITEMS_PATH = "/v1/responses/{response_id}/input_items"
-COUNT_PATH = "/v1/responses/input_tokens"
 COMPACT_PATH = "/v1/responses/compact"
 
 PAGE_MAX = 100
@@ -70,33 +61,6 @@ def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Cal
             if entry is not conversation[-1]:
                 items += decoded(entry.output)
         return Response(msgspec.json.encode(_page(items, limit, order, after)), media_type="application/json")
-
-
-def add_input_tokens_endpoint(
-    app: FastAPI,
-    prepare: Callable[[bytes, Caller | None], Awaitable[Job]],
-    tokenization: TokenizationPool,
-    bodies: BodyReader,
-    media: MediaLoader,
-    domains: CacheDomains,
-) -> None:
-    """Add the endpoint that counts the tokens of a prompt, and the refusal of the one that compacts a conversation."""
-
-    @app.post(COUNT_PATH, tags=["tokenizer"])
-    async def count_input_tokens(request: Request) -> dict[str, Any]:
-        """Return the number of tokens that a response's prompt has, its images included."""
-        raw = await bodies.read(request)
-        caller = caller_of(request.scope)
-        job = await prepare(raw, caller)
-        if caller is not None:
-            caller.check_model(job.body.model)
-            if job.media:
-                caller.check_feature("media")
-        domains.claim(job, caller, request.headers.raw)
-        with closing(media.lease()) as lease:
-            job.items = await media.load(job.media, lease, job.domain, job.served.media.item_bytes_max)
-            (prompt,) = await tokenization.run(len(raw), job.tokenize)
-        return {"object": "response.input_tokens", "input_tokens": prompt.isl}
 
     @app.post(COMPACT_PATH, include_in_schema=False)
     async def compact() -> None:

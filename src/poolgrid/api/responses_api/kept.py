@@ -108,15 +108,15 @@ class KeptResponses:
 
         What is kept of the request then has the items themselves: it does not depend on the responses they are from.
         """
-        items = [] if isinstance(body.input, str) else body.input.copy()
-        references = dict(_references(items))
-        if not references:
+        found = dict(references(body.input))
+        if not found:
             return
+        items: list[Any] = list(body.input)
         if self.store is None or owner is None:
-            raise unsupported(next(iter(references)), f"{self._why_not(owner)}; send the item itself")
+            raise unsupported(next(iter(found)), f"{self._why_not(owner)}; send the item itself")
         read: dict[tuple[str, Part], dict[str, msgspec.Raw]] = {}
         read_bytes = taken_bytes = 0
-        for where, (index, identity) in references.items():
+        for where, (index, identity) in found.items():
             for place in _places(identity):
                 if place not in read:
                     kept = await self.store.items(owner, *place)
@@ -214,9 +214,9 @@ class ResponsesForm:
         self.kept.count("kept" if await self.kept.store.keep(self.owner, entry) else "lost")
 
 
-def _references(items: Sequence[Item]) -> Iterator[tuple[str, tuple[int, str]]]:
+def references(items: str | Sequence[Item]) -> Iterator[tuple[str, tuple[int, str]]]:
     """Yield the place of each reference, with its index and the id of the item that it means."""
-    for index, item in enumerate(items):
+    for index, item in enumerate(() if isinstance(items, str) else items):
         # OpenAI's own schema lets the type be absent.
         if item.get("type") == REFERENCE or (item.get("type") is None and item.keys() <= {"type", "id"}):
             where, identity = f"input[{index}].id", item.get("id")

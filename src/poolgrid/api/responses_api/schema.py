@@ -40,7 +40,7 @@ class ResponsesBody(Struct, kw_only=True):
         str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=ITEMS_MAX)],
         allowed("a string or a list of items"),
     ]
-    instructions: str | None = None
+    instructions: Annotated[str | list[dict[str, Any]] | None, allowed("a string or a list of items")] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
