@@ -306,8 +306,14 @@ def _digest_of(subject: str) -> bytes:
 def _add(found: dict[bytes, _PartsFound], digest: bytes, headers: Any, number: str, data: bytes) -> None:
     """Add a part that was read; one that nobody of ours wrote is left out."""
     count = headers.get(PARTS_HEADER, "")
-    if count.isdecimal() and 0 < int(count) <= PARTS_MAX and number.isdecimal() and int(number) < int(count):
-        found.setdefault(digest, _PartsFound(int(count), {})).parts[int(number)] = data
+    total, part = _small_number(count), _small_number(number)
+    if 0 < total <= PARTS_MAX and 0 <= part < total:
+        found.setdefault(digest, _PartsFound(total, {})).parts[part] = data
+
+
+def _small_number(text: str) -> int:
+    """Return a number of at most ``PARTS_MAX``'s digits; -1 for anything else: long ones are an error of ``int``."""
+    return int(text) if text.isdecimal() and len(text) <= len(str(PARTS_MAX)) else -1
 
 
 def _entry(found: _PartsFound) -> _Entry | None:
