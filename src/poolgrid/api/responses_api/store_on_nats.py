@@ -266,13 +266,14 @@ class NatsResponseStore:
         return entries
 
     async def _gather(self, found: dict[bytes, _PartsFound], subjects: Iterable[str]) -> int:
-        """Read the parts under some subjects; return how many there were."""
+        """Read the parts under some subjects; return how many are new. What no router wrote is not among them."""
+        before = sum(len(each.parts) for each in found.values())
         question = {"multi_last": list(subjects), "batch": SUBJECTS_PER_QUESTION * 4}
         messages = await self._connection.batch(self._bucket.stream, question)
         for message in messages:
             key, _, number = key_of(message, self._bucket).rpartition(".")
             _add(found, _digest_of(f"{key}.0"), message.headers, number, message.data)
-        return len(messages)
+        return sum(len(each.parts) for each in found.values()) - before
 
     async def _read_where_written(self, subject: str) -> _PartsFound | None:
         """Read an entry from the server that writes the bucket, which is behind no other."""
@@ -319,7 +320,7 @@ def _small_number(text: str) -> int:
 def _entry(found: _PartsFound) -> _Entry | None:
     try:
         return _decode(b"".join(found.parts[number] for number in range(found.total)))
-    except (msgspec.MsgspecError, ValueError, KeyError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         log.warning("a response that is kept in NATS cannot be read: %s", error)
         return None
 
