@@ -306,7 +306,7 @@ def _digest_of(subject: str) -> bytes:
 
 def _add(found: dict[bytes, _PartsFound], digest: bytes, headers: Any, number: str, data: bytes) -> None:
     """Add a part that was read; one that nobody of ours wrote is left out."""
-    count = headers.get(PARTS_HEADER, "")
+    count = str(headers.get(PARTS_HEADER, ""))  # nats-py returns an object for what is not ASCII
     total, part = _small_number(count), _small_number(number)
     if 0 < total <= PARTS_MAX and 0 <= part < total:
         found.setdefault(digest, _PartsFound(total, {})).parts[part] = data
