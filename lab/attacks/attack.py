@@ -75,6 +75,8 @@ class Attack:
     """It ends processes itself."""
     expiries_max: int = 0
     """Leases that may run out: those of workers that the attack itself stops."""
+    descriptors_more: int = 0
+    """Descriptors that a process may keep: those of a role that it takes over."""
     alone: bool = False
     """No bystanders, and no giving way: it measures time itself."""
     seconds_min: float = 0.0

@@ -92,6 +92,7 @@ PART = Part(
             short=False,
             judge_latency=False,
             expiries_max=2,
+            descriptors_more=32,
         ),
     ),
 )
