@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lab.attacks.pool import AttackedPool, Shape
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -36,6 +38,12 @@ class Scene:
     share: float
     """Of its full size, 0 to 1: the short form sends less."""
     random: random.Random
+    home: asyncio.AbstractEventLoop
+    """The harness's own loop. Its thread has the usual priority, and so have the processes that it starts."""
+
+    async def at_home(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the harness's own loop what belongs to the pool and not to the attacker."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.home))
 
     def count(self, full: int, least: int = 1) -> int:
         """Return how many of ``full`` things to do."""
@@ -67,6 +75,8 @@ class Attack:
     """It ends processes itself."""
     expiries_max: int = 0
     """Leases that may run out: those of workers that the attack itself stops."""
+    descriptors_more: int = 0
+    """Descriptors that a process may keep: those of a role that it takes over."""
     alone: bool = False
     """No bystanders, and no giving way: it measures time itself."""
     seconds_min: float = 0.0

@@ -15,7 +15,7 @@ NAMED = Shape(finds="names")
 DEAD = "tcp://127.0.0.1:9"
 LATEST_LIFE = "f" * 24
 GARBAGE = (b"", b"null", b"hello", b"{}", b"[" * 2000, b"\xff" * 100, b"x" * 1_000_000)
-JOIN_TIMEOUT_S = 60.0
+JOIN_TIMEOUT_S = 30.0
 
 
 def forged(life: str, lease_ms: int = 600_000) -> bytes:
@@ -49,11 +49,12 @@ async def with_entries(scene: Scene, entries: Iterator[tuple[str, bytes]]) -> Ou
             faults.append(f"{ready} of 2 workers are left")
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
-                late = await pool.start_worker(f"late-{scene.random.getrandbits(32):08x}", "")
+                name = f"late-{scene.random.getrandbits(32):08x}"
+                late = await scene.at_home(pool.start_worker(name, ""))
         except (PoolFailed, TimeoutError) as error:
             faults.append(f"a worker could not join: {error}")
         else:
-            await late.stop()
+            await scene.at_home(late.stop())
             pool.services.remove(late)
     finally:
         for path in written:
@@ -75,7 +76,7 @@ async def garbage(scene: Scene) -> Outcome:
         yield "e" * 24, forged("d" * 24)
         yield "c" * 24, forged("c" * 24, lease_ms=10**15)
         for number in range(scene.count(2000, 50)):
-            yield f"{number:024x}"[:-1] + "a", forged(f"{number:024x}"[:-1] + "a")
+            yield f"{number:023x}a", forged(f"{number:023x}a")
 
     return await with_entries(scene, entries())
 

@@ -60,7 +60,7 @@ async def takeover(scene: Scene) -> Outcome:
     pool = scene.pool
     assert pool.nats is not None
     first = pool.service("consolidator")
-    await first.stop()
+    await scene.at_home(first.stop())
     pool.services.remove(first)
     before = await asyncio.to_thread(last_entry, pool.nats.url, "poolgrid-default")
     try:
@@ -92,6 +92,7 @@ PART = Part(
             short=False,
             judge_latency=False,
             expiries_max=2,
+            descriptors_more=32,
         ),
     ),
 )

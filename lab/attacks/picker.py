@@ -1,14 +1,18 @@
 """Attacks on the endpoint picker's gRPC port, as a gateway with hostile clients or a hostile gateway sends them.
 
-Simulated workers serve no endpoint of their own, so an honest gateway is told ``no_worker``: its request has come as
-far as the choice. What ends before that is starved.
+An honest gateway sends requests at the same time, one after another, and each must get the endpoint of an engine
+server. It runs in a process of its own (``python -m lab.attacks.picker HOST:PORT MODEL``), like the bystanders.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,15 +20,17 @@ import grpc.aio
 
 from lab.attacks.attack import Attack, Outcome, Part, Run, Scene
 from lab.attacks.pool import Shape
+from poolgrid.process.tasks import cancel_all
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 
 STREAMS_MAX = 200
 BODY_BYTES_MAX = 64 * 2**20
 PICKING = Shape(
+    "front",
     router=(
         *("--ext-proc-port", "0", "--ext-proc-streams", str(STREAMS_MAX)),
         *("--ext-proc-body-bytes", str(BODY_BYTES_MAX), "--http-body-timeout-ms", "3000"),
-    )
+    ),
 )
 SLOW_BYTES = 4 * 2**20
 HEAD_BYTES = 15 * 10**6
@@ -32,7 +38,9 @@ ANSWER_TIMEOUT_S = 10.0
 ASKED_MIN = 3
 """Honest requests of each attack, however long they take."""
 
-CHOSEN = {"poolgrid_no_worker", "poolgrid_busy"}
+PAUSE_S = 0.05
+PICKED = "picked"
+ROOT = Path(__file__).parents[2]
 Hold = Callable[[Any, Scene], Awaitable[None]]
 
 
@@ -60,19 +68,54 @@ def _body(data: bytes, ends: bool = True) -> Any:
     return message
 
 
-async def _asked(channel: grpc.aio.Channel) -> str:
-    """Return what an honest gateway is told, or why nothing."""
+async def _asked(channel: grpc.aio.Channel, model: str) -> str:
+    """Send an honest request to its end; return ``PICKED``, or the answer in place of an endpoint."""
     call = _stream(channel)
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await call.write(_head())
-            await call.write(_body(b'{"model": "tiny", "prompt": "hello", "max_tokens": 1}'))
+            await call.write(_body(json.dumps({"model": model, "prompt": "hello", "max_tokens": 1}).encode()))
             answer = await call.read()
-        return "" if answer is grpc.aio.EOF else str(answer.immediate_response.details or "picked")
+            if answer is grpc.aio.EOF:
+                return "the end of the stream"
+            if answer.WhichOneof(envoy.SAID) != "request_headers":
+                return str(answer.immediate_response.details)
+            await call.done_writing()
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        return PICKED
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-        return type(error).__name__
+        return f"{type(error).__name__} {error.details() if isinstance(error, grpc.aio.AioRpcError) else error}"
     finally:
         call.cancel()
+
+
+async def _honest(address: str, model: str) -> list[str]:
+    """Send honest requests until standard input ends; return what came of each."""
+    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    told: list[str] = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        while len(told) < ASKED_MIN or not ended.done():
+            told.append(await _asked(channel, model))
+            await asyncio.sleep(PAUSE_S)
+    return told
+
+
+async def _gateway(address: str, model: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "lab.attacks.picker", address, model),
+        stdin=PIPE,
+        stdout=PIPE,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+async def _told(gateway: asyncio.subprocess.Process) -> list[str]:
+    """End the honest gateway; return what came of its requests."""
+    data, _ = await gateway.communicate(b"")  # without it, its input stays open
+    found: list[str] = json.loads(data)
+    return found
 
 
 async def _slow_upload(call: Any, scene: Scene) -> None:
@@ -104,29 +147,30 @@ def holding(hold: Hold, count: int) -> Run:
     """Return an attack that keeps ``count`` streams busy while an honest gateway asks."""
 
     async def run(scene: Scene) -> Outcome:
-        until = scene.deadline()
         wanted = scene.count(count, 8)
         address = scene.pool.service("router").word("ext-proc")
 
         async def attack(channel: grpc.aio.Channel) -> None:
-            while asyncio.get_running_loop().time() < until:
+            while True:
                 call = _stream(channel)
                 with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await hold(call, scene)
                 call.cancel()
                 await asyncio.sleep(0.01)
 
-        told: list[str] = []
-        async with grpc.aio.insecure_channel(address) as hostile, grpc.aio.insecure_channel(address) as honest:
-            attackers = [asyncio.create_task(attack(hostile)) for _ in range(wanted)]
-            await asyncio.sleep(min(1.0, scene.seconds / 4))
-            while len(told) < ASKED_MIN or asyncio.get_running_loop().time() < until:
-                told.append(await _asked(honest))
-                await asyncio.sleep(0.1)
-            for task in attackers:
-                task.cancel()
-            await asyncio.gather(*attackers, return_exceptions=True)
-        starved = [each for each in told if each not in CHOSEN]
+        gateway = await scene.at_home(_gateway(address, scene.pool.model.name))
+        try:
+            async with grpc.aio.insecure_channel(address) as hostile:
+                attackers = [asyncio.create_task(attack(hostile)) for _ in range(wanted)]
+                try:
+                    await asyncio.sleep(scene.seconds)
+                    told = await scene.at_home(_told(gateway))
+                finally:
+                    await cancel_all(attackers)
+        finally:
+            if gateway.returncode is None:
+                gateway.kill()
+        starved = [each for each in told if each != PICKED]
         faults = [f"{len(starved)} of {len(told)} honest requests were starved: {starved[0]}"] if starved else []
         return Outcome(f"{wanted} streams, {len(told)} honest requests", faults)
 
@@ -137,15 +181,18 @@ PART = Part(
     "picker",
     "The endpoint picker's gRPC port",
     (
+        Attack("large headers to the picker", "Sends 15 MB of headers on each of 40 streams.", holding(_large_head, 40),
+               PICKING, short=False, judge_latency=False),
         Attack("slow uploads to the picker", "Sends 4 MiB of a body and stalls; 39 streams.", holding(_slow_upload, 39),
                PICKING, short=False, judge_latency=False),
         Attack("headers only to the picker", "Opens as many streams as there may be, with headers and nothing more.",
                holding(_headers_only, STREAMS_MAX), PICKING, short=False, judge_latency=False),
-        Attack("large headers to the picker", "Sends 15 MB of headers on each of 40 streams.", holding(_large_head, 40),
-               PICKING, short=False, judge_latency=False),
         Attack("messages out of phase", "Sends the headers of a request 30 times on each of 60 streams.",
                holding(_out_of_phase, 60), PICKING, short=False, judge_latency=False),
         Attack("messages that are none", "Sends empty messages on 60 streams.", holding(_garbage, 60),
                PICKING, short=False, judge_latency=False),
     ),
 )  # fmt: skip
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asyncio.run(_honest(*sys.argv[1:3]))))

@@ -234,7 +234,7 @@ async def _run(
     scratch.mkdir()
     seconds = max(options.seconds, attack.seconds_min)
     limit_s = 2 * seconds + HANG_MARGIN_S
-    scene = Scene(pool, scratch, seconds, options.share, source)
+    scene = Scene(pool, scratch, seconds, options.share, source, asyncio.get_running_loop())
     if not attack.alone:
         await stage.bystanders.open()
     began = time.monotonic()

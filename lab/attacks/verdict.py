@@ -93,7 +93,7 @@ def judge(attack: Attack, seen: Seen, judge_latency: bool = True) -> list[str]:
             )
     if seen.peak_growth_mb > PEAK_GROWTH_MB:
         found.append(f"memory grew by {seen.peak_growth_mb:.0f} MB meanwhile, allowed are {PEAK_GROWTH_MB:.0f}")
-    found += unsettled(seen.before, seen.after, seen.connections)
+    found += unsettled(seen.before, seen.after, seen.connections + attack.descriptors_more)
     expired = seen.after.lease_expiries - seen.before.lease_expiries
     if expired > attack.expiries_max:
         found.append(f"{expired:.0f} leases of living workers ran out")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.core.feed_reader import Deliver, FeedState
 from poolgrid.consolidator.stream.journal import StreamJournal
+from poolgrid.consolidator.stream.message import StoredMessage, empty_body
 from poolgrid.consolidator.stream.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import FakeStream, StillClock
@@ -184,6 +186,29 @@ def test_an_end_that_was_lost_and_is_as_long_again_is_noticed_while_nothing_happ
         dialogue.settle()
 
     assert dialogue.reader.next_offset == other.next_offset < 9
+
+
+@pytest.mark.parametrize("ahead", [-3, 0, 1, 2, 10**17])
+@pytest.mark.parametrize("follows", [False, True], ids=["after nothing", "after the last message"])
+def test_a_forged_message_that_was_told_costs_a_snapshot_at_most(ahead: int, follows: bool) -> None:
+    dialogue, journal = followed(9)
+    last = dialogue.stream.messages[dialogue.stream.last]
+    after = last.message_id if follows else "forged.1"
+    body = empty_body(9, 0)
+    forged = StoredMessage(dialogue.stream.last + 1 + ahead, "forged.2", after, 0, False, body)
+
+    for _ in range(3):
+        dialogue.note(dialogue.reader.receive(forged, 0))
+        dialogue.settle()
+        fill(journal, journal.next_offset + 2)
+        dialogue.hear()
+        for _ in range(3):
+            dialogue.pass_time(5000)
+            dialogue.settle()
+
+    assert dialogue.reader.next_offset == journal.next_offset == 15
+    assert dialogue.records == [record(offset) for offset in range(dialogue.base, 15)]
+    assert (dialogue.reader.state, dialogue.reader.behind) == (FeedState.LIVE, 0)
 
 
 def test_an_end_that_was_lost_with_the_message_of_a_snapshot_is_noticed_though_nothing_more_comes() -> None:

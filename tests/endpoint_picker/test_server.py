@@ -238,7 +238,10 @@ def test_streams_with_headers_only_give_way_and_their_time_ends() -> None:
 
 def test_a_gateway_that_does_not_take_its_body_back_is_reset_and_the_memory_is_free() -> None:
     async def scenario() -> None:
-        async with serving(write_timeout_s=0.3) as asking, grpc.aio.insecure_channel(asking.at) as channel:
+        # This client's window stays at 64 KiB: it would grow to take the whole body unread, and its bound on messages
+        # (4 MiB) would end the stream.
+        fixed = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1)]
+        async with serving(write_timeout_s=0.3) as asking, grpc.aio.insecure_channel(asking.at, fixed) as channel:
             call = stream(channel)
             await call.write(request_headers())
             await call.write(body(bytes(5 * 2**20)))

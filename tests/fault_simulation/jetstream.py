@@ -488,7 +488,8 @@ class Link:
         from nats.js.errors import APIError
 
         assert subject == f"$KV.poolgrid-{self.pool}.leader"
-        number = await self.ask(lambda: self.servers.write_entry(data, headers, msg_ttl))
+        stored = headers if msg_ttl is None else {**headers, "Nats-TTL": str(int(msg_ttl))}
+        number = await self.ask(lambda: self.servers.write_entry(data, stored, msg_ttl))
         if number is None:
             raise APIError(code=400, err_code=WRONG_LAST_SEQUENCE, description="wrong last sequence")
         return SimpleNamespace(seq=number)

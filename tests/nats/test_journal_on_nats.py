@@ -15,6 +15,7 @@ from poolgrid.consolidator.journal.errors import JournalFenced
 from poolgrid.consolidator.journal.stored_records import stored_payloads
 from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.nats_connection import NatsConnection
+from poolgrid.nats.nats_leader import LeaderLease, read_leader
 from poolgrid.nats.nats_settings import EventPlaneSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import wait_from_thread
@@ -23,6 +24,7 @@ from poolgrid.router.decision_journal.jetstream import JetStreamDecisions, Threa
 from poolgrid.router.decision_journal.stream_segments import DecisionsInStream, StreamSegments
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.leadership import Leader
 from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream
@@ -126,6 +128,64 @@ def test_a_stream_that_somebody_deleted_has_no_writer_any_more_and_the_next_one_
     assert offsets(again, 0) == [0, 1, 2]
 
 
+def test_a_stream_that_somebody_purged_is_begun_again_by_the_next_writer(kind: OnServer) -> None:
+    journal = fill(kind.open(), 5)
+    snapshot(journal, 5)
+    kind.run(kind.connection.jetstream.purge_stream(kind.stream.name))
+
+    with pytest.raises(JournalFenced, match="another writer goes on"):
+        journal.drop_lost()
+    with pytest.raises(JournalFenced):
+        fill(journal, 6)
+
+    again = fill(kind.open(), 3)
+    assert again.recover(BLOCKS_MAX).offset == 3
+    assert offsets(again, 0) == [0, 1, 2]
+    assert kind.stream.snapshots() == []
+
+
+FOREIGN_ENTRIES: list[tuple[bytes, str | None]] = [
+    (b"hello", None),
+    (b"", None),
+    (b"null", "3"),
+    (codec.leader.encode(Leader("x")), None),
+    (codec.leader.encode(Leader("x")), "9" * 5),
+    (codec.leader.encode(Leader("x")), "never"),
+]
+
+
+@pytest.mark.parametrize(("body", "ttl"), FOREIGN_ENTRIES)
+def test_a_foreign_entry_of_the_leader_keeps_no_consolidator_from_the_lease(
+    kind: OnServer, body: bytes, ttl: str | None
+) -> None:
+    kind.stream.open()
+    subject = f"$KV.poolgrid-{kind.connection.pool}.leader"
+    publish(kind, subject, body, None if ttl is None else {"Nats-TTL": ttl})
+
+    async def scenario() -> tuple[bool, Leader | None]:
+        lease = LeaderLease(kind.connection, "c", 30, SystemClock())
+        await lease.take()
+        leader = (await read_leader(kind.connection))[1]
+        await kind.connection.jetstream.publish(subject, body, headers=None if ttl is None else {"Nats-TTL": ttl})
+        other = LeaderLease(kind.connection, "d", 30, SystemClock())
+        await other.take()
+        await lease.announce("tcp://h:1")
+        is_lost = lease.lost.is_set()
+        await lease.give_back()
+        await other.give_back()
+        return is_lost, leader
+
+    assert kind.run(scenario()) == (True, Leader("c"))
+
+
+def test_positions_that_are_none_hold_nothing_back(kind: OnServer) -> None:
+    kind.stream.open()
+    for number, body in enumerate((b"null", b"", b"-1", b"1.5", "²".encode(), b"9" * 5000, b"9" * 21, b"7")):
+        publish(kind, f"$KV.poolgrid-{kind.connection.pool}.router.r{number}", body)
+
+    assert kind.stream.positions() == [7]
+
+
 FOREIGN_HEADERS: list[dict[str, str] | None] = [
     None,
     {"Nats-Msg-Id": "x.1"},
@@ -133,6 +193,8 @@ FOREIGN_HEADERS: list[dict[str, str] | None] = [
     {"Nats-Msg-Id": "w1.1", "Poolgrid-After": "w1.1"},
     {"Nats-Msg-Id": "x.1", "Poolgrid-After": "", "Poolgrid-Piece": "\u00b2"},
     {"Poolgrid-After": "x"},
+    {"Status": "404"},
+    {"Status": "503", "Nats-Sequence": "x", "Nats-Subject": "x", "Nats-Num-Pending": "0"},
 ]
 BODIES = [b"hello", b"", b"null", b"{}", bytes(40)]
 

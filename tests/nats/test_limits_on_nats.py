@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from poolgrid.api.access.key_file import KeyDocument, Tenant
-from poolgrid.api.access.limits_on_nats import BUCKET, LimitsOnNats
+from poolgrid.api.access.limits_on_nats import BUCKET, LimitsOnNats, page_of
 from poolgrid.api.access.shared_meter import SharedMeter
 from poolgrid.api.access.tenants import Tenants
 from poolgrid.discovery.settings import NamesSettings
@@ -125,6 +126,37 @@ def test_two_loaded_routers_allow_the_limit_together_and_an_idle_one_gives_what_
                 assert await load([other], 10) <= LIMIT
 
     asyncio.run(scenario())
+
+
+DEEP = b"\x91" * 200_000 + b"\x00"
+HUGE = [[0, 0, 0], [9, 9, 9], [2**64 - 1] * 3]
+GARBAGE = (
+    b"null",
+    b"",
+    b"\xff\xfe",
+    b"\x81\xa1t\x81\xa1l\x94" + b"\x93\0\0\0" * 3 + DEEP,
+    msgspec.msgpack.encode({"acme": {"x": HUGE}}),
+    msgspec.msgpack.encode({"acme": {"x": [[-1, 0, 0]]}}),
+)
+
+
+def test_values_that_no_router_wrote_end_no_sharing(server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with routers(server, "garbage", 1) as (one,):
+            await until("it has all", lambda: one.share == LIMIT)
+            connection, page = one.limits._connection, page_of("acme")
+            for key in (f"page.{page}", "page.x", f"page.{'9' * 200}", "page.64", "router.x", "x"):
+                for body in GARBAGE:
+                    await connection.jetstream.publish(f"$KV.{BUCKET}.garbage.{key}", body)
+            seen = one.limits._seen
+            await until("it has read them", lambda: one.limits._seen >= seen + 6)
+            one.change(Tenant(concurrent_requests=4))
+            await until("it goes on", lambda: one.share == 4)
+            assert one.limits._connection is connection
+            assert connection.reconnects == 0
+
+    asyncio.run(scenario())
+    assert "shares of tenants' limits" not in caplog.text
 
 
 def test_the_share_of_a_killed_router_is_the_others_after_its_lease_and_one_that_starts_in_its_place_has_it_at_once(

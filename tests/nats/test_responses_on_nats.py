@@ -82,6 +82,30 @@ def test_what_one_router_keeps_another_one_goes_on_from_and_forgets(server: Nats
     asyncio.run(scenario())
 
 
+DEEP = b"\x81\xa1x" + b"\x91" * 200_000 + b"\x00"
+"""A field that is passed over, and nests too deep for that."""
+
+
+@pytest.mark.parametrize(
+    ("part", "count", "data"),
+    [("0", "9" * 5000, b"x"), ("0", "1", b"hello"), ("0", "1", DEEP), ("0", "1", b""), ("0", "\u00b2", b"x")],
+)
+def test_what_no_router_kept_is_no_response_and_costs_no_other(
+    server: NatsServer, part: str, count: str, data: bytes
+) -> None:
+    async def scenario() -> None:
+        async with stores(server, "blue.foreign", 1) as (store,):
+            assert await store.keep(ACME, response("resp_a"))
+            for name, number in (("resp_x", part), ("resp_a", "5"), ("resp_a", "7" * 200)):
+                subject = store._subject(ACME.name, store_on_nats._digest(name))
+                headers = {store_on_nats.PARTS_HEADER: count}
+                await store._connection.jetstream.publish(f"{subject}.{number}", data, headers=headers)
+            assert await store.response(ACME, "resp_x") is None
+            assert await store.response(ACME, "resp_a") == response("resp_a").response
+
+    asyncio.run(scenario())
+
+
 def test_two_front_ends_of_a_pool_are_one_to_a_tenant(server: NatsServer, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     allowed = {

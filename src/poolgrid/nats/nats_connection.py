@@ -257,7 +257,8 @@ class NatsConnection:
             heard.set()
             headers = message.headers or {}
             status = headers.get("Status")
-            if status is None:
+            # What is stored has a sequence, and may have a header of this name.
+            if status is None or "Nats-Sequence" in headers:
                 found.append(NatsMessage(headers, message.data))
             elif not done.done():
                 if status in ("204", "404"):

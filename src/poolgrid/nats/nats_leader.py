@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 BUCKET = "poolgrid-{pool}"
 KEY = "leader"
 
+LEASE_S_MAX = 600
+"""Longest lease that a consolidator may have (``leader_lease_s``)."""
+
 LOADING_KEY = "loading"
 """What the active consolidator tells of workers that load; no entry of the bucket is called so."""
 
@@ -71,6 +74,11 @@ async def read_leader(connection: NatsConnection) -> tuple[int, Leader | None]:
 
 def _decoded(headers: Mapping[str, str], data: bytes) -> Leader | None:
     if "KV-Operation" in headers or "Nats-Marker-Reason" in headers or not data:
+        return None
+    ttl_s = headers.get("Nats-TTL", "")
+    if not ttl_s.isdecimal() or len(ttl_s) > len(str(LEASE_S_MAX)) or int(ttl_s) > LEASE_S_MAX:
+        # It would keep every consolidator from writing until it is removed by hand.
+        log.warning("the entry of the pool's leader does not expire as a lease does: it is taken for free")
         return None
     try:
         return codec.leader.decode(data)

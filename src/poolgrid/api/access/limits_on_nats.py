@@ -78,6 +78,12 @@ ATTEMPTS = 4
 MAKE_AGAIN_S = 1.0
 """Before making the bucket is tried again."""
 
+AMOUNT_MAX = 2**53
+"""Largest amount of a page: what is handed over is added to it, and the sum must fit a message."""
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What reading a value raises that no router wrote; the last for what nests too deep in a part that is passed over."""
+
 
 class _Sign(msgspec.Struct, frozen=True):
     place: Annotated[str, msgspec.Meta(max_length=1024)]
@@ -293,7 +299,7 @@ class LimitsOnNats:
                     self._routers.heard(name, _decode_sign(message.data).place, sequence_of(message), now_ms)
                 elif kind == "page" and self._saw(int(name), sequence_of(message), message.data):
                     changed.add(int(name))
-            except (msgspec.MsgspecError, ValueError) as error:
+            except UNREADABLE as error:
                 self._complaints.about(f"the bucket {BUCKET} ({kind} {name[:80]!r})", error)
         return changed
 
@@ -373,7 +379,7 @@ class LimitsOnNats:
             self._begin_anew()
         try:
             self._saw(index, message.seq, message.data or b"")
-        except (msgspec.MsgspecError, ValueError) as error:
+        except UNREADABLE as error:
             self._complaints.about(f"the bucket {BUCKET} (page {index})", error)
 
     def _complain(self, what: str) -> None:
@@ -424,8 +430,11 @@ def _checked(data: bytes) -> Page:
     page = _decode_page(data)
     for tenant, row in page.items():
         for life, held in row.items():
-            if min(*held.shares, *held.wants, *held.used) < 0:
-                raise ValueError(f"tenant {tenant[:80]!r}, router {life[:80]!r}: an amount is below 0")
+            amounts = (*held.shares, *held.wants, *held.used)
+            if min(amounts) < 0 or max(amounts) > AMOUNT_MAX:
+                raise ValueError(
+                    f"tenant {tenant[:80]!r}, router {life[:80]!r}: an amount is below 0 or above {AMOUNT_MAX}"
+                )
     return page
 
 

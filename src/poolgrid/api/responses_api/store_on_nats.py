@@ -266,13 +266,14 @@ class NatsResponseStore:
         return entries
 
     async def _gather(self, found: dict[bytes, _PartsFound], subjects: Iterable[str]) -> int:
-        """Read the parts under some subjects; return how many there were."""
+        """Read the parts under some subjects; return how many are new. What no router wrote is not among them."""
+        before = sum(len(each.parts) for each in found.values())
         question = {"multi_last": list(subjects), "batch": SUBJECTS_PER_QUESTION * 4}
         messages = await self._connection.batch(self._bucket.stream, question)
         for message in messages:
             key, _, number = key_of(message, self._bucket).rpartition(".")
             _add(found, _digest_of(f"{key}.0"), message.headers, number, message.data)
-        return len(messages)
+        return sum(len(each.parts) for each in found.values()) - before
 
     async def _read_where_written(self, subject: str) -> _PartsFound | None:
         """Read an entry from the server that writes the bucket, which is behind no other."""
@@ -305,15 +306,21 @@ def _digest_of(subject: str) -> bytes:
 
 def _add(found: dict[bytes, _PartsFound], digest: bytes, headers: Any, number: str, data: bytes) -> None:
     """Add a part that was read; one that nobody of ours wrote is left out."""
-    count = headers.get(PARTS_HEADER, "")
-    if count.isdecimal() and 0 < int(count) <= PARTS_MAX and number.isdecimal() and int(number) < int(count):
-        found.setdefault(digest, _PartsFound(int(count), {})).parts[int(number)] = data
+    count = str(headers.get(PARTS_HEADER, ""))  # nats-py returns an object for what is not ASCII
+    total, part = _small_number(count), _small_number(number)
+    if 0 < total <= PARTS_MAX and 0 <= part < total:
+        found.setdefault(digest, _PartsFound(total, {})).parts[part] = data
+
+
+def _small_number(text: str) -> int:
+    """Return a number of at most ``PARTS_MAX``'s digits; -1 for anything else: long ones are an error of ``int``."""
+    return int(text) if text.isdecimal() and len(text) <= len(str(PARTS_MAX)) else -1
 
 
 def _entry(found: _PartsFound) -> _Entry | None:
     try:
         return _decode(b"".join(found.parts[number] for number in range(found.total)))
-    except (msgspec.MsgspecError, ValueError, KeyError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         log.warning("a response that is kept in NATS cannot be read: %s", error)
         return None
 

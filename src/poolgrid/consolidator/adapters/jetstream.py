@@ -70,6 +70,9 @@ TELLING_BYTES_MAX = 128 * 1024 * 1024
 SEQUENCE_DIGITS_MAX = 20
 """Of an unsigned number of 64 bits."""
 
+SEQUENCE_MAX = 2**63 - 1
+"""Largest sequence that is believed when it is told; records of decisions hold how far a router is behind it."""
+
 NUID = "^[A-Za-z0-9]{1,64}$"
 """What a client calls the pieces of an object; without wildcards."""
 
@@ -346,7 +349,7 @@ class JetStreamJournal(JetStreamMessages):
         async def heard(message: Any) -> None:
             headers = message.headers or {}
             sequence = headers.get("Nats-Sequence", "")
-            if not sequence.isdecimal() or len(sequence) > SEQUENCE_DIGITS_MAX:
+            if not _is_number(sequence) or int(sequence) > SEQUENCE_MAX:
                 return  # not told by the servers
             try:
                 stored = self._own_message(int(sequence), headers, message.data)
