@@ -51,7 +51,7 @@ EXAMPLES_FACTOR ?= 50
 
 soak:  ## thousands of seeds of the fault simulation, each under every profile, of programs for the index, of texts for tokenizers
 	INDEX_EXAMPLES=$(INDEX_EXAMPLES) $(PYTHON) -m pytest tests/router/test_prefix_index.py
-	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest tests/api/test_prompt_encoder.py
+	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest tests/frontend/test_prompt_encoder.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep
 
 fuzz:  ## impossible values of engines at every place of their answers, events and statistics, EXAMPLES_FACTOR times as many as in CI
@@ -76,7 +76,7 @@ clients:  ## unmodified client frameworks against a fresh pool, or those of SUIT
 CASES ?= 200
 
 schemathesis:  ## the HTTP API against its own description, CASES for each of some 26 operations: 5,000 in all
-	POOLGRID_SCHEMATHESIS_CASES=$(CASES) $(PYTHON) -m pytest -n 2 tests/api/test_openapi.py
+	POOLGRID_SCHEMATHESIS_CASES=$(CASES) $(PYTHON) -m pytest -n 2 tests/frontend/test_openapi.py
 
 ui:  ## the fleet page in Chromium: keyboard, phone, a large pool with frame times, pictures for docs/images
 	$(PYTHON) -m tests.ui

@@ -16,13 +16,13 @@ import httpx
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.api.app import create_app
-from poolgrid.api.fleet_list import add_fleet_list
-from poolgrid.api.prompt_model import PromptModel
-from poolgrid.api.settings import FrontendSettings
-from poolgrid.api.traffic import open_report
 from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.served_seconds import open_served_seconds
+from poolgrid.frontend.app import create_app
+from poolgrid.frontend.fleet_list import add_fleet_list
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.traffic import open_report
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.document.grid_document import GridDocument
@@ -52,8 +52,8 @@ from poolgrid.transport.tls import client_context
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
-    from poolgrid.api.shared_state import SharedState
     from poolgrid.discovery.names import Names
+    from poolgrid.frontend.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ def _open_shared(
     if settings.share_state == "none":
         return None
     # Imported when it is used: most global routers have limits and responses of their own.
-    from poolgrid.api.shared_state import Sharing, open_shared_state
+    from poolgrid.frontend.shared_state import Sharing, open_shared_state
 
     # A port that is given has one process at a time at each place of its group; one of the system's choice may have
     # been anybody's.

@@ -13,11 +13,11 @@ import httpx
 import msgspec
 
 from poolgrid import __version__
-from poolgrid.api.errors import RequestError
-from poolgrid.api.metrics import SERVED_COLUMNS
 from poolgrid.fleet_page.group_source import by_time, one_queue
 from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
 from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.global_router.configuration import Active
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.decisions import RequestDecision

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import FastAPI, Path, Query
 
-from poolgrid.api.errors import RequestError
-from poolgrid.api.group_decisions import GroupDecisions
-from poolgrid.api.openapi import error_answers
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.group_decisions import GroupDecisions
+from poolgrid.frontend.openapi import error_answers
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.axis import StageName

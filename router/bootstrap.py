@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.api.app import Application, create_app
-from poolgrid.api.fleet_list import add_fleet_list
-from poolgrid.api.group_decisions import GroupDecisions
-from poolgrid.api.prompt_model import PromptModel
-from poolgrid.api.settings import FrontendSettings
-from poolgrid.api.traffic import open_report
 from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.served_seconds import open_served_seconds
+from poolgrid.frontend.app import Application, create_app
+from poolgrid.frontend.fleet_list import add_fleet_list
+from poolgrid.frontend.group_decisions import GroupDecisions
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.traffic import open_report
 from poolgrid.http.http_server import open_server
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
@@ -72,8 +72,8 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
-    from poolgrid.api.shared_state import SharedState
     from poolgrid.discovery.names import Names
+    from poolgrid.frontend.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
@@ -435,7 +435,7 @@ def _open_shared(
     if settings.share_state == "none":
         return None
     # Imported when it is used: most routers have limits and responses of their own.
-    from poolgrid.api.shared_state import Sharing, open_shared_state
+    from poolgrid.frontend.shared_state import Sharing, open_shared_state
 
     # A port that is given has one process at a time; one of the system's choice may have been anybody's.
     address = settings.advertise_host or settings.host

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query
 
-from poolgrid.api.errors import RequestError
-from poolgrid.api.openapi import error_answers
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.openapi import error_answers
 from poolgrid.router.service import RouterService
 from poolgrid.wire.answers import DrainAnswer
 from poolgrid.wire.identifiers import WorkerId

@@ -14,14 +14,14 @@ import msgspec
 from fastapi import FastAPI, Request
 from msgspec import Raw, Struct
 
-from poolgrid.api.errors import invalid, refused
-from poolgrid.api.media.loader import MediaLoader
-from poolgrid.api.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
-from poolgrid.api.preparation import Job, Preparation
-from poolgrid.api.request_body import BodyReader
-from poolgrid.api.request_ids import RequestIds
-from poolgrid.api.schema import parse
-from poolgrid.api.tokenization import TokenizationPool
+from poolgrid.frontend.errors import invalid, refused
+from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
+from poolgrid.frontend.preparation import Job, Preparation
+from poolgrid.frontend.request_body import BodyReader
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.schema import parse
+from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.ports import Refused
 from poolgrid.router.service import RouterService
 from poolgrid.wire.answers import DryRun

@@ -10,10 +10,10 @@ import msgspec
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import StreamingResponse
 
-from poolgrid.api.app import Readiness
-from poolgrid.api.errors import RequestError
-from poolgrid.api.group_decisions import GroupDecisions
-from poolgrid.api.openapi import error_answers
+from poolgrid.frontend.app import Readiness
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.group_decisions import GroupDecisions
+from poolgrid.frontend.openapi import error_answers
 from poolgrid.process.clock import Clock
 from poolgrid.process.process_group import GroupMember
 from poolgrid.router.core.fleet import Worker

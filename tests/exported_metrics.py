@@ -10,14 +10,14 @@ import zmq
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric
 
-from poolgrid.api.access.share_metrics import ShareMetrics
-from poolgrid.api.media.metrics import MediaMetrics
-from poolgrid.api.metrics import FrontendMetrics
 from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.consolidator.succession import SuccessionMetrics
 from poolgrid.discovery.core.registry import Registry, Seen
 from poolgrid.discovery.metrics import NamesMetrics
+from poolgrid.frontend.access.share_metrics import ShareMetrics
+from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.metrics import register_views as register_pool_views

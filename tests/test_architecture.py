@@ -34,12 +34,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "inference": ("wire", "process"),
     "discovery.core": ("wire",),
     "discovery": ("wire", "process", "transport", "http", "nats"),
-    "api": ("wire", "process", "http", "nats", "inference", "structured_output"),
+    "frontend": ("wire", "process", "http", "nats", "inference", "structured_output"),
     "serving.admission": (),
     "serving": ("wire", "process", "transport", "inference"),
     "consolidator.core": ("wire", "kv_events"),
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "nats", "discovery"),
-    "fleet_page": ("wire", "process", "api", "consolidator"),
+    "fleet_page": ("wire", "process", "frontend", "consolidator"),
     "router.core": ("wire", "consolidator.core.sharded_map"),
     "router": (
         "wire",
@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "nats",
         "inference",
         "discovery",
-        "api",
+        "frontend",
         "serving",
         "consolidator",
         "fleet_page",
@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "nats",
         "inference",
         "discovery",
-        "api",
+        "frontend",
         "serving",
         "fleet_page",
     ),
@@ -168,7 +168,7 @@ METHODS_MAX = 25
 """Most methods of a class on the way of a request: with more it is several things in one, and nobody holds all of them
 in mind while changing one."""
 
-REQUEST_PATH = ("process", "transport", "http", "nats", "inference", "api", "serving")
+REQUEST_PATH = ("process", "transport", "http", "nats", "inference", "frontend", "serving")
 """Packages on the way of a request, with all that is in them."""
 
 REQUEST_PATH_SHELLS = ("router", "global_router", "workers")
@@ -422,7 +422,7 @@ def test_the_page_prints_these_rules() -> None:
     [
         ("wire.codec", "import poolgrid.process.clock", "use only what wire may import: nothing of ours"),
         ("wire.codec", "from poolgrid.process import clock", "process.clock is banned here"),
-        ("api.app", "from poolgrid.router.core.cost import CostWeights", "use only what api may import"),
+        ("frontend.app", "from poolgrid.router.core.cost import CostWeights", "use only what frontend may import"),
         (
             "router.service",
             "def f():\n    from poolgrid.workers.settings import WorkerSettings",

@@ -109,7 +109,7 @@ def test_a_source_distribution_has_all_packages_and_no_tests(tmp_path: Path) -> 
     assert not [name for name in names if name.startswith("tests")]
     assert {
         "src/poolgrid/py.typed",
-        "src/poolgrid/api/models/tiny/tokenizer.json",
+        "src/poolgrid/frontend/models/tiny/tokenizer.json",
         "src/poolgrid/fleet_page/static/main.js",
     } <= names
 
@@ -133,8 +133,8 @@ def test_the_installed_one_is_used_even_in_the_repository(installation: Installa
 
 def test_what_an_installed_command_needs_at_run_time_is_there(installation: Installation) -> None:
     program = (
-        "from poolgrid.api.models import TINY_MODEL_PATH\n"
-        "from poolgrid.api.prompt_model import PromptModel\n"
+        "from poolgrid.frontend.models import TINY_MODEL_PATH\n"
+        "from poolgrid.frontend.prompt_model import PromptModel\n"
         "from poolgrid.workers.engines.trtllm.arguments.contract import contract\n"
         "assert contract()\n"
         "print(PromptModel.load(TINY_MODEL_PATH, 'tiny').name)\n"

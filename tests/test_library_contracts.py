@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 
 BOUNDED = {
     "httptools": "the HTTP parser's callbacks (src/poolgrid/http/http_protocol.py)",
-    "jinja2": "contexts and macros (src/poolgrid/api/template_sandbox.py)",
-    "msgspec": "the words of its validation errors (src/poolgrid/api/schema.py)",
+    "jinja2": "contexts and macros (src/poolgrid/frontend/template_sandbox.py)",
+    "msgspec": "the words of its validation errors (src/poolgrid/frontend/schema.py)",
     "pydantic": "the types and words of its validation errors (global_router/core/document/model_validation.py)",
     "typer": "how shells are answered (src/poolgrid/cli/shell_answers.py)",
     "uvicorn": "what a connection does (src/poolgrid/http/held_connection.py)",

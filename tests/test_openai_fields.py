@@ -11,13 +11,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from poolgrid.api.responses_api.conversation import chat_body
-from poolgrid.api.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
-from poolgrid.api.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
+from poolgrid.frontend.responses_api.conversation import chat_body
+from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
+from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
 from poolgrid.wire.requests import Generate, Routing, Sampling
 from poolgrid.workers.engines.trtllm.core.sampling import plan_sampling
-from tests.api.fake_backend import FakeBackend
-from tests.api.server import application, in_process
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process
 
 ASKED: dict[str, Any] = {
     "max_tokens": 7,
@@ -79,8 +79,8 @@ def test_every_field_that_a_worker_may_be_told_can_be_asked_for() -> None:
 
 
 def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
-    api = Path(__file__).parents[1] / "src" / "poolgrid" / "api"
-    code = "\n".join(path.read_text() for path in api.rglob("*.py"))
+    frontend = Path(__file__).parents[1] / "src" / "poolgrid" / "frontend"
+    code = "\n".join(path.read_text() for path in frontend.rglob("*.py"))
     forgotten = [
         f"{body.__name__}.{name}"
         for body, refused in ((ChatBody, REFUSED_CHAT), (CompletionBody, REFUSED_COMPLETION))

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, Protocol
 
-from poolgrid.api.errors import RequestError
+from poolgrid.frontend.errors import RequestError
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.answer_reading import AnswerReader
 from poolgrid.router.endpoint_picker.picker import Asked, Booking, Picked, Shed

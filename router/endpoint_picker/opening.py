@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.api.access.cache_domains import CacheDomains
-from poolgrid.api.app import Application
-from poolgrid.api.request_ids import RequestIds
-from poolgrid.api.settings import FrontendSettings
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.app import Application
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker.exchange import Exchange

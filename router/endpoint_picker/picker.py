@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from poolgrid.api.request_ids import RequestIds
+from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.computed_prompts import TOKENS_MIN

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from poolgrid.api.access.cache_domains import CacheDomains
-from poolgrid.api.body_shape import SHORT_BYTES, check_shape
-from poolgrid.api.errors import RequestError, unsupported
-from poolgrid.api.preparation import Job, Preparation, parse_responses
-from poolgrid.api.responses_api.kept import references
-from poolgrid.api.tokenization import TokenizationPool
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
+from poolgrid.frontend.errors import RequestError, unsupported
+from poolgrid.frontend.preparation import Job, Preparation, parse_responses
+from poolgrid.frontend.responses_api.kept import references
+from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.inference_request import InferenceRequest
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from lab.benchmarks.chat_text import ChatText
 from lab.benchmarks.chat_trace import ChatRequest, chat_requests, shared_tokens
-from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.tools.bench.trace import TraceRow
 
 WORDS = ["alpha", "request", "worker", "prefix", "token", "block", "model", "cache"]

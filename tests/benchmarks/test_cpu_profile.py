@@ -17,8 +17,8 @@ RUN = [
     "Runner.run (asyncio/runners.py:86)",
 ]
 SERVE = [
-    "InferenceEndpoint.__call__ (api/inference_endpoint.py:104)",
-    "_Exchange.run (api/inference_endpoint.py:151)",
+    "InferenceEndpoint.__call__ (frontend/inference_endpoint.py:104)",
+    "_Exchange.run (frontend/inference_endpoint.py:151)",
 ]
 DRAIN = "CallbackSocket._drain (transport/zmq_socket.py:68)"
 FOLD = ["CatchingUp.on_records (router/catching_up.py:3)", "PrefixIndex.store (router/core/prefix_index.py:4)"]
@@ -31,8 +31,8 @@ DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._disp
         ([], "event loop"),
         (["DirectProtocol.on_message_complete (http/http_protocol.py:177)"], "HTTP parse"),
         (SERVE, "endpoint"),
-        ([*SERVE, "parse (api/schema.py:328)"], "preparation"),
-        ([*SERVE, "_Fastokens.encode (api/prompt_encoder.py:81)"], "tokenization"),
+        ([*SERVE, "parse (frontend/schema.py:328)"], "preparation"),
+        ([*SERVE, "_Fastokens.encode (frontend/prompt_encoder.py:81)"], "tokenization"),
         ([*SERVE, *DISPATCH], "dispatch encode"),
         ([*SERVE, *DISPATCH, "Selector.select (router/core/selector.py:115)"], "decision"),
         ([*SERVE, *DISPATCH, "Selector.book (router/core/selector.py:2)", "__init__ (<string>:2)"], "decision"),
@@ -41,7 +41,7 @@ DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._disp
         ([DRAIN], "ZMQ receive"),
         ([DRAIN, "WorkerLink.on_frame (serving/worker_link.py:116)"], "token intake"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:6)", "0x7f (zmq/backend/cython/_zmq.so)"], "ZMQ send"),
-        ([*SERVE, "_Exchange._whole (api/inference_endpoint.py:371)"], "answer encode"),
+        ([*SERVE, "_Exchange._whole (frontend/inference_endpoint.py:371)"], "answer encode"),
         ([*SERVE, "DirectCycle._continue (http/direct_cycle.py:87)"], "write"),
         (FOLD, "event stream"),
         ([*FOLD, "Socket.recv_multipart (zmq/sugar/socket.py:785)"], "ZMQ receive"),

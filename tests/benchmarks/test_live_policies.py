@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab.benchmarks import live_policies
-from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import Process
 
 SMALL = [

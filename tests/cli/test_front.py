@@ -13,9 +13,9 @@ import pytest
 import zmq.asyncio
 from pydantic import ValidationError
 
-from poolgrid.api.models import TINY_MODEL_PATH
 from poolgrid.cli.front import FrontPlan, FrontProblem, FrontServer, ask_all, make_plan
 from poolgrid.cli.local_pool import UpSettings
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from tests.e2e.processes import Process, eventually, metric
 from tests.fakes.engine_server.vllm import Options, VllmServer

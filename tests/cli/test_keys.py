@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from poolgrid.api.access import key_file
-from poolgrid.api.access.tenants import Tenants
 from poolgrid.cli.main import app
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.inference.ports import Refused
 
 

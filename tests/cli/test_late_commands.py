@@ -20,8 +20,8 @@ from poolgrid.process import garbage
 ROOT = Path(__file__).parents[2]
 
 PACKAGES = (
-    "api", "cli", "consolidator", "discovery", "fleet_page", "global_router", "http", "inference", "kv_events", "nats",
-    "process", "router", "serving", "structured_output", "tools", "transport", "wire", "workers",
+    "cli", "consolidator", "discovery", "fleet_page", "frontend", "global_router", "http", "inference", "kv_events",
+    "nats", "process", "router", "serving", "structured_output", "tools", "transport", "wire", "workers",
 )  # fmt: skip
 
 PROBE = """
@@ -42,7 +42,7 @@ print("\\n".join(sys.modules))
 
 NOT_NEEDED = {
     ("worker", "poolgrid.workers.engines.simulated.opening,poolgrid.workers.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "poolgrid.api", "poolgrid.router",
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "poolgrid.frontend", "poolgrid.router",
         "poolgrid.global_router", "poolgrid.tools.simulation",
     },
     ("up", "poolgrid.cli.local_pool"): {
@@ -50,7 +50,7 @@ NOT_NEEDED = {
         "poolgrid.tools.simulation", "poolgrid.workers.service",
     },
     ("consolidator", "poolgrid.consolidator.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.api", "poolgrid.workers",
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.frontend", "poolgrid.workers",
         "poolgrid.global_router", "poolgrid.tools.simulation", "poolgrid.router.core",
     },
     ("router", "poolgrid.router.bootstrap"): {

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from poolgrid.api.models import TINY_MODEL_PATH
 from poolgrid.cli.commands import worker as worker_command
 from poolgrid.cli.commands.worker import OF_ROUTERS
 from poolgrid.cli.configuration_page import command_options
 from poolgrid.cli.main import app
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.card import ChatSpec
 from poolgrid.workers.chat_words import card_of_rank, chat_spec, told_card
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings

@@ -17,10 +17,10 @@ import typer
 import yaml
 from typer.core import TyperGroup
 
-from poolgrid.api.access.gate import OPEN_PATHS
 from poolgrid.cli.main import app
 from poolgrid.discovery.core.registry import Registry
 from poolgrid.discovery.core.slices import decode_slices, seen_in
+from poolgrid.frontend.access.gate import OPEN_PATHS
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.engines.registry import engine_definition

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from poolgrid.api.models import TINY_MODEL_PATH
-from poolgrid.api.prompt_model import PromptModel
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens

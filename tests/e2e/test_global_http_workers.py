@@ -16,9 +16,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from poolgrid.api.access import key_file
-from poolgrid.api.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.cli.main import app
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.fleet_stream import follow_until
 from tests.e2e.processes import Process, eventually, metric
 from tests.e2e.test_global_router import free_port

@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from poolgrid.api.access import key_file
-from poolgrid.api.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.fleet_stream import follow_until
 from tests.e2e.processes import Process, eventually, metric
 

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.api.media.placeholders import place_media
+from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.workers.engines.simulated.core.media import key_of, mark_media
-from tests.api.fake_backend import TINY
-from tests.api.media.samples import data_url, image, png, safetensors
 from tests.e2e.expectation import PLAIN, expected_text
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, ready_workers
+from tests.frontend.fake_backend import TINY
+from tests.frontend.media.samples import data_url, image, png, safetensors
 
 pytestmark = pytest.mark.e2e
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.api.media.samples import data_url, png
 from tests.e2e.expectation import MODEL, expected_text
 from tests.e2e.processes import Process, eventually, is_settled, metric, pool_is_quiet, ready_workers, running_pool
+from tests.frontend.media.samples import data_url, png
 
 pytestmark = pytest.mark.e2e
 

@@ -14,14 +14,14 @@ import pytest
 from openai.types.chat import ChatCompletionToolParam
 from pydantic import BaseModel, Field
 
-from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Generate, Sampling
 from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.guides import LazyGuides
-from tests.api.fake_backend import TINY
 from tests.e2e.processes import Process, eventually, is_settled, running_pool, worker_rows
+from tests.frontend.fake_backend import TINY
 
 pytestmark = pytest.mark.e2e
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.media.samples import data_url
 from tests.e2e.processes import Process, eventually, metric, worker_rows
 from tests.fakes import FAKES_PATH
+from tests.frontend.media.samples import data_url
 from tests.trtllm.seeing import make_model, picture
 
 pytestmark = pytest.mark.e2e

@@ -20,8 +20,8 @@ import yaml
 import zmq.asyncio
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.leash import leashed
 from poolgrid.router.bootstrap import Endpoints
 from poolgrid.router.bootstrap import serve as serve_router

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from poolgrid.api.access.cache_domains import CacheDomains
-from poolgrid.api.models import TINY_MODEL_PATH
-from poolgrid.api.preparation import Preparation
-from poolgrid.api.prompt_model import PromptModel
-from poolgrid.api.settings import FrontendSettings
-from poolgrid.api.tokenization import TokenizationPool
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import ServedModel
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
-from tests.api.inference_requests import fields_of
+from tests.frontend.inference_requests import fields_of
 
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a router?"}]}

@@ -14,7 +14,7 @@ from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling
 from poolgrid.wire.selection import SelectRefusal, SelectRefused, WorkerRank
-from tests.api.inference_requests import like
+from tests.frontend.inference_requests import like
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.api.settings import FrontendSettings
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router import bootstrap
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.process_group import GroupPlace

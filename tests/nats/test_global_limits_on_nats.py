@@ -11,9 +11,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.api.access import key_file
-from poolgrid.api.access.key_file import KeyDocument, Tenant
-from poolgrid.api.settings import FrontendSettings
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import KeyDocument, Tenant
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.bootstrap import serve
 from poolgrid.global_router.settings import GlobalRouterSettings
 from tests.global_router.documents import disagg

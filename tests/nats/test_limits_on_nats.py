@@ -13,11 +13,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from poolgrid.api.access.key_file import KeyDocument, Tenant
-from poolgrid.api.access.limits_on_nats import BUCKET, LimitsOnNats, page_of
-from poolgrid.api.access.shared_meter import SharedMeter
-from poolgrid.api.access.tenants import Tenants
 from poolgrid.discovery.settings import NamesSettings
+from poolgrid.frontend.access.key_file import KeyDocument, Tenant
+from poolgrid.frontend.access.limits_on_nats import BUCKET, LimitsOnNats, page_of
+from poolgrid.frontend.access.shared_meter import SharedMeter
+from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.nats.nats_connection import NatsMessage
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import cancel_all

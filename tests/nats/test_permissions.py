@@ -11,12 +11,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.api.access.key_file import KeyDocument, Tenant
-from poolgrid.api.access.limits_on_nats import LimitsOnNats
-from poolgrid.api.access.shared_meter import SharedMeter
-from poolgrid.api.access.tenants import Tenants
-from poolgrid.api.responses_api.store import KeptResponse, Owner
-from poolgrid.api.responses_api.store_on_nats import NatsResponseStore
 from poolgrid.consolidator.adapters.jetstream import (
     JetStreamJournal,
     RouterStream,
@@ -29,6 +23,12 @@ from poolgrid.consolidator.stream.ports import StreamUnavailable
 from poolgrid.discovery.nats import NatsNames
 from poolgrid.discovery.ports import NamesUnavailable, Scope
 from poolgrid.discovery.settings import NamesSettings
+from poolgrid.frontend.access.key_file import KeyDocument, Tenant
+from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
+from poolgrid.frontend.access.shared_meter import SharedMeter
+from poolgrid.frontend.access.tenants import Tenants
+from poolgrid.frontend.responses_api.store import KeptResponse, Owner
+from poolgrid.frontend.responses_api.store_on_nats import NatsResponseStore
 from poolgrid.nats.nats_connection import NatsConnection
 from poolgrid.nats.nats_leader import LeaderLease, read_leader
 from poolgrid.nats.nats_settings import EventPlaneSettings

@@ -11,19 +11,19 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.api.access import key_file
-from poolgrid.api.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.api.responses_api import store_on_nats
-from poolgrid.api.responses_api.store import KeptResponse, Owner
-from poolgrid.api.responses_api.store_on_nats import BUCKET, NatsResponseStore
-from poolgrid.api.settings import FrontendSettings
-from poolgrid.api.shared_state import Sharing, open_shared_state
 from poolgrid.discovery.settings import NamesSettings
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.frontend.responses_api import store_on_nats
+from poolgrid.frontend.responses_api.store import KeptResponse, Owner
+from poolgrid.frontend.responses_api.store_on_nats import BUCKET, NatsResponseStore
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.shared_state import Sharing, open_shared_state
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import SystemClock
-from tests.api.fake_backend import FakeBackend
-from tests.api.server import application, in_process
 from tests.discovery.waiting import until
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]

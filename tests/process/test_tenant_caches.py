@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.api.media.media_cache import MediaCache, Medium
-from poolgrid.api.segment_cache import SegmentCache
+from poolgrid.frontend.media.media_cache import MediaCache, Medium
+from poolgrid.frontend.segment_cache import SegmentCache
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tenant_caches import WHOLE, CacheShares, TenantCaches

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 
 START_TIMEOUT_S = 600.0

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.api.settings import FrontendSettings
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.http_api import add_router_endpoints, decisions_of
-from tests.api.server import application, in_process
+from tests.frontend.server import application, in_process
 from tests.router.test_service import routed
 
 PATHS = ("/v1/route", "/v1/completions", "/tokenize")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from poolgrid.api.metrics import SERVED_COLUMNS
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page import group_source
 from poolgrid.fleet_page.group_source import GroupFleetSource
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture
 from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.process_group import GroupMember, GroupPlace
 from poolgrid.router.core.decision import Decision

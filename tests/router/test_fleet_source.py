@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from poolgrid.api.metrics import SERVED_COLUMNS
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture
 from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived

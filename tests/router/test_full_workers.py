@@ -14,7 +14,7 @@ from poolgrid.serving.full_workers import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MA
 from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-from tests.api.inference_requests import like
+from tests.frontend.inference_requests import like
 from tests.router.test_service import AFTER, BEFORE, NEW, OLD, REQUEST, Routed, card, routed
 
 

@@ -14,7 +14,7 @@ from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
-from tests.api.server import application, in_process
+from tests.frontend.server import application, in_process
 from tests.router.test_service import routed
 
 LIMITS = WorkerLimits(8, 8192, 100, 4096)

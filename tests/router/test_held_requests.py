@@ -17,7 +17,7 @@ from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, Sampling, TokenDelta
-from tests.api.inference_requests import like
+from tests.frontend.inference_requests import like
 from tests.router.test_service import Routed, card, routed
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from poolgrid.api.errors import RequestError
 from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.fleet_page.playback.leg_times import Leg, fill
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.playback.reel import WORKER_COLUMNS, Frame, Reel, held_depth, make_reel, moments
+from poolgrid.frontend.errors import RequestError
 from poolgrid.wire import codec
 from poolgrid.wire.events import (
     AnyEvent,

@@ -14,9 +14,9 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.api.models import TINY_MODEL_PATH
-from poolgrid.api.prompt_model import PromptModel
 from poolgrid.consolidator.ports import PoolListener
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, TokenStream
 from poolgrid.process.clock import SystemClock
@@ -53,7 +53,7 @@ from poolgrid.wire.requests import (
     Sampling,
     TokenDelta,
 )
-from tests.api.inference_requests import like
+from tests.frontend.inference_requests import like
 from tests.router.retention.mixed_prompts import trained
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))

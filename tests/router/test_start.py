@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router import bootstrap
 from poolgrid.router.settings import RouterSettings

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.api.fake_backend import FakeBackend
-from tests.api.server import application, in_process
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process
 from tests.router.test_admission import scene
 
 OF_TRACES = (
     "poolgrid.process.tracing",
-    "poolgrid.api.request_span",
+    "poolgrid.frontend.request_span",
     "poolgrid.serving.leg_spans",
     "poolgrid.router.decision_span",
     "poolgrid.wire.trace_context",
@@ -55,7 +55,7 @@ def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none(strea
                 answer = await client.post("/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200
             assert "traceresponse" not in answer.headers
-            assert "poolgrid.api.inference_endpoint" in seen
+            assert "poolgrid.frontend.inference_endpoint" in seen
             assert not of_traces(seen)
 
     asyncio.run(run())

@@ -24,8 +24,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from poolgrid.api.models import TINY_MODEL_PATH
 from poolgrid.cli.bench import bench
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.workers.model_cache.cache import ModelCache
 from tests.e2e.disturbed_load import active_requests, assert_unharmed, load_while

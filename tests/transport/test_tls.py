@@ -18,8 +18,8 @@ from poolgrid.http.http_server import HttpServer
 from poolgrid.transport.certificate_dates import expires_at_s
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.transport.tls import Tls, TlsError, client_context
-from tests.api.fake_backend import FakeBackend
-from tests.api.server import application
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 

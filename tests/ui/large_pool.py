@@ -49,8 +49,8 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
-from tests.api.fake_backend import FakeBackend
-from tests.api.server import application
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application
 
 BLOCK_SIZE = 32
 BLOCKS = 4096

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.structured_output.structural_tags import lark_grammar
 
 TOKENIZER = LLTokenizer((TINY_MODEL_PATH / "tokenizer.json").read_text(encoding="utf-8"), eos_token=2)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from poolgrid.api.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.hashing import pack_tokens

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from poolgrid.api.models import TINY_MODEL_PATH
-from poolgrid.api.prompt_model import PromptModel
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output

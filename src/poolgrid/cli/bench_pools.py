@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from poolgrid.api.prompt_model import ModelDirectoryError, PromptModel
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan
 from poolgrid.cli.options import option_name
 from poolgrid.cli.part import PartFailed
+from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
 
 OWN = ("port", "policy", "data_dir", "pools", "engine", "dry_run")
 """Settings of a pool that are not for its options to say."""

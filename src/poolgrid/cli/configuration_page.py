@@ -16,13 +16,13 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
-from poolgrid.api.media.settings import MediaSettings
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
 from poolgrid.cli.options import environment_name
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.discovery.settings import NamesSettings
+from poolgrid.frontend.media.settings import MediaSettings
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.http.http_settings import HttpSettings, ServerSettings
 from poolgrid.nats.nats_settings import EventPlaneSettings, NatsSettings

@@ -17,12 +17,12 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
-from poolgrid.api.prompt_model import PromptModel
 from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import options_as_arguments
 from poolgrid.cli.local_pool import UpSettings, output_arguments
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
 from poolgrid.process.figures import counted

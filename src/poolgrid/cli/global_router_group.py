@@ -13,11 +13,11 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.cli.http_group import member, run_group
 from poolgrid.cli.log_options import LogChoice
 from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import Part, stop_parts
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.process_group import GroupPlace
 

@@ -23,8 +23,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from poolgrid.api.models import TINY_MODEL_PATH
-from poolgrid.api.prompt_model import PromptModel
 from poolgrid.cli.api_key import api_key_headers, key_hint
 from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import (
@@ -42,6 +40,8 @@ from poolgrid.cli.log_options import FORMAT_HELP, LEVEL_HELP, LogChoice
 from poolgrid.cli.options import arguments_of, environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.nats.nats_settings import EventPlaneSettings
 from poolgrid.process.figures import counted
 from poolgrid.process.tasks import cancel_all, owned

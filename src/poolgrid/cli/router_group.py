@@ -13,12 +13,12 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.cli.http_group import member, run_group
 from poolgrid.cli.log_options import LogChoice
 from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import Part, part_environment, stop_parts
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.settings import RouterSettings
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from poolgrid.api.prompt_model import PromptModel
 from poolgrid.cli.json_output import print_json
 from poolgrid.cli.launch_plan import show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, planned_parts
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import say_ready
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process import lifecycle
 from poolgrid.process.tasks import unless
 

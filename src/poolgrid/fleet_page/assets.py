@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from poolgrid.api.errors import RequestError
+from poolgrid.frontend.errors import RequestError
 
 DIRECTORY = Path(__file__).parent / "static"
 

@@ -15,15 +15,15 @@ from fastapi import FastAPI, Header, Path, Query, Request, Response
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.api.access.gate import PAGE_FOLDER, PAGE_PATH
-from poolgrid.api.app import BODILESS
-from poolgrid.api.errors import RequestError, invalid
-from poolgrid.api.openapi import error_answers
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.fleet_page.assets import HEADERS, INDEX, asset
 from poolgrid.fleet_page.group_source import GroupFleetSource
 from poolgrid.fleet_page.hub import FleetHub
 from poolgrid.fleet_page.ports import FleetSource, SharedFleetSource
+from poolgrid.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
+from poolgrid.frontend.app import BODILESS
+from poolgrid.frontend.errors import RequestError, invalid
+from poolgrid.frontend.openapi import error_answers
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
 from poolgrid.process.process_group import GroupMember, LoopAnswer
 from poolgrid.process.tasks import cancel_all, detached, unless

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.api.errors import RequestError
 from poolgrid.fleet_page.ports import FleetSource, Picture
+from poolgrid.frontend.errors import RequestError
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, supervised
 

@@ -21,8 +21,8 @@ OWN = "poolgrid."
 
 OF_ONE_CONNECTION = frozenset(
     {
-        "poolgrid.api.keep_alive",
-        "poolgrid.api.stream_head",
+        "poolgrid.frontend.keep_alive",
+        "poolgrid.frontend.stream_head",
         "poolgrid.http.bounded_protocol",
         "poolgrid.http.client_probe",
         "poolgrid.http.held_connection",

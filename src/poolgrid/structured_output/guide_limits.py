@@ -10,7 +10,7 @@ is bounded before any library sees it, by counting what can be counted in one pa
 - the *rules* of a grammar, for one may call the next;
 - the size of an expression *written out*: ``((a{1000}){1000})`` is a million states in 17 characters.
 
-``objection`` runs in a process that may die (``poolgrid.api.guide_compiler``), and once more at a worker that
+``objection`` runs in a process that may die (``poolgrid.frontend.guide_compiler``), and once more at a worker that
 compiles in its own. It is linear in the guide's size.
 """
 

@@ -16,9 +16,9 @@ import pytest
 import zmq.asyncio
 from tokenizers import Tokenizer
 
-from poolgrid.api.models import TINY_MODEL_PATH
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.router import bootstrap as router
 from poolgrid.router.settings import RouterSettings
 from poolgrid.workers import bootstrap as worker

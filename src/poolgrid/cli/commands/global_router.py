@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.cli.global_router_group import serve_global_group
 from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.service_process import run_service, say_ready
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.process_group import GroupPlace
 

@@ -13,10 +13,10 @@ import msgspec
 import typer
 import zmq.auth
 
-from poolgrid.api.access import key_file
-from poolgrid.api.access.key_file import Key, KeyFileError, Tenant
 from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.json_output import AsJson, print_json
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import Key, KeyFileError, Tenant
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import counted
 

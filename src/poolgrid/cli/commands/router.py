@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from poolgrid.api.settings import FrontendSettings
 from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.router_group import serve_group
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.settings import RouterSettings
 

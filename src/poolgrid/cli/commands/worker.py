@@ -112,14 +112,14 @@ def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSett
         return settings
     if {"tokenizer_path", "vocabulary_size"} & settings.model_fields_set:
         return settings
-    from poolgrid.api.models import TINY_MODEL_PATH
+    from poolgrid.frontend.models import TINY_MODEL_PATH
 
     return settings.model_copy(update={"tokenizer_path": TINY_MODEL_PATH})
 
 
 def check_template(path: Path) -> None:
     """End with status 2 when a chat template cannot be used: the worker hands it on, and only routers render it."""
-    from poolgrid.api.chat_template import ChatTemplate, TemplateFailure
+    from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
 
     try:
         ChatTemplate(path.read_text(encoding="utf-8"))

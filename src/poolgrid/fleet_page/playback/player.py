@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from poolgrid.api.errors import RequestError
 from poolgrid.consolidator.journal.stored_records import SUFFIX
 from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.process import Answer, Question
+from poolgrid.frontend.errors import RequestError
 from poolgrid.process.tasks import cancel_all, owned
 
 log = logging.getLogger(__name__)

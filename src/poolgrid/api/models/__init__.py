@@ -1,8 +1,0 @@
-"""Model directories that ship with poolgrid: tokenizer, template and configuration, no weights."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-TINY_MODEL_PATH = Path(__file__).parent / "tiny"
-"""The tiny model directory that the simulated engine speaks; built by ``poolgrid.api.models.build_tiny``."""

@@ -1,0 +1,265 @@
+"""The tenants of a router process: whose key it is, what they may ask, what they have used.
+
+Rules
+    1. A request is judged in this order: key (401), path (403), requests in flight and request rate (429), then model
+       and features (403), then token rate (429). The first refusal ends it; what it took before is given back, except
+       its place in the request rate.
+    2. Prompt tokens are taken when a request is admitted, each prompt once; output tokens when the answer ends. A
+       request that never reached a worker gets its prompt tokens back.
+    3. Caches are divided among the tenants of the document, whoever of them is active. A document with other tenants
+       than the last begins with empty caches.
+    4. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
+       tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
+    5. Limits hold for what shares the cells: one process, or all HTTP processes of one router
+       (``poolgrid.frontend.access.shared_cells``). Several routers of a pool each allow the whole of them, unless each
+       has a share of them (``poolgrid.frontend.access.shared_meter``).
+
+Nothing here waits or knows of HTTP; times are arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from poolgrid.frontend.access.cache_salt import cache_salt
+from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
+from poolgrid.frontend.access.limit_headers import Standing
+from poolgrid.frontend.access.meter import Meter, OwnCell
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import Refused
+from poolgrid.process.tenant_caches import WHOLE, CacheDomain, CacheShares
+
+INDEX_BYTES = 8
+"""Leading bytes of a key's hash by which it is looked up. Equal ones are told apart by comparing the whole."""
+
+CONCURRENCY_RETRY_S = 1.0
+"""Nobody knows when one of a tenant's own requests ends; a second is a polite time to ask again."""
+
+
+class KnownKey(NamedTuple):
+    """A key and whose it is."""
+
+    digest: bytes
+    key: Key
+    tenant: str
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Account:
+    """What one tenant may do and has used."""
+
+    name: str
+    tenant: Tenant
+    secret: bytes
+    meter: Meter
+    cache_shares: CacheShares
+    """Among how many tenants caches are divided."""
+
+    def use(self, tenant: Tenant, secret: bytes, cache_shares: CacheShares, now_ms: float) -> None:
+        """Go by new rules from now on."""
+        self.tenant = tenant
+        self.secret = secret
+        self.cache_shares = cache_shares
+        self.meter.use(tenant, now_ms)
+
+
+MakeMeter = Callable[[str], Meter]
+"""Returns what keeps a tenant's figures, by its name."""
+
+
+def _own_meter(_: str) -> Meter:
+    return Meter(OwnCell())
+
+
+class Tenants:
+    """All accounts, and the keys that lead to them."""
+
+    def __init__(self, document: KeyDocument, now_ms: float, make_meter: MakeMeter = _own_meter) -> None:
+        self._make_meter = make_meter
+        self._accounts: dict[str, Account] = {}
+        self._leaving: dict[str, Account] = {}
+        """Tenants that are in the document no more, and were asked something when they went."""
+        self._keys: dict[bytes, list[KnownKey]] = {}
+        self._cache_shares = WHOLE
+        self.use(document, now_ms)
+
+    @property
+    def accounts(self) -> dict[str, Account]:
+        """The accounts by tenant, in the order of the file."""
+        return self._accounts
+
+    def use(self, document: KeyDocument, now_ms: float) -> None:
+        """Go by a new document from now on."""
+        secret = bytes.fromhex(document.salt_secret)
+        known = {**self._leaving, **self._accounts}
+        if document.tenants.keys() != self._accounts.keys():
+            self._cache_shares = CacheShares(max(1, len(document.tenants)), self._cache_shares.edition + 1)
+        shares = self._cache_shares
+        accounts: dict[str, Account] = {}
+        keys: dict[bytes, list[KnownKey]] = {}
+        for name, tenant in document.tenants.items():
+            account = known.pop(name, None) or Account(name, tenant, secret, self._make_meter(name), shares)
+            account.use(tenant, secret, shares, now_ms)
+            accounts[name] = account
+            for key in tenant.keys:
+                digest = bytes.fromhex(key.hash.removeprefix(HASH_PREFIX))
+                keys.setdefault(digest[:INDEX_BYTES], []).append(KnownKey(digest, key, name))
+        self._accounts, self._keys = accounts, keys
+        self._leaving = {name: account for name, account in known.items() if account.meter.in_flight}
+
+    def authenticate(self, key: bytes | None, wall_ms: float) -> Account:
+        """Return the account that a key leads to; raises ``Refused`` (401)."""
+        if not key:
+            raise Refused(
+                401,
+                "missing_api_key",
+                "no API key was sent; send one as 'authorization: Bearer KEY' or 'x-api-key: KEY'",
+            )
+        digest = hashlib.sha256(key).digest()
+        # The lookup is by a hash that nobody can steer; the whole is compared in constant time.
+        for known in self._keys.get(digest[:INDEX_BYTES], ()):
+            if hmac.compare_digest(known.digest, digest):
+                if known.key.expires is not None and known.key.expires.timestamp() * 1000 <= wall_ms:
+                    raise Refused(
+                        401, "expired_api_key", f"API key {known.key.id} expired at {known.key.expires.isoformat()}"
+                    )
+                return self._accounts[known.tenant]
+        raise Refused(401, "invalid_api_key", "the API key is not known here")
+
+
+class Caller:
+    """One HTTP request of a tenant, from the check of its key to its end."""
+
+    __slots__ = ("_output_tokens", "_prompt_tokens", "_rules", "_secret", "account")
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._rules = account.tenant
+        self._secret = account.secret
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+
+    @property
+    def tenant(self) -> str:
+        """Return the tenant's name."""
+        return self.account.name
+
+    @property
+    def is_operator(self) -> bool:
+        """Return whether the tenant may see and change the router."""
+        return self._rules.operator
+
+    def cache_domain(self, client_salt: str) -> CacheDomain:
+        """Return who may find what the request leaves in caches."""
+        return CacheDomain(self.tenant, client_salt, self.account.cache_shares)
+
+    def begin(self, now_ms: float) -> None:
+        """Count a request in; raises ``Refused`` (429), and then nothing was counted. ``end`` must follow."""
+        rules = self._rules
+        verdict = self.account.meter.begin(rules, now_ms)
+        limit = rules.concurrent_requests
+        if verdict.is_full:
+            here = "" if verdict.share is None else f" at all routers together, {verdict.share} of them here for now"
+            raise Refused(
+                429,
+                "concurrency_limited",
+                f"tenant {self.tenant} has {verdict.in_flight} requests in flight, allowed are {limit}{here}",
+                CONCURRENCY_RETRY_S,
+            )
+        if verdict.wait_s > 0:
+            raise Refused(
+                429,
+                "rate_limited",
+                f"tenant {self.tenant} may send {rules.requests_per_minute} requests a minute; "
+                f"the next one is due in {verdict.wait_s:.1f} s",
+                verdict.wait_s,
+            )
+
+    def standing(self, now_ms: float) -> Standing:
+        """Return how much of the tenant's rates is used, for the headers of its answer."""
+        return self.account.meter.standing(self._rules, now_ms)
+
+    def end(self, now_ms: float) -> None:
+        """Count a request out, and charge its output."""
+        self.account.meter.end(self._rules, self._output_tokens, now_ms)
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the tenant may ask for a model."""
+        return self._rules.models is None or model in self._rules.models
+
+    def check_model(self, model: str) -> None:
+        """Raise ``Refused`` (403) for a model that the tenant may not ask for."""
+        if not self.may_use(model):
+            raise Refused(403, "model_not_allowed", f"tenant {self.tenant} may not use model {model!r}", param="model")
+
+    def check_feature(self, feature: str) -> None:
+        """Raise ``Refused`` (403) for one of ``FEATURES`` that the tenant may not use."""
+        if self._rules.features is not None and feature not in self._rules.features:
+            raise Refused(403, "feature_not_allowed", f"tenant {self.tenant} may not use {feature}")
+
+    def admit(self, requests: Sequence[InferenceRequest], prompt_tokens: int, now_ms: float) -> None:
+        """Make the sequences of a request the tenant's: its salt, its share, its priority at most.
+
+        Takes ``prompt_tokens`` from the token rate. Raises ``Refused`` (403, 429).
+        """
+        rules = self._rules
+        if rules.features is not None:
+            for feature in _features(requests[0]):
+                self.check_feature(feature)
+        wait_s = self.account.meter.take_tokens(rules, prompt_tokens, now_ms)
+        if wait_s > 0:
+            raise Refused(
+                429,
+                "rate_limited",
+                f"tenant {self.tenant} may use {rules.tokens_per_minute} tokens a minute; "
+                f"this prompt of {prompt_tokens} is due in {wait_s:.1f} s",
+                wait_s,
+            )
+        self._prompt_tokens = prompt_tokens
+        salt = cache_salt(self._secret, self.tenant, requests[0].cache_salt)
+        for request in requests:
+            request.cache_salt = salt
+            request.cache_shares = self.account.cache_shares
+            request.tenant = self.tenant
+            request.tenant_weight = rules.weight
+            request.priority = min(request.priority, rules.priority_max)
+            if request.retention is not None:
+                request.retention = request.retention.capped(rules.retention_priority_max)
+
+    def not_dispatched(self, now_ms: float) -> None:
+        """Give the prompt tokens back: no worker saw them."""
+        self.account.meter.give_back_tokens(self._rules, self._prompt_tokens, now_ms)
+        self._prompt_tokens = 0
+
+    def generated(self, output_tokens: int) -> None:
+        """Note output tokens; they are charged at the end."""
+        self._output_tokens += output_tokens
+
+    @property
+    def used(self) -> tuple[int, int]:
+        """Return the prompt and output tokens of the request."""
+        return self._prompt_tokens, self._output_tokens
+
+
+def _features(request: InferenceRequest) -> list[str]:
+    """Return those of ``FEATURES`` that a request uses."""
+    sampling = request.sampling
+    guides = (
+        sampling.guided_json,
+        sampling.guided_regex,
+        sampling.guided_grammar,
+        sampling.guided_choice,
+        sampling.structural_tag,
+    )
+    uses = {
+        "guided_decoding": any(guide is not None for guide in guides),
+        "logits_processors": bool(sampling.logits_processors),
+        "logprobs": sampling.logprobs is not None,
+        "media": request.multimodal is not None,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+    }
+    return [feature for feature in FEATURES if uses[feature]]

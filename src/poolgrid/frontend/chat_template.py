@@ -1,0 +1,136 @@
+"""Render chat messages with the model's own template, the way Hugging Face tokenizers do it, in a sandbox.
+
+The template comes with the model; the messages come from anywhere. So it runs in a sandbox with bounds on steps, time
+and text (``template_sandbox.py``), and the output is bounded while it is produced. Template globals and filters are
+those that published templates use: ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, loop
+controls and ``{% generation %}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from itertools import islice
+from typing import Any, Final
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+
+from poolgrid.frontend.template_additions import GenerationTag, raise_exception, to_json
+from poolgrid.frontend.template_capabilities import TemplateCapabilities
+from poolgrid.frontend.template_sandbox import TemplateSandbox, TimeOver
+
+OUTPUT_CHARS_MAX: Final = 32 * 1024 * 1024
+"""Default bound of one rendered prompt: as much as the largest request body brings in."""
+
+TIME_LIMIT_MS: Final = 2000.0
+"""Default time limit of one rendering: a hundred times what a conversation of 10,000 messages takes."""
+
+PIECES_PER_LOOK: Final = 64
+"""Pieces of a prompt, some ten messages, between two looks at its length. What a template makes is counted before it is
+made, so a piece is at most as long as that or as a text that the client sent."""
+
+
+class TemplateFailure(Exception):
+    """The template refused these messages or could not be applied to them; the message says which."""
+
+
+class TemplateTooSlow(TemplateFailure):
+    """The rendering took longer than it may."""
+
+
+class ChatTemplate:
+    """One compiled template. ``special_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile ``source``; raises ``TemplateFailure`` when it is not valid Jinja. ``now`` feeds ``strftime_now``."""
+
+        def strftime_now(form: str) -> str:
+            return now().strftime(form)
+
+        environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+        environment.filters["tojson"] = environment.bounded(to_json)
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = strftime_now
+        self.source = source
+        """The template as it came, which shows the special tokens that prompts will have."""
+        self.capabilities: dict[bool, TemplateCapabilities] = {}
+        """What it can show without and with tools; ``template_probes.capabilities_of`` keeps it here."""
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise TemplateFailure(f"compiling the chat template: {error}") from error
+        # Jinja keeps two layers of names, and asks them in Python's own code for each rendering's context.
+        self._template.globals = dict(self._template.globals)
+        self._environment = environment
+        self._special_tokens = dict(special_tokens or {})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        max_chars: int = OUTPUT_CHARS_MAX,
+        limit_ms: float = TIME_LIMIT_MS,
+    ) -> str:
+        """Return the prompt; raises ``TemplateFailure``, and ``TemplateTooSlow`` after ``limit_ms``.
+
+        ``variables`` are a client's ``chat_template_kwargs``.
+        """
+        context: dict[str, Any] = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        length = 0
+        self._environment.begin(max_chars, limit_ms / 1000)
+        rendering = self._template.new_context(context)
+        try:
+            rendered = self._template.root_render_func(rendering)
+            while several := list(islice(rendered, PIECES_PER_LOOK)):
+                length += sum(map(len, several))
+                if length > max_chars:
+                    raise TemplateFailure(f"rendering the chat template: more than {max_chars} characters, the limit")
+                pieces += several
+        except _FAILURES as error:
+            raise _failure(error) from None
+        finally:
+            # Macros are in a circle with the context that they were made in: what a template made, tens of megabytes
+            # perhaps, would wait for the collector, which runs seldom.
+            for held in (rendering.parent, rendering.vars, rendering.blocks):
+                held.clear()
+        return "".join(pieces)
+
+
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+"""What a rendering raises, besides ``TemplateFailure``: a template may do with its values what these forbid."""
+
+
+def _failure(error: BaseException) -> TemplateFailure:
+    """Return a template's error in our words."""
+    if isinstance(error, TimeOver):
+        return TemplateTooSlow(f"rendering the chat template: {error.message}")
+    if isinstance(error, TemplateError):
+        return TemplateFailure(f"rendering the chat template: {error.message or type(error).__name__}")
+    return TemplateFailure(f"rendering the chat template: {type(error).__name__}: {error}")

@@ -1,0 +1,937 @@
+"""The inference endpoints, as plain ASGI: one request from its body to the last byte of its answer.
+
+Rules of this file
+- When the client leaves, the request's own task is cancelled, wherever it is (admission, tokenization, waiting for
+  tokens, writing), and its streams are cancelled on the way out. Our own server calls when that happens
+  (``poolgrid.http.http_protocol``); under any other ASGI server one watcher task per request waits for it.
+- A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
+- Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
+  control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
+- The status line of a stream goes out with its first output, or ``REFUSAL_WAIT_S`` after every sequence has a worker.
+  What fails before (no worker, or one that refuses) is a JSON error with its status; what fails later is an error
+  event, and the stream ends there without ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from functools import lru_cache, partial
+from time import perf_counter
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.access.gate import caller_of
+from poolgrid.frontend.access.limit_headers import limit_headers
+from poolgrid.frontend.access.tenants import Caller
+from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
+from poolgrid.frontend.compression import accepts_gzip, compressed
+from poolgrid.frontend.dialects import OPENAI, Dialect
+from poolgrid.frontend.errors import RequestError, refused, without_others
+from poolgrid.frontend.guide_check import GuideCheck
+from poolgrid.frontend.inflation import BodyInflation
+from poolgrid.frontend.keep_alive import KeepAlive
+from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.media.memory_budget import MediaLease
+from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
+from poolgrid.frontend.preparation import Job
+from poolgrid.frontend.prompt import Prompt
+from poolgrid.frontend.request_body import check_announced, receive_body
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_span import tell_request
+from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
+from poolgrid.frontend.sequence_output import SequenceOutput
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.stream_head import StreamHead
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.frontend.tools import HOSTED_TOOL
+from poolgrid.frontend.traffic import NOTHING_YET, Account, EndedRequest, Traffic
+from poolgrid.http.direct_cycle import CONNECTION
+from poolgrid.http.direct_cycle import Connection as DirectConnection
+from poolgrid.http.http_protocol import SERVER_ENDS
+from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
+from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.process.clock import Clock
+from poolgrid.process.log_lines import about
+from poolgrid.process.tasks import detached
+from poolgrid.process.tracing.record import TraceRecord
+from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.wire.hashing import TOKEN_BYTES
+
+log: Final = logging.getLogger(__name__)
+
+# A compiled module looks up what it imports at each use.
+_perf_counter: Final = perf_counter
+
+WORKERS_IN_HEADER_MAX: Final = 16
+"""Distinct workers that ``x-poolgrid-worker`` lists for a request of many sequences."""
+
+HEADER_VALUES_MAX: Final = 4096
+"""Names of workers, pools and reasons that are kept as headers have them; what was used longest ago goes first."""
+
+LOOK_UP_BYTES_MAX: Final = 512 * 1024
+"""Largest body whose prompt is rendered and looked up on the event loop, before it is known how much of it is new. Both
+take about 0.6 ns a byte with nothing new and 1.3 with nothing known, so at most 0.7 ms; it holds 80k tokens of text."""
+
+LOOK_UP_RENDERING_MS = 5.0
+"""Longest rendering there, an engine step; it is begun anew in a thread when it takes longer. Templates take a few µs a
+message, but what they do with thousands of tiny ones is theirs."""
+
+TOOLS_LEFT_OUT: Final = b"x-poolgrid-tools-left-out"
+"""Names the types of a request's tools that cannot run here, such as a vendor's web search."""
+
+LEFT_OUT_CHARS_MAX: Final = 256
+"""Longest value of that header: types are text of the client's."""
+
+LEFT_OUT_TYPES_MAX: Final = 64
+"""Types of tools that the log names, once each: more than vendors have."""
+
+CLIENT_LEFT: Final = 499
+"""Status that is counted (not sent) when the client left first; nginx's number for it."""
+
+Prepare = Callable[[bytes, Caller | None], Job | Awaitable[Job]]
+"""Returns the job that a body asks for, given whose it is; raises ``RequestError``."""
+
+Arrivals = Sequence[tuple[SequenceOutput, Sequence[StreamDelta]]]
+
+
+class InferenceEndpoint:
+    """One of the endpoints; an ASGI application of its own."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        prepare: Prepare,
+        backend: InferenceBackend,
+        tokenization: TokenizationPool,
+        inflation: BodyInflation,
+        request_ids: RequestIds,
+        metrics: FrontendMetrics,
+        settings: FrontendSettings,
+        clock: Clock,
+        media: MediaLoader,
+        guides: GuideCheck,
+        domains: CacheDomains,
+        traffic: Traffic[_Exchange],
+        dialect: Dialect = OPENAI,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.name = name
+        """Value of the metrics' ``endpoint`` label."""
+        self._prepare = prepare
+        self._dialect = dialect
+        self._backend = backend
+        self._tokenization = tokenization
+        self._inflation = inflation
+        self._request_ids = request_ids
+        self._metrics = metrics
+        self._in_flight = metrics.in_flight.labels(self.name)
+        for streaming in ("true", "false"):
+            # From 0 on: of a series that begins with its first errors nobody would see an increase.
+            metrics.requests.labels(self.name, "500", streaming)
+        self._settings = settings
+        self._clock = clock
+        self._media = media
+        self._guides = guides
+        self._domains = domains
+        self._traffic = traffic
+        self._tracing = tracing
+        self._isolates = settings.isolate_tenants
+        self._left_out: set[str] = set()
+        self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
+        """Shortest answer that is compressed."""
+        self.body_bytes_max = settings.max_body_bytes
+        """Largest body that a server may gather before it calls."""
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        """Return what serves one POST: a coroutine around it would be woken with it every time."""
+        arrived_ms = self._clock.monotonic_ms()
+        extensions = scope.get("extensions")
+        direct = extensions.get(CONNECTION) if extensions else None
+        return _Exchange(self, scope, arrived_ms, receive, send, direct).run()
+
+    def note_left_out(self, types: Collection[str], request_id: str) -> None:
+        """Log the types of tools that a request was run without, each once."""
+        for name in types:
+            # A client can write anything there, and what clients write is not for logs.
+            kind = name if HOSTED_TOOL.fullmatch(name) else "unknown"
+            if kind not in self._left_out and len(self._left_out) < LEFT_OUT_TYPES_MAX:
+                self._left_out.add(kind)
+                log.warning(
+                    "%s: tools of type %s cannot run here and are left out of requests (first in %s)",
+                    self.name,
+                    kind,
+                    request_id,
+                )
+
+    def begin(self, exchange: _Exchange) -> None:
+        """Take note of a request that begins."""
+        if self._tracing is not None:
+            exchange.trace = self._tracing.begin_request(self.name, exchange._scope["headers"], exchange._arrived_ms)
+        self._in_flight.value += 1
+        self._traffic.running.add(exchange)
+
+    def end(self, exchange: _Exchange, account: Account) -> None:
+        """Take note of a request that is over, and of what it has got."""
+        self._traffic.end(exchange, account)
+        self._in_flight.value -= 1
+        self._metrics.answered(self.name, exchange.status, exchange.streaming)
+        if exchange.trace is not None and self._tracing is not None:
+            self._tracing.end(exchange.trace, tell(exchange.trace, exchange))
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(
+        self,
+        endpoint: InferenceEndpoint,
+        scope: Scope,
+        arrived_ms: float,
+        receive: Receive,
+        send: Send,
+        direct: DirectConnection | None,
+    ) -> None:
+        self._direct = direct
+        self._endpoint = endpoint
+        self._metrics = endpoint._metrics
+        self._clock = endpoint._clock
+        self._scope = scope
+        self._headers = headers = _headers_of(scope, direct)
+        self._wanted_id = endpoint._request_ids.wanted(headers.request_id)
+        self._arrived_ms = arrived_ms
+        self._caller = caller_of(scope)
+        self._receive = receive
+        self._send = send
+        self._outputs: list[SequenceOutput] = []
+        self.done = False
+        """The last byte has been handed over: that the client leaves is no longer news."""
+        self.left = False
+        self._started = False
+        """The status line has been sent."""
+        self._lease: MediaLease | None = None
+        self._encoder: AnswerEncoder | None = None
+        self.status = CLIENT_LEFT
+        self.streaming = False
+        self._tools_left_out: Collection[str] = ()
+        """Types of the client's tools that cannot run here."""
+        self.model = ""
+        """What was asked for, once the body is read."""
+        self._series: ModelSeries | None = None
+        """The instruments of its model, once there is a token."""
+        self.error = ""
+        """Code of the error that it was answered with."""
+        self.first_token_ms: float | None = None
+        self.trace: TraceRecord | None = None
+        """What happens to it, where its trace is kept."""
+
+    async def run(self) -> None:
+        """Answer; raises only what is a bug or the end of the process."""
+        watcher: asyncio.Task[None] | None = None
+        task = asyncio.current_task() if self._direct is None else self._direct.task
+        assert task is not None, "servers call applications in a task"
+        self._endpoint.begin(self)
+        try:
+            limit = self._endpoint.body_bytes_max
+            headers = self._headers
+            if not headers.is_taken:
+                check_announced(headers.content_type, headers.content_length, limit, self._scope["headers"])
+                # Of another with this head only the length is another's, at which the server has looked.
+                headers.is_taken = True
+            body: bytes | None
+            if self._direct is None:
+                body = await receive_body(self._receive, limit)
+            else:
+                body, self._direct.body = self._direct.body, b""
+            if body is None:
+                self._left()
+                return
+            if self.trace is not None:
+                self.trace.add("receive", self._arrived_ms)
+            if self._direct is None:
+                watcher = detached(_watch(self._receive, self, task), f"client of {self._wanted_id}")
+            else:
+                self._direct.on_left = partial(_leave, self, task)
+            if headers.content_encoding:
+                body = await self._inflate(body)
+            if len(body) > SHORT_BYTES:
+                await check_shape(body, self._endpoint._settings.max_body_values, self._endpoint._tokenization)
+            job = await self._prepared(body)
+            self.streaming = bool(job.body.stream)
+            self.model = job.body.model
+            if job.tools.left_out:
+                self._tools_left_out = job.tools.left_out
+                self._endpoint.note_left_out(job.tools.left_out, str(self._wanted_id))
+            if self._caller is not None:
+                self._caller.check_model(job.body.model)
+            self._endpoint._domains.claim(job, self._caller, self._scope["headers"])
+            if job.guide:
+                await self._try_guide(job)
+            if job.media:
+                if self._caller is not None:
+                    self._caller.check_feature("media")  # before anything is fetched for it
+                self._lease = self._endpoint._media.lease()
+                job.items = await self._endpoint._media.load(
+                    job.media, self._lease, job.domain, job.served.media.item_bytes_max
+                )
+            prompts = await self._tokenize(job, len(body))
+            del body
+            if self._lease is not None:
+                self._endpoint._media.note_places([each for prompt in prompts for each in prompt.media_items])
+            count = len(prompts) * job.choices_per_prompt
+            request_ids = self._endpoint._request_ids.of_sequences(self._wanted_id, count)
+            await self._serve(job, prompts, request_ids)
+        except RequestError as error:
+            await self._answer_error(error)
+        except Refused as refusal:
+            await self._answer_error(refused(refusal))
+        except asyncio.CancelledError as cancelled:
+            if self.left:
+                task.uncancel()
+                self._left()
+            elif cancelled.args == (SERVER_ENDS,):
+                task.uncancel()
+                await self._answer_error(RequestError(503, "not_ready", SERVER_ENDS))
+            else:
+                raise
+        except OSError:
+            # Servers that tell a writer of a closed connection do it with OSError (ASGI 2.4).
+            self._left()
+        except Exception:
+            trace_id = "" if self.trace is None else self.trace.trace_id
+            named = about(request_id=str(self._wanted_id), trace_id=trace_id)
+            log.exception("serving request %s failed: this is a bug", self._wanted_id, extra=named)
+            message = "serving the request failed inside the router; its log says where"
+            await self._answer_error(RequestError(500, "internal_error", message))
+        finally:
+            self.done = True
+            if watcher is not None:
+                watcher.cancel()
+            if self._direct is not None:
+                self._direct.on_left = None
+            account = NOTHING_YET
+            try:
+                self._give_up()
+                if self._lease is not None:
+                    self._lease.close()
+                account = self._count_tokens()
+            finally:
+                self._endpoint.end(self, account)
+
+    async def _prepared(self, body: bytes) -> Job:
+        """Return the job that a body asks for; raises ``RequestError``."""
+        try:
+            prepared = self._endpoint._prepare(body, self._caller)
+            return prepared if isinstance(prepared, Job) else await prepared
+        except RecursionError:
+            # The parser takes what is nested some hundred deep; what looks at it afterwards may take less.
+            raise RequestError(
+                400, "invalid_json", f"reading the request body ({len(body)} bytes): it is nested too deeply"
+            ) from None
+
+    async def _try_guide(self, job: Job) -> None:
+        """Return when the guide may go to a worker; raises ``RequestError``."""
+        if self._caller is not None:
+            self._caller.check_feature("guided_decoding")
+        await self._endpoint._guides.check(job.guide, job.guide_param, job.domain)
+
+    async def _inflate(self, body: bytes) -> bytes:
+        encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
+        return await self._endpoint._inflation.inflated(body, encoding, lambda: self.left)
+
+    async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
+        pool = self._endpoint._tokenization
+        began_s = _perf_counter()
+        began_ms = 0.0 if self.trace is None else self._clock.monotonic_ms()
+        fast = job.model.tokenizes_fast()
+        if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
+            prompts = job.tokenize()
+        else:
+            left = job.look_up(LOOK_UP_RENDERING_MS) if body_bytes <= LOOK_UP_BYTES_MAX else None
+            if left is not None and pool.is_short(left, fast):
+                prompts = job.tokenize()
+            else:
+                prompts = await pool.run_in_thread(job.tokenize)
+        job.forget_prompt()
+        if self.trace is not None:
+            self.trace.add("render and tokenize", began_ms)
+        self._metrics.tokenization.observe(_perf_counter() - began_s)
+        return prompts
+
+    async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
+        requests = job.requests(prompts, request_ids, self._headers.hints)
+        if self.trace is not None:
+            for request in requests:
+                request.trace = self.trace
+        if self._caller is not None:
+            isl = sum(prompt.isl for prompt in prompts)
+            self._caller.admit(requests, isl, self._clock.monotonic_ms())
+        per_prompt = job.choices_per_prompt
+        outputs = self._outputs
+        for index, request in enumerate(requests):
+            output = SequenceOutput(
+                index,
+                request,
+                job.output_model,
+                job.stops,
+                collect=not self.streaming,
+                echo=prompts[index // per_prompt].text,
+                prompt_only=job.prompt_only,
+            )
+            outputs.append(output)
+            output.stream = await self._endpoint._backend.submit(request)
+            if len(requests) > 1:
+                # Others come between the sequences of this one: 128 of them take 40 ms.
+                await asyncio.sleep(0)
+        isl_seen = self._metrics.isl
+        for prompt in prompts:
+            isl_seen.observe(len(prompt.token_ids) // TOKEN_BYTES)
+        encoder = job.encoder(prompts, request_ids, self._clock.wall_ms() // 1000)
+        encoder.outputs = outputs
+        self._encoder = encoder
+        if job.body.stream_options is not None and job.counts_in_chunks:
+            encoder.count_in_chunks(
+                lambda index: counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
+            )
+        pumps = _Pumps(outputs) if len(outputs) > 1 else None
+        try:
+            if self.streaming:
+                await self._stream(job, prompts, encoder, pumps)
+            else:
+                await self._whole(job, prompts, encoder, pumps)
+        finally:
+            if pumps is not None:
+                pumps.close()
+
+    async def _stream(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        pumps: _Pumps | None,
+    ) -> None:
+        head = StreamHead(self._start_stream, self._write, encoder.begin(), partial(_wait_for_room, self._outputs))
+
+        async def comment(body: bytes) -> None:
+            if not head.is_sent and _wait_for_room(self._outputs):
+                return
+            await self._write(await head.before(body))
+
+        interval_s = self._endpoint._settings.keep_alive_interval_s
+        keep_alive = KeepAlive(comment, interval_s) if interval_s else None
+        try:
+            await self._events(job, prompts, encoder, pumps, head, keep_alive)
+        finally:
+            head.close()
+            if keep_alive is not None:
+                keep_alive.close()
+
+    async def _events(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        pumps: _Pumps | None,
+        head: StreamHead,
+        keep_alive: KeepAlive | None,
+    ) -> None:
+        if pumps is None:
+            await self._events_of_one(job, prompts, encoder, head, keep_alive)
+            return
+        unfinished = len(self._outputs)
+        while unfinished:
+            parts: list[bytes] = []
+            failed: SequenceOutput | None = None
+            for output in self._take(await pumps.next()):
+                finish_reason = output.finish_reason
+                if finish_reason is not None:
+                    unfinished -= 1
+                    if finish_reason == "error":
+                        failed = output
+                        finish_reason = None
+                if output.text or finish_reason is not None:
+                    if not output.started:
+                        output.started = True
+                        parts.append(encoder.role(output.index))
+                    parts.append(encoder.chunk(output.index, output.take_text(), output.take_logprobs(), finish_reason))
+            if any(parts) and (unfinished or failed is not None):
+                await self._write(await head.before(b"".join(parts)))
+                if keep_alive is not None:
+                    keep_alive.wrote = True
+            if failed is not None:
+                await head.settled()
+                raise _generation_failed(failed)
+        parts.append(encoder.end(self._usage(job, prompts)))
+        last = await head.before(b"".join(parts))
+        if keep_alive is not None:
+            keep_alive.close()
+        await self._end(last)
+
+    async def _events_of_one(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        head: StreamHead,
+        keep_alive: KeepAlive | None,
+    ) -> None:
+        """As ``_events``, for one sequence: what happens for every token of nearly every stream."""
+        [output] = self._outputs
+        stream = output.stream
+        assert stream is not None, "submitted before anything is awaited from it"
+        write = None if self._direct is None else self._direct.write
+        index = output.index
+        while True:
+            self._absorb(output, await stream.next())
+            finish_reason = output.finish_reason
+            last = finish_reason is not None
+            failed = finish_reason == "error"
+            if failed:
+                finish_reason = None
+            part = b""
+            if output.text or finish_reason is not None:
+                if not output.started:
+                    output.started = True
+                    part = encoder.role(index)
+                part += encoder.chunk(index, output.take_text(), output.take_logprobs(), finish_reason)
+            if last and not failed:
+                break
+            if part:
+                if write is None or not head.is_sent or not write(part):
+                    await self._write(await head.before(part))
+                if keep_alive is not None:
+                    keep_alive.wrote = True
+            if failed:
+                await head.settled()
+                raise _generation_failed(output)
+        end = await self._completed(job, encoder, partial(encoder.end, self._usage(job, prompts)))
+        part = await head.before(part + end)
+        if keep_alive is not None:
+            keep_alive.close()
+        await self._end(part)
+
+    async def _whole(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        pumps: _Pumps | None,
+    ) -> None:
+        if pumps is None:
+            [output] = self._outputs
+            stream = output.stream
+            assert stream is not None, "submitted before anything is awaited from it"
+            while output.finish_reason is None:
+                self._absorb(output, await stream.next(output.waits_for_end()))
+            if output.finish_reason == "error":
+                raise _generation_failed(output)
+        else:
+            unfinished = len(self._outputs)
+            while unfinished:
+                for output in self._take(await pumps.next()):
+                    if output.finish_reason is not None:
+                        unfinished -= 1
+                        if output.finish_reason == "error":
+                            raise _generation_failed(output)
+        counts = self._usage(job, prompts)
+        if job.form is None:
+            body = encoder.whole(self._outputs, counts)
+        else:
+            body = await self._completed(job, encoder, partial(encoder.whole, self._outputs, counts))
+        headers = [*self._response_headers(), (b"content-type", b"application/json")]
+        if len(body) >= self._endpoint._gzip_bytes:
+            headers.append((b"vary", b"accept-encoding"))
+            if accepts_gzip(self._headers.accept_encoding):
+                body = compressed(body)
+                headers.append((b"content-encoding", b"gzip"))
+        self._begin(200, headers)
+        if self._direct is not None and self._direct.answer(200, headers, body):
+            self.done = True
+            return
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._end(body)
+
+    async def _completed(self, job: Job, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
+        """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
+        is kept before its client can go on from it."""
+        form = job.form
+        if form is None:
+            return complete()
+        pool = self._endpoint._tokenization
+        generated_bytes = TOKEN_BYTES * sum(output.completion_tokens for output in self._outputs)
+        if form.counts_reasoning and not pool.is_short(generated_bytes, job.model.tokenizes_fast()):
+            end = await pool.run_in_thread(complete, is_due=True)
+        else:
+            end = complete()
+        await form.keep(encoder)
+        return end
+
+    def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
+        """Absorb everything that arrived and return each sequence that it was for, once."""
+        touched: dict[int, SequenceOutput] = {}
+        for output, deltas in arrivals:
+            # What arrives after a stop string was found is not part of the answer.
+            if output.finish_reason is None or output.index in touched:
+                touched[output.index] = output
+                if output.finish_reason is None:
+                    self._absorb(output, deltas)
+        return touched.values()
+
+    def _absorb(self, output: SequenceOutput, deltas: Sequence[StreamDelta]) -> None:
+        tokens = output.absorb(deltas)
+        if output.stopped_here and output.stream is not None:
+            output.stream.cancel()
+        if tokens == 0:
+            return
+        now_ms = self._clock.monotonic_ms()
+        previous_ms = output.last_token_at_ms
+        series = self._series
+        if previous_ms is None:
+            if series is None:
+                series = self._series = self._metrics.of_model(self.model)
+            ttft_ms = now_ms - self._arrived_ms
+            if self.trace is None:
+                series.ttft.observe(ttft_ms / 1000)
+            else:
+                series.ttft.observe_traced(ttft_ms / 1000, self.trace.trace_id)
+            (series.ttft_met if ttft_ms <= self._metrics.ttft_target_ms else series.ttft_missed).value += 1
+            self.first_token_ms = self.first_token_ms or now_ms
+            output.first_tokens = tokens
+            output.first_token_at_ms = now_ms
+        else:
+            assert series is not None, "the first tokens came before these"
+            series.itl.observe((now_ms - previous_ms) / 1000 / tokens)
+        output.last_token_at_ms = now_ms
+
+    def _usage(self, job: Job, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Return the counts: every prompt once, with the reuse that its first choice found."""
+        if len(self._outputs) == 1:
+            [output] = self._outputs
+            return usage(len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0)
+        first_choices = self._outputs[:: job.choices_per_prompt]
+        return usage(
+            sum(prompt.isl for prompt in prompts),
+            sum(output.completion_tokens for output in self._outputs),
+            sum(output.cached_tokens or 0 for output in first_choices),
+        )
+
+    def _response_headers(self) -> list[tuple[bytes, bytes]]:
+        named = self._endpoint._dialect.headers(self._wanted_id)
+        if self._tools_left_out:
+            left_out = _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])
+            named = (*named, (TOOLS_LEFT_OUT, left_out))
+        if self._endpoint._isolates:
+            return [*named]
+        streams = [output.stream for output in self._outputs if output.stream is not None]
+        if len(streams) == 1:
+            [stream] = streams
+            worker, reason, pool = stream.worker, stream.decision_reason, stream.pool
+        else:
+            worker = _listed([stream.worker for stream in streams])
+            reason = _listed([stream.decision_reason for stream in streams])
+            pool = _listed([stream.pool for stream in streams if stream.pool])
+        headers = [
+            *named,
+            (b"x-poolgrid-worker", _header_value(worker)),
+            (b"x-poolgrid-decision", _header_value(reason)),
+        ]
+        if pool:
+            headers.append((b"x-poolgrid-pool", _header_value(pool)))
+        if self.trace is not None:
+            headers.append((b"traceresponse", self.trace.root.place.traceparent.encode()))
+        return headers
+
+    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Complete the headers of an answer that begins."""
+        self.status = status
+        if self._caller is not None:
+            headers += limit_headers(self._caller.standing(self._clock.monotonic_ms()))
+        self._started = True
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._begin(status, headers)
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _start_stream(self) -> None:
+        await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
+
+    async def _write(self, body: bytes) -> None:
+        if not self.done:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _end(self, body: bytes) -> None:
+        self.done = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _answer_error(self, error: RequestError) -> None:
+        self._give_up()
+        self.error = error.code
+        if self._endpoint._isolates:
+            error = without_others(error)
+        if error.is_refusal:
+            self._metrics.refused(error.code, self._caller.tenant if self._caller is not None else "")
+        dialect = self._endpoint._dialect
+        error = dialect.named(error)
+        body = dialect.error_body(error, self._wanted_id)
+        try:
+            if self._started:
+                self.status = error.status
+                assert self._encoder is not None, "a stream has begun, so there is an encoder"
+                await self._end(self._encoder.error(error))
+                return
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+                *dialect.headers(self._wanted_id),
+                *error.headers,
+            ]
+            await self._start(error.status, headers)
+            await self._end(body)
+        except OSError:
+            self._left()
+        except asyncio.CancelledError:
+            # The watcher saw the client leave while its error was being written.
+            if not self.left:
+                raise
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            self._left()
+
+    def _give_up(self) -> None:
+        """Cancel every stream that has not ended; before anything is written about it, for workers come first."""
+        for output in self._outputs:
+            if output.stream is not None and output.finish_reason is None:
+                output.finish_reason = "cancelled"
+                output.completion_tokens += output.stream.unread_tokens
+                output.stream.cancel()
+
+    def _left(self) -> None:
+        self.status = CLIENT_LEFT
+        self._metrics.disconnects.inc()
+
+    def _count_tokens(self) -> Account:
+        """Count what the request has got at its end, and return it."""
+        metrics = self._metrics
+        account = account_of(self)
+        prompt_tokens, cached_tokens, output_tokens = account
+        metrics.prompt_tokens.value += prompt_tokens
+        metrics.cached_tokens.value += cached_tokens
+        metrics.output_tokens.value += output_tokens
+        for output in self._outputs:
+            if output.stream is None:
+                continue
+            completion_tokens = output.completion_tokens
+            metrics.osl.observe(completion_tokens)
+            # Of the tokens that came after the first ones: those came together.
+            later_tokens = completion_tokens - output.first_tokens
+            if self._series is not None and output.last_token_at_ms is not None and later_tokens > 0:
+                itl_ms = (output.last_token_at_ms - output.first_token_at_ms) / later_tokens
+                met = itl_ms <= metrics.itl_target_ms
+                (self._series.itl_met if met else self._series.itl_missed).value += 1
+        if self._caller is not None:
+            self._caller.generated(sum(output.completion_tokens for output in self._outputs))
+            if all(output.stream is None for output in self._outputs):
+                self._caller.not_dispatched(self._clock.monotonic_ms())
+        return account
+
+
+def account_of(exchange: _Exchange) -> Account:
+    """Return what a request has sent to workers and got until now."""
+    prompt_tokens = cached_tokens = output_tokens = 0
+    for output in exchange._outputs:
+        if output.stream is not None:
+            prompt_tokens += len(output.request.token_ids) // TOKEN_BYTES
+            cached_tokens += output.cached_tokens or 0
+            output_tokens += output.completion_tokens
+    return Account(prompt_tokens, cached_tokens, output_tokens)
+
+
+def line_of(exchange: _Exchange) -> EndedRequest:
+    """Return what there is to log of a request that is over."""
+    streams = [output.stream for output in exchange._outputs if output.stream is not None]
+    arrived_ms, first_ms = exchange._arrived_ms, exchange.first_token_ms
+    return EndedRequest(
+        name=str(exchange._wanted_id),
+        endpoint=exchange._endpoint.name,
+        status=exchange.status,
+        error=exchange.error,
+        streaming=exchange.streaming,
+        model=exchange.model,
+        tenant=exchange._caller.tenant if exchange._caller is not None else "",
+        account=account_of(exchange),
+        ttft_ms=None if first_ms is None else first_ms - arrived_ms,
+        duration_ms=exchange._clock.monotonic_ms() - arrived_ms,
+        workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
+        trace_id=exchange.trace.trace_id if exchange.trace is not None else "",
+    )
+
+
+def tell(trace: TraceRecord, exchange: _Exchange) -> str:
+    """Put what is known of a request that is over on its span; return its error in a word, for one that failed here."""
+    tell_request(
+        trace,
+        endpoint=exchange._endpoint.name,
+        name=str(exchange._wanted_id),
+        model=exchange.model,
+        status=exchange.status,
+        error=exchange.error or ("client_left" if exchange.status == CLIENT_LEFT else ""),
+        streaming=exchange.streaming,
+        tenant=exchange._caller.tenant if exchange._caller is not None else "",
+        outputs=[output for output in exchange._outputs if output.stream is not None],
+        first_token_ms=exchange.first_token_ms,
+    )
+    return exchange.error if exchange.status >= 500 else ""
+
+
+class _Pumps:
+    """Merges the streams of a request with several sequences: one task per sequence, one wake-up for all."""
+
+    def __init__(self, outputs: Sequence[SequenceOutput]) -> None:
+        self._arrived: list[tuple[SequenceOutput, Sequence[StreamDelta]]] = []
+        self._news = asyncio.Event()
+        self._tasks = [detached(self._pump(output), f"tokens of {output.request.request_id}") for output in outputs]
+
+    async def next(self) -> Arrivals:
+        """Wait for news of any sequence and return all of it."""
+        await self._news.wait()
+        self._news.clear()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """End the tasks that are still waiting.
+
+        They are let go of: a task that was cancelled holds the frames it was cancelled in, and these hold this.
+        """
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+
+    async def _pump(self, output: SequenceOutput) -> None:
+        stream = output.stream
+        assert stream is not None, "submitted before the pumps begin"
+        while True:
+            try:
+                deltas = await stream.next(output.waits_for_end())
+            except Exception as error:
+                request = output.request
+                log.exception(
+                    "reading the tokens of %s failed: this is a bug", request.request_id, extra=request.named()
+                )
+                deltas = [StreamDelta(b"", finish_reason="error", error=f"reading tokens failed: {error}")]
+            self._arrived.append((output, deltas))
+            self._news.set()
+            if not deltas or deltas[-1].finish_reason is not None:
+                return
+
+
+_STREAM_HEADERS: list[tuple[bytes, bytes]] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Reverse proxies of nginx's family collect a response otherwise.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def _watch(receive: Receive, exchange: _Exchange, task: asyncio.Task[Any]) -> None:
+    """Wait until the client leaves, then cancel the request's task."""
+    while (await receive())["type"] != "http.disconnect":
+        pass  # a server may repeat the end of the body
+    _leave(exchange, task)
+
+
+def _leave(exchange: _Exchange, task: asyncio.Task[Any]) -> None:
+    """Cancel the request of a client that has left, unless it has its answer."""
+    if not exchange.done:
+        exchange.left = True
+        task.cancel()
+
+
+_HINT_HEADERS: Final = {name.encode(): name for name in HINT_HEADERS}
+
+
+class _Headers:
+    """The request headers that matter here."""
+
+    __slots__ = (
+        "accept_encoding",
+        "content_encoding",
+        "content_length",
+        "content_type",
+        "hints",
+        "is_taken",
+        "request_id",
+    )
+
+    def __init__(self, scope: Scope) -> None:
+        self.is_taken = False
+        """Whether what they announce was looked at."""
+        self.content_type = self.content_length = self.content_encoding = self.accept_encoding = b""
+        self.request_id: bytes | None = None
+        self.hints: dict[str, str] | None = None
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                self.content_type = value
+            elif name == b"content-length":
+                self.content_length = value
+            elif name == b"x-request-id":
+                self.request_id = value
+            elif name == b"accept-encoding":
+                self.accept_encoding = value
+            elif name == b"content-encoding":
+                self.content_encoding = value
+            elif name in _HINT_HEADERS:
+                self.hints = self.hints or {}
+                self.hints[_HINT_HEADERS[name]] = value.decode("latin-1")
+
+
+def _headers_of(scope: Scope, direct: DirectConnection | None) -> _Headers:
+    """Return the headers of a request: read once where a connection sends the same head again and again."""
+    of_head = None if direct is None else direct.of_head
+    if of_head is None:
+        return _Headers(scope)
+    headers: _Headers | None = of_head.get(_OF_HEAD)
+    if headers is None:
+        headers = of_head[_OF_HEAD] = _Headers(scope)
+    return headers
+
+
+_OF_HEAD: Final = "poolgrid.inference_endpoint"
+
+
+def _listed(values: list[str]) -> str:
+    return ",".join(list(dict.fromkeys(values))[:WORKERS_IN_HEADER_MAX])
+
+
+@lru_cache(HEADER_VALUES_MAX)
+def _header_value(text: str) -> bytes:
+    if text.isascii() and text.isprintable():
+        return text.encode()
+    return "".join(character if " " <= character <= "~" else "?" for character in text).encode()
+
+
+def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
+    """Tell whether every sequence waits in the queue once more."""
+    return all(each.stream is not None and each.stream.waits_for_room for each in outputs)
+
+
+def _generation_failed(output: SequenceOutput) -> RequestError:
+    if output.retry_after_s is not None:
+        return refused(Refused(429, "busy", f"generating choice {output.index}: {output.error}", output.retry_after_s))
+    if output.unknown_model:
+        return RequestError(404, "model_not_found", f"generating choice {output.index}: {output.error}", param="model")
+    if output.unsupported:
+        return RequestError(400, "unsupported_by_worker", f"generating choice {output.index}: {output.error}")
+    if output.poison:
+        # Not a 5xx, which client libraries send again by themselves: each time it would cost workers.
+        return RequestError(422, "workers_lost", f"generating choice {output.index}: {output.error}")
+    if output.shutdown:
+        return RequestError(503, "not_ready", f"generating choice {output.index}: {output.error}")
+    return RequestError(500, "generation_failed", f"generating choice {output.index}: {output.error}")

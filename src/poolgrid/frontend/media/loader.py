@@ -1,0 +1,254 @@
+"""Brings in the media that a request names: all of them or none, each refused with its place in the body.
+
+The media of one request are loaded side by side; the first refusal ends the others. Fetching is asynchronous; decoding
+base64, reading files, hashing and looking at what came happens in threads of this loader, so that 50 MB hold nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.media.addresses import AddressPolicy
+from poolgrid.frontend.media.data_urls import decode_data_url
+from poolgrid.frontend.media.embeddings import check_embeddings
+from poolgrid.frontend.media.image_checks import check_image
+from poolgrid.frontend.media.local_files import LocalFiles
+from poolgrid.frontend.media.media_cache import MediaCache, Medium
+from poolgrid.frontend.media.memory_budget import MediaBudget, MediaLease
+from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.references import MediaReference, shown
+from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.settings import MEGABYTE, MediaSettings
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import cancel_all, owned
+from poolgrid.process.tenant_caches import CacheDomain, TenantCaches
+from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
+
+if TYPE_CHECKING:
+    from poolgrid.frontend.media.fetcher import MediaFetcher, Resolver
+
+THREADS = 2
+"""Hashing runs at gigabytes per second; two threads keep one large file from holding up the small ones."""
+
+RETRY_AFTER_S = 1
+
+
+class MediaLoader:
+    """Loads media; ``close`` ends its connections and threads."""
+
+    def __init__(
+        self, settings: MediaSettings, metrics: MediaMetrics, clock: Clock, resolver: Resolver | None = None
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._file_bytes_max = settings.max_file_size_mb * MEGABYTE
+        self._policy = AddressPolicy(settings.media_allowed_networks)
+        self._resolver = resolver
+        self._fetcher: MediaFetcher | None = None
+        path = settings.allowed_local_media_path
+        self._files = LocalFiles(path) if path is not None else None
+        self._caches = TenantCaches(settings.media_cache_mb * MEGABYTE, self._new_cache)
+        self._budget = MediaBudget(settings.media_memory_mb * MEGABYTE)
+        self._turn = asyncio.Semaphore(settings.media_fetches_max)
+        self._threads: ThreadPoolExecutor | None = None
+        metrics.held_bytes.set_function(lambda: self._budget.held)
+        metrics.cached_bytes.set_function(lambda: sum(cache.held for cache in self._caches))
+
+    def lease(self) -> MediaLease:
+        """Return what the media of one request are charged to; the caller closes it when the request has ended."""
+        return self._budget.lease(self._settings.max_media_request_mb * MEGABYTE)
+
+    async def load(
+        self,
+        references: Sequence[MediaReference],
+        lease: MediaLease,
+        domain: CacheDomain | None,
+        item_bytes_max: int = 0,
+    ) -> tuple[MediaItem, ...]:
+        """Return the media in the order of their references; raises ``RequestError``.
+
+        What is fetched is shared within ``domain``; without one it is fetched for this request alone, and not kept.
+        ``item_bytes_max`` is what the model's workers allow for one; 0 = as much as this server does.
+        """
+        limit = self._settings.max_media_items
+        if len(references) > limit:
+            raise self._error(
+                references[limit].param,
+                MediaRefused("media_too_many", f"the request has {len(references)} media, allowed are at most {limit}"),
+            )
+        bytes_max = min(self._file_bytes_max, item_bytes_max or self._file_bytes_max)
+        loaded = await self._side_by_side(references, lease, domain, bytes_max)
+        if isinstance(loaded, RequestError):
+            try:
+                raise loaded
+            finally:
+                del loaded  # or this frame and the error would hold each other
+        return loaded
+
+    async def _side_by_side(
+        self, references: Sequence[MediaReference], lease: MediaLease, domain: CacheDomain | None, bytes_max: int
+    ) -> tuple[MediaItem, ...] | RequestError:
+        tasks = [owned(self._item(reference, lease, domain, bytes_max), reference.param) for reference in references]
+        try:
+            for done in asyncio.as_completed(tasks):
+                loaded = await done
+                if isinstance(loaded, RequestError):
+                    return loaded
+            return tuple(item for task in tasks if isinstance(item := task.result(), MediaItem))
+        finally:
+            # Nothing of a request outlives it: also what is being cancelled is waited for.
+            await cancel_all(tasks)
+
+    async def close(self) -> None:
+        """End everything."""
+        for cache in self._caches:
+            await cache.close()
+        if self._fetcher is not None:
+            await self._fetcher.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+
+    async def _item(
+        self, reference: MediaReference, lease: MediaLease, domain: CacheDomain | None, bytes_max: int
+    ) -> MediaItem | RequestError:
+        try:
+            medium = await self._medium(reference, domain, bytes_max)
+            if isinstance(medium, MediaRefused):
+                return self._error(reference.param, medium)
+            lease.add(len(medium.data))
+        except MediaRefused as refusal:
+            return self._error(reference.param, refusal)
+        self._metrics.loaded.labels(reference.source, reference.kind.value).inc()
+        self._metrics.loaded_bytes.labels(reference.source).inc(len(medium.data))
+        return MediaItem(
+            reference.kind,
+            medium.data,
+            medium.media_type,
+            medium.media_hash,
+            width=medium.width,
+            height=medium.height,
+        )
+
+    async def _medium(
+        self, reference: MediaReference, domain: CacheDomain | None, bytes_max: int
+    ) -> Medium | MediaRefused:
+        if reference.source == "file":
+            if self._files is None:
+                raise MediaRefused(
+                    "media_path_not_allowed",
+                    f"{reference.shown} is a local file: none are read here (allowed-local-media-path is not set)",
+                )
+            return await self._in_thread(partial(self._read_file, self._files, reference, bytes_max))
+        if reference.source not in self._settings.media_allowed_schemes:
+            raise MediaRefused(
+                "media_scheme_not_allowed",
+                f"{shown(reference.url)} has the scheme {reference.source!r}: allowed are "
+                f"{', '.join(self._settings.media_allowed_schemes)}",
+            )
+        if reference.source == "data":
+            return await self._in_thread(partial(self._read_data, reference, bytes_max))
+        cache = None if domain is None else self._caches.of(domain.tenant, domain.shares)
+        if cache is None or domain is None:
+            return await self._fetch(reference, bytes_max)
+        # Models that allow different sizes share nothing: what one refuses may be there for another.
+        key = (domain.salt, f"{reference.kind.value} {bytes_max}", reference.url)
+        return await cache.get(key, lambda: self._fetch(reference, bytes_max))
+
+    def _new_cache(self, bytes_max: int) -> MediaCache:
+        def note(outcome: str) -> None:
+            self._metrics.cache_lookups.labels(outcome).inc()
+
+        return MediaCache(bytes_max, self._settings.media_cache_ttl_ms, self._clock, note)
+
+    async def _fetch(self, reference: MediaReference, bytes_max: int) -> Medium | MediaRefused:
+        """Fetch and check one URL, on the budget while it is under way."""
+        transit = self._budget.lease(bytes_max)
+        try:
+            await self._take_turn()
+            try:
+                fetcher = await self._opened()
+                began_ms = self._clock.monotonic_ms()
+                data = await fetcher.fetch(reference.url, bytes_max, transit.add)
+                self._metrics.fetch_seconds.observe((self._clock.monotonic_ms() - began_ms) / 1000)
+            finally:
+                self._turn.release()
+            return await self._in_thread(partial(self._check, reference, data))
+        except MediaRefused as refusal:
+            return refusal.alone()
+        finally:
+            transit.close()
+
+    async def _opened(self) -> MediaFetcher:
+        """Return what fetches, made with the first URL: its library is slow to import, and most processes see none."""
+        if self._fetcher is None:
+            made = await asyncio.to_thread(self._new_fetcher)
+            # Another request may have been first; what was made has no connection yet.
+            self._fetcher = self._fetcher or made
+        return self._fetcher
+
+    def _new_fetcher(self) -> MediaFetcher:
+        from poolgrid.frontend.media.fetcher import MediaFetcher, resolve
+
+        return MediaFetcher(
+            self._policy,
+            schemes=self._settings.media_allowed_schemes,
+            timeout_ms=self._settings.media_fetch_timeout_ms,
+            redirects_max=self._settings.media_redirects_max,
+            connections_max=self._settings.media_fetches_max,
+            resolver=self._resolver or resolve,
+        )
+
+    async def _take_turn(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.media_fetch_timeout_ms / 1000):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise MediaRefused(
+                "media_busy",
+                f"{self._settings.media_fetches_max} media are being fetched (media-fetches-max), and none ended "
+                f"within {self._settings.media_fetch_timeout_ms} ms; try again",
+            ) from None
+
+    async def _in_thread(self, work: Callable[[], Medium]) -> Medium | MediaRefused:
+        def done() -> Medium | MediaRefused:
+            try:
+                return work()
+            except MediaRefused as refusal:
+                return refusal.alone()
+
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS, "media")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, done)
+
+    def _read_file(self, files: LocalFiles, reference: MediaReference, bytes_max: int) -> Medium:
+        return self._check(reference, files.read(reference.url, bytes_max))
+
+    def _read_data(self, reference: MediaReference, bytes_max: int) -> Medium:
+        return self._check(reference, decode_data_url(reference.url, bytes_max))
+
+    def _check(self, reference: MediaReference, data: bytes) -> Medium:
+        if reference.kind is MediaKind.EMBEDDINGS:
+            return Medium(data, check_embeddings(data), digest_media(data))
+        image = check_image(data, self._settings.media_image_formats, self._settings.max_image_pixels)
+        return Medium(data, image.media_type, digest_media(data), image.width, image.height)
+
+    def note_places(self, items: Sequence[MediaItem]) -> None:
+        """Count the media of a request whose tokens nobody can count: routing goes by what stands before them."""
+        for item in items:
+            if not item.token_count:
+                self._metrics.uncounted.labels(item.kind.value).inc()
+
+    def _error(self, param: str, refusal: MediaRefused) -> RequestError:
+        self._metrics.refused.labels(refusal.code).inc()
+        headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),) if refusal.status == 429 else ()
+        return RequestError(
+            refusal.status, refusal.code, f"{param}: {refusal.message}. The request was not run.",
+            param=param, headers=headers,
+        )  # fmt: skip

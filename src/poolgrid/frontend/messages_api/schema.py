@@ -1,0 +1,100 @@
+"""The body of ``/v1/messages``.
+
+Its other fields ask for nothing that this server could do otherwise, and are not read: ``context_management`` saves
+prompt tokens on a server that applies it, ``container`` and ``betas`` belong to tools that run at Anthropic.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from poolgrid.frontend.field_words import allowed
+from poolgrid.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, Count, Nvext, TokenId, TopK
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
+
+MESSAGES_MAX = 100_000
+"""Most messages of one request; Anthropic's own limit."""
+
+Blocks = Annotated[str | list[dict[str, Any]], allowed("a string or a list of content blocks")]
+
+
+class TurnMessage(Struct):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks | None = None
+
+
+class MessageTool(Struct):
+    """A function that the model may call. Without a schema it is a tool of Anthropic's servers or models."""
+
+    name: str | None = None
+    input_schema: Annotated[dict[str, Any] | None, allowed("a JSON schema, an object")] = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class MessageToolChoice(Struct):
+    """Whether the model must call, and what."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct):
+    """Whether the model is to reason before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
+    display: str | None = None
+    """``omitted`` leaves the reasoning out of the answer; every other word shows it as it was written."""
+
+
+class OutputConfig(Struct):
+    """What the text of the answer is to be, and how much effort goes into it."""
+
+    format: Annotated[dict[str, Any] | None, allowed("an object with the type json_schema and a schema")] = None
+    effort: str | None = None
+
+
+class CountedBody(Struct, kw_only=True):
+    """The fields that make a prompt: the body of ``/v1/messages/count_tokens``."""
+
+    model: str
+    messages: Annotated[
+        list[TurnMessage], Meta(min_length=1, max_length=MESSAGES_MAX), allowed("a list of at least one message")
+    ]
+    system: Annotated[str | list[dict[str, Any]] | None, allowed("a string or a list of text blocks")] = None
+    tools: list[MessageTool] | None = None
+    tool_choice: Annotated[
+        MessageToolChoice | None, allowed('an object such as {"type": "auto"}, with a name for the type tool')
+    ] = None
+    thinking: Annotated[Thinking | None, allowed('an object such as {"type": "enabled", "budget_tokens": 1024}')] = None
+    output_config: Annotated[OutputConfig | None, allowed("an object with a format or an effort")] = None
+    output_format: Annotated[dict[str, Any] | None, allowed("an object with the type json_schema and a schema")] = None
+    """An older name of ``output_config.format``."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    mcp_servers: Annotated[list[dict[str, Any]] | None, allowed("a list of servers")] = None
+
+
+class MessagesBody(CountedBody, kw_only=True):
+    """Body of ``/v1/messages``."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: TopK | None = None
+    # Beyond Anthropic's, as in chat.
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX // 2)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
+    nvext: Nvext | None = None

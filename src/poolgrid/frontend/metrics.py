@@ -1,0 +1,344 @@
+"""What the OpenAI surface measures, under ``poolgrid_frontend_``; ``docs/http_api.md`` lists it.
+
+Every value is observed at boundaries: once per request, or once per wake-up of a stream (ITL), never per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from poolgrid.frontend.model_forms import ModelForms
+from poolgrid.frontend.settings import ITL_TARGET_MS, TTFT_TARGET_MS
+from poolgrid.inference.ports import InferenceBackend
+from poolgrid.process.instruments import OTHER, Counter, Gauge, GaugeFamily, Histogram
+
+TTFT_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 30.0, 120.0,
+)  # fmt: skip
+"""1 ms (a cached prompt on an idle engine) to 2 min (a full queue of long prompts), about 1.6 apart."""
+
+ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 5.0)
+"""Decode steps take 5 to 60 ms: fine there, coarse where a pause is a stall."""
+
+SERVED_COLUMNS: Final = (
+    "output_tokens",
+    "errors",
+    *(f"ttft {bound}" for bound in (*TTFT_BUCKETS_S, "Infinity")),
+    *(f"itl {bound}" for bound in (*ITL_BUCKETS_S, "Infinity")),
+)
+"""Names of the totals of ``Application.served``: a bucket of a latency is named by its upper bound in seconds."""
+
+TOKEN_BUCKETS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144, 1_048_576)
+"""Powers of two, as context lengths and block sizes are."""
+
+TOKENIZATION_BUCKETS_S = (
+    0.00005,
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1.0,
+    5.0,
+)
+"""50 µs (a short question) to seconds (a million tokens)."""
+
+
+TENANT_LABELS_MAX: Final = 200
+"""Tenants with series of their own; later ones share ``other``. Names come from the operator's file, never from
+clients, and 200 times five series are what a Prometheus server does not notice."""
+
+
+MODEL_LABELS_MAX: Final = 100
+"""Models with series of their own; later ones share ``other``. Names are those of served models and adapters, of which
+a pool may have thousands, and each has 40 series of latencies."""
+
+
+class ModelSeries(msgspec.Struct):
+    """The instruments of one model."""
+
+    ttft: Histogram
+    itl: Histogram
+    ttft_met: Counter
+    ttft_missed: Counter
+    itl_met: Counter
+    itl_missed: Counter
+
+
+class TenantSeries(NamedTuple):
+    """The instruments of one tenant."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    output_tokens: Counter
+
+
+class FrontendMetrics:
+    """The instruments of one front end, registered in ``registry``."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        ttft_target_ms: float = TTFT_TARGET_MS,
+        itl_target_ms: float = ITL_TARGET_MS,
+    ) -> None:
+        self.registry = registry
+        self.ttft_target_ms = ttft_target_ms
+        self.itl_target_ms = itl_target_ms
+        self.requests = Counter(
+            "poolgrid_frontend_requests",
+            "Requests answered, by endpoint, HTTP status and streaming. Status 499 means that the client left, "
+            "and 500 also counts a stream that broke.",
+            ["endpoint", "status", "streaming"],
+            registry=registry,
+        )
+        self.guides = Counter(
+            "poolgrid_frontend_guides",
+            "Guides of requests by what became of them before a worker saw them: `known` (tried before for the "
+            "same tenant), `accepted`, `refused` or `busy`. If many are refused, the log names the tenant and "
+            "the reason.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.kept_responses = Counter(
+            "poolgrid_frontend_kept_responses",
+            "Responses that were to be kept for `previous_response_id`, by outcome: `kept`, or `lost` because "
+            "there was no room or they could not be written. The log says which.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "poolgrid_frontend_in_flight_requests",
+            "Requests being served now, waiting ones included.",
+            ["endpoint"],
+            across="sum",
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "poolgrid_frontend_time_to_first_token_seconds",
+            "TTFT of each sequence, by model: from the arrival of the request's headers to the first output token.",
+            ["model"],
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.itl = Histogram(
+            "poolgrid_frontend_inter_token_latency_seconds",
+            "ITL at each arrival of tokens of a sequence, by model: the time since the arrival before, divided by the "
+            "number of tokens that arrived.",
+            ["model"],
+            buckets=ITL_BUCKETS_S,
+            registry=registry,
+        )
+        self.target_judgements = Counter(
+            "poolgrid_frontend_target_judgements",
+            "Sequences by whether they `met` or `missed` the target of this front end: `ttft` at the first token, "
+            "`itl` (the mean over the sequence) at the last one. What a service promises is a share of these.",
+            ["model", "target", "outcome"],
+            registry=registry,
+        )
+        target = Gauge(
+            "poolgrid_frontend_target_seconds",
+            "The targets that sequences are judged by: `ttft_target_ms` and `itl_target_ms`.",
+            ["target"],
+            across="largest",
+            registry=registry,
+        )
+        target.labels("ttft").set(ttft_target_ms / 1000)
+        target.labels("itl").set(itl_target_ms / 1000)
+        self.isl = Histogram(
+            "poolgrid_frontend_input_sequence_tokens",
+            "Prompt tokens of a dispatched request (ISL), each prompt once. A shift here explains a shift of TTFT.",
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.osl = Histogram(
+            "poolgrid_frontend_output_sequence_tokens",
+            "Output tokens of a sequence (OSL), also of one that was given up.",
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.cached_tokens = Counter(
+            "poolgrid_frontend_cached_tokens",
+            "Prompt tokens that workers reported as reused, over all sequences.",
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "poolgrid_frontend_prompt_tokens",
+            "Prompt tokens dispatched, over all sequences. Cached tokens are a share of these.",
+            registry=registry,
+        )
+        self.output_tokens = Counter(
+            "poolgrid_frontend_output_tokens",
+            "Output tokens received from workers. The rate is the throughput of the pool through this process.",
+            registry=registry,
+        )
+        self.tokenization = Histogram(
+            "poolgrid_frontend_tokenization_seconds",
+            "Time to render and tokenize the prompts of a request, waiting for a tokenizer thread included.",
+            buckets=TOKENIZATION_BUCKETS_S,
+            registry=registry,
+        )
+        self.tokenizations_pending = Gauge(
+            "poolgrid_frontend_tokenizations_pending",
+            "Long prompts in tokenizer threads or waiting for one. At `tokenizer_queue` the next prompt is "
+            "answered 429.",
+            across="sum",
+            registry=registry,
+        )
+        self.disconnects = Counter(
+            "poolgrid_frontend_client_disconnects",
+            "Clients that left before their answer was complete. Often their timeout is shorter than the queue.",
+            registry=registry,
+        )
+        self.refusals = Counter(
+            "poolgrid_frontend_refusals",
+            "Requests refused with 401, 403, 413, 429 or 503, by reason code.",
+            ["code"],
+            registry=registry,
+        )
+        self.key_reloads = Counter(
+            "poolgrid_frontend_api_key_reloads",
+            "Changes of the file of API keys, by outcome: `loaded`, or `refused` because the file could not be used.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.keys_stale = Gauge(
+            "poolgrid_frontend_api_keys_stale",
+            "1 while the file of API keys cannot be used and an older one is in force. Alert on it.",
+            across="largest",
+            registry=registry,
+        )
+        self._tenant_requests = Counter(
+            "poolgrid_frontend_tenant_requests",
+            "Requests let in, by tenant. The first 200 tenants have series of their own and later ones share "
+            "`other`. Without API keys there are no series by tenant.",
+            ["tenant"],
+            registry=registry,
+        )
+        self._tenant_refusals = Counter(
+            "poolgrid_frontend_tenant_refusals",
+            "Requests refused, by tenant and reason code. `rate_limited` shows who wants more than it may.",
+            ["tenant", "code"],
+            registry=registry,
+        )
+        self._tenant_prompt_tokens = Counter(
+            "poolgrid_frontend_tenant_prompt_tokens",
+            "Prompt tokens of dispatched requests, by tenant, each prompt once.",
+            ["tenant"],
+            registry=registry,
+        )
+        self._tenant_output_tokens = Counter(
+            "poolgrid_frontend_tenant_output_tokens", "Output tokens, by tenant.", ["tenant"], registry=registry
+        )
+        self._tenants: dict[str, TenantSeries] = {}
+        self._models: dict[str, ModelSeries] = {}
+        self.tokenizers = TokenizationCollector()
+        registry.register(self.tokenizers)
+        self._requests_by_labels: dict[tuple[str, int, bool], Counter] = {}
+
+    def of_model(self, name: str) -> ModelSeries:
+        """Return the instruments of a model, or those that late models share."""
+        series = self._models.get(name)
+        if series is None:
+            label = name if len(self._models) < MODEL_LABELS_MAX else OTHER
+            judged = self.target_judgements.labels
+            series = ModelSeries(
+                self.ttft.labels(label),
+                self.itl.labels(label),
+                *(judged(label, target, outcome) for target in ("ttft", "itl") for outcome in ("met", "missed")),
+            )
+            if label == name:
+                self._models[name] = series
+        return series
+
+    def answered(self, endpoint: str, status: int, streaming: bool) -> None:
+        """Count one answer; the label lookup is remembered."""
+        key = (endpoint, status, streaming)
+        counter = self._requests_by_labels.get(key)
+        if counter is None:
+            counter = self.requests.labels(endpoint, str(status), "true" if streaming else "false")
+            self._requests_by_labels[key] = counter
+        counter.value += 1
+
+    def served(self) -> tuple[int, ...]:
+        """Return the totals of ``SERVED_COLUMNS`` after the first; errors are answers with status 500 or above."""
+        errors = sum(counter.value for (_, status, _), counter in self._requests_by_labels.items() if status >= 500)
+        return (int(errors), *self.ttft.totals(), *self.itl.totals())
+
+    def refused(self, code: str, tenant: str = "") -> None:
+        """Count a refusal; ``tenant`` is empty when nobody knows whose it is, or there are none."""
+        self.refusals.labels(code).inc()
+        if tenant:
+            self._tenant_refusals.labels(self._tenant_label(tenant), code).inc()
+
+    def tenant(self, name: str) -> TenantSeries:
+        """Return the instruments of a tenant, or those that late tenants share."""
+        series = self._tenants.get(name)
+        if series is None:
+            label = self._tenant_label(name)
+            series = TenantSeries(
+                self._tenant_requests.labels(label),
+                self._tenant_prompt_tokens.labels(label),
+                self._tenant_output_tokens.labels(label),
+            )
+            if label != OTHER:
+                self._tenants[name] = series
+        return series
+
+    def _tenant_label(self, name: str) -> str:
+        return name if name in self._tenants or len(self._tenants) < TENANT_LABELS_MAX else OTHER
+
+
+class TokenizationCollector(Collector):
+    """Reads, when somebody scrapes, what the tokenizers of the served models computed and what they did not have to."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[InferenceBackend, ModelForms] | None = None
+
+    def show(self, backend: InferenceBackend, forms: ModelForms) -> None:
+        """Read from these from now on."""
+        self._shown = backend, forms
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts per model."""
+        tokens = CounterMetricFamily(
+            "poolgrid_frontend_tokenized_tokens",
+            "Prompt tokens by whether they were `computed` or came from the `cache` of prompt segments and "
+            "were not tokenized again. If the share of `cache` is small under conversations, raise "
+            "`tokenization_cache_bytes`.",
+            labels=["model", "source"],
+        )
+        used = GaugeFamily(
+            "poolgrid_frontend_tokenization_cache_bytes",
+            "Bytes that the cache of prompt segments uses.",
+            labels=["model"],
+            across="sum",
+        )
+        fast = GaugeFamily(
+            "poolgrid_frontend_fast_tokenizer",
+            "1 when `fastokens` tokenizes the prompts of the model, 0 when `tokenizers` does. The log says why.",
+            labels=["model"],
+            across="largest",
+        )
+        backend, forms = self._shown if self._shown is not None else (None, None)
+        for served in list(backend.models()) if backend is not None else ():
+            form = None if forms is None else forms.of(served)
+            encoder = None if form is None else form.model.encoder
+            if encoder is not None:
+                tokens.add_metric([served.name, "computed"], encoder.encoded_tokens)
+                tokens.add_metric([served.name, "cache"], encoder.reused_tokens)
+                used.add_metric([served.name], encoder.cache_used_bytes)
+                fast.add_metric([served.name], float(encoder.is_fast))
+        yield from (tokens, used, fast)

@@ -1,0 +1,8 @@
+"""Model directories that ship with poolgrid: tokenizer, template and configuration, no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TINY_MODEL_PATH = Path(__file__).parent / "tiny"
+"""The tiny model directory that the simulated engine speaks; built by ``poolgrid.frontend.models.build_tiny``."""

@@ -1,0 +1,164 @@
+"""Chat answers that are taken apart on their way out: reasoning and tool calls beside content.
+
+Used only when a model's format and the request need a parser; plain answers go through ``AnswerEncoder`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, taken_apart
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.responses import AnswerEncoder, encode_text
+from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+_FUNCTION: Final = ("function", "arguments")
+_CUSTOM: Final = ("custom", "input")
+"""How a call is written: its type, which is also the field that holds it, and the field for what the model wrote."""
+
+
+class Reading:
+    """One choice that is being read."""
+
+    __slots__ = ("calls", "form", "logprobs", "parser")
+
+    def __init__(self, parser: OutputParser) -> None:
+        self.parser = parser
+        self.calls = 0
+        """Tool calls that began."""
+        self.form = _FUNCTION
+        """Of the call that began last."""
+        self.logprobs: list[PlacedLogprobs] = []
+        """Log probabilities of text that the parser still holds."""
+
+    def read(self, text: str, ended: bool) -> list[Piece]:
+        """Take new text and return its pieces."""
+        return taken_apart(self.parser, text, ended)
+
+
+def final_reason(finish_reason: str, calls: int) -> str:
+    """Return what a client is told: an answer that ended by itself with calls in it waits for their results."""
+    return "tool_calls" if calls and finish_reason == "stop" else finish_reason
+
+
+class ParsedChatEncoder(AnswerEncoder):
+    """Encodes chat answers piece by piece; ``new_parser`` is called once per choice."""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        new_parser: Callable[[], OutputParser],
+        call_ids: CallIds,
+        model_name: str,
+        created_s: int,
+        model: PromptModel,
+        include_usage: bool,
+        custom: Collection[str] = (),
+    ) -> None:
+        super().__init__(
+            chat=True,
+            include_usage=include_usage,
+            request_id=request_id,
+            model_name=model_name,
+            created_s=created_s,
+            model=model,
+        )
+        self._new_parser = new_parser
+        self._call_ids = call_ids
+        self._custom = custom
+        """Functions that the client knows as custom tools."""
+        self._readings: dict[int, Reading] = {}
+
+    def chunk(
+        self, index: int, text: str, logprobs: Sequence[PlacedLogprobs] = (), finish_reason: str | None = None
+    ) -> bytes:
+        """Return the chunks for new text: one per piece, the finish reason with the last; maybe none."""
+        reading = self._reading(index)
+        deltas = [self._delta(index, reading, piece) for piece in reading.read(text, finish_reason is not None)]
+        reading.logprobs += logprobs
+        if not deltas:
+            if finish_reason is None:
+                return b""
+            deltas.append(b"{}")
+        head = self._prefix + b'{"index":%d,"delta":' % index
+        end = self._end_of_chunk(index)
+        last = len(deltas) - 1
+        chunks: list[bytes] = []
+        for number, delta in enumerate(deltas):
+            placed = b"null"
+            if number == 0 and reading.logprobs:
+                placed = _encode(self.logprobs(reading.logprobs))
+                reading.logprobs.clear()
+            reason = None
+            if number == last and finish_reason is not None:
+                reason = final_reason(finish_reason, reading.calls)
+            chunks += (head, delta, b',"logprobs":', placed, b',"finish_reason":', _encode(reason), end)
+        return b"".join(chunks)
+
+    def _reading(self, index: int) -> Reading:
+        reading = self._readings.get(index)
+        if reading is None:
+            reading = self._readings[index] = Reading(self._new_parser())
+        return reading
+
+    def _delta(self, index: int, reading: Reading, piece: Piece) -> bytes:
+        kind, text = piece
+        if kind is Kind.CONTENT:
+            return b'{"content":' + encode_text(text) + b"}"
+        if kind is Kind.REASONING:
+            return b'{"reasoning_content":' + encode_text(text) + b"}"
+        if kind is Kind.ARGUMENTS:
+            kind_name, field = reading.form
+            return b'{"tool_calls":[{"index":%d,"%s":{"%s":' % (
+                reading.calls - 1,
+                kind_name.encode(),
+                field.encode(),
+            ) + (encode_text(text) + b"}}]}")
+        call = reading.calls
+        reading.calls += 1
+        kind_name, field = reading.form = self._form(text)
+        return b"".join(
+            (
+                b'{"tool_calls":[{"index":%d,"id":' % call,
+                _encode(self._call_ids.of(index, call, text)),
+                b',"type":"%s","%s":{"name":' % (kind_name.encode(), kind_name.encode()),
+                encode_text(text),
+                b',"%s":""}}]}' % field.encode(),
+            )
+        )
+
+    def _form(self, name: str) -> tuple[str, str]:
+        return _CUSTOM if name in self._custom else _FUNCTION
+
+    def _choice(self, output: SequenceOutput) -> dict[str, Any]:
+        choice = super()._choice(output)
+        message = choice["message"]
+        reading = self._reading(output.index)
+        texts: dict[Kind, list[str]] = {Kind.CONTENT: [], Kind.REASONING: []}
+        calls: list[dict[str, Any]] = []
+        for kind, text in reading.read(message["content"], True):
+            if kind is Kind.CALL:
+                identity = self._call_ids.of(output.index, len(calls), text)
+                form, field = self._form(text)
+                calls.append({"id": identity, "type": form, form: {"name": text, field: ""}})
+            elif kind is Kind.ARGUMENTS:
+                calls[-1][form][field] += text
+            else:
+                texts[kind].append(text)
+        content = "".join(texts[Kind.CONTENT])
+        message["content"] = content if content or not calls else None
+        reasoning = "".join(texts[Kind.REASONING])
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        choice["finish_reason"] = final_reason(choice["finish_reason"], len(calls))
+        return choice

@@ -1,0 +1,396 @@
+"""Text to token ids, without doing the same work twice: the fastest exact tokenizer, and a cache of prompt segments.
+
+Rules
+    1. The answer is always the tokenizer's own answer for the whole text.
+    2. A prompt is cut only in front of a *delimiter*: an added token at which the tokenizer itself cuts, whatever
+       stands beside it. ``_delimiters`` says which tokens are proven to be that; with none, nothing is ever cut.
+    3. A segment keeps its delimiter at its front, so that what follows is tokenized as the continuation that it is
+       (SentencePiece style tokenizers treat the start of a text differently).
+    4. Cuts depend on the text before them only, so the prompts of one conversation are cut alike, turn after turn.
+    5. Caches (``segment_cache.py``) hold the token ids of whole segments, at most ``cache_bytes`` of them: one for each
+       tenant, and in it each salt finds its own (``poolgrid.process.tenant_caches``).
+    6. Tokenizers remember words, whoever wrote them. Without ``word_cache`` none does: then the time that a text takes
+       depends on nothing that was encoded before. ``tokenizers`` can be told so, ``fastokens`` cannot and is not used.
+    7. ``fastokens``, where it is installed and agrees with ``tokenizers`` on every probe, does the work; otherwise
+       ``tokenizers`` does, and ``slow_because`` says why.
+
+Why a cut is exact: the tokenizer first takes the added tokens that are not normalized out of the raw text, leftmost and
+longest first, and from then on works on each piece between them alone: normalizer, the other added tokens,
+pre-tokenizer and model. So the ids of a text are those of its pieces, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, Final, Protocol
+
+import msgspec
+from tokenizers import Tokenizer
+
+from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
+from poolgrid.process.tenant_caches import CacheDomain, TenantCaches
+from poolgrid.wire.hashing import pack_tokens
+
+log: Final = logging.getLogger(__name__)
+
+CACHE_BYTES_DEFAULT: Final = 64 * 1024 * 1024
+"""About 10 M tokens: a thousand conversations of 10k tokens, in less memory than two workers' token streams."""
+
+DELIMITERS_MAX: Final = 8
+"""Delimiters that are searched for; templates use two or three, and each costs one pass over the text."""
+
+_MODELS = ("BPE", "Unigram", "WordPiece", "WordLevel")
+_WORD: Final = re.compile(r"\w")
+
+
+class BatchEncoder(Protocol):
+    """A tokenizer that returns packed ids."""
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        """Return the ids of each text, u32 little-endian."""
+        ...
+
+
+class _Tokenizers:
+    """The reference."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        # The batch call leaves out character offsets, a quarter of the time; for one text it starts no threads.
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [pack_tokens(encoding.ids) for encoding in encodings]
+
+
+class _Fastokens:
+    """``fastokens``: ids come as bytes, no object per token."""
+
+    def __init__(self, native: Any) -> None:
+        self._flat = native.encode_batch_flat
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        flat, offsets = self._flat(list(texts), add_special_tokens)
+        if len(texts) == 1:
+            return [flat]
+        ends = struct.unpack(f"<{len(texts) + 1}Q", offsets)
+        return [flat[4 * begin : 4 * end] for begin, end in pairwise(ends)]
+
+
+class Lookup(msgspec.Struct):
+    """A text in segments: the ids of those that are known, the text of those that are not."""
+
+    is_cut: bool
+    add_special_tokens: bool
+    parts: list[bytes]
+    """The ids of each segment, empty where they are not known."""
+    missing: list[int]
+    """Which segments are not known."""
+    texts: list[str]
+    """Their text."""
+    cache: SegmentCache | None = None
+    """Where they are kept."""
+    salt: str = ""
+
+    @property
+    def text_bytes(self) -> int:
+        """Return about how much text is still to be tokenized."""
+        return sum(len(text) if text.isascii() else 3 * len(text) for text in self.texts)
+
+
+class _Ways:
+    """How one tokenizer's work is done, whatever the template."""
+
+    def __init__(self, tokenizer: Tokenizer, fast: bool, word_cache: bool) -> None:
+        if not word_cache:
+            _forget_words(tokenizer)
+        text = tokenizer.to_str()
+        document = json.loads(text)
+        self.reference: BatchEncoder = _Tokenizers(tokenizer)
+        self.encoder: BatchEncoder = self.reference
+        self.slow_because = ""
+        contents = [str(added["content"]) for added in document.get("added_tokens") or []]
+        probe_texts = list(probes(contents))
+        if fast and not word_cache:
+            self.slow_because = "it remembers words, by which tenants could tell what others have sent"
+        elif fast:
+            self.encoder, self.slow_because = _choose(text, self.reference, probe_texts)
+        else:
+            self.slow_because = "it is switched off"
+        self.cuttable = _delimiters(document, tokenizer)
+        self.cut_probes = probe_texts[::8]
+        self.wrapping = _wrapping(document.get("post_processor"))
+
+
+class PromptEncoder:
+    """Encodes the prompts of one model; safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | _Ways,
+        *,
+        template_text: str = "",
+        cache_bytes: int = CACHE_BYTES_DEFAULT,
+        fast: bool = True,
+        word_cache: bool = True,
+    ) -> None:
+        """Choose the fastest exact way, unless that was done (``for_template``).
+
+        ``template_text`` shows which delimiters prompts will have.
+        """
+        self._ways = ways = tokenizer if isinstance(tokenizer, _Ways) else _Ways(tokenizer, fast, word_cache)
+        self._reference = ways.reference
+        self._encoder = ways.encoder
+        self.slow_because = ways.slow_because
+        """Why ``fastokens`` is not used; empty when it is."""
+        self._wrapping = ways.wrapping
+        self._caches = TenantCaches(cache_bytes, SegmentCache)
+        self.reused_tokens = 0
+        """Prompt tokens that came from the cache, since the start."""
+        self.encoded_tokens = 0
+        """Prompt tokens that were computed."""
+        self.fast_failures = 0
+        """Prompts on which ``fastokens`` failed, and which the reference encoded."""
+        self._cache_bytes = cache_bytes
+        self.delimiters: tuple[str, ...] = ()
+        """Added tokens in front of which prompts are cut."""
+        self._cut_at(template_text)
+
+    def for_template(self, template_text: str) -> PromptEncoder:
+        """Return an encoder for another template, with caches and counts of its own and this one's tokenizer."""
+        return PromptEncoder(self._ways, template_text=template_text, cache_bytes=self._cache_bytes)
+
+    def _cut_at(self, template_text: str) -> None:
+        """Cut prompts at the delimiters that a template uses, as far as the tokenizer agrees."""
+        cuttable = self._ways.cuttable
+        used = [content for content in cuttable if content in template_text]
+        rest = [content for content in cuttable if content not in template_text]
+        self.delimiters = tuple((used or rest)[:DELIMITERS_MAX])
+        if self._cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(self._ways.cut_probes)):
+            self.delimiters = ()
+
+    @property
+    def is_fast(self) -> bool:
+        """Return whether ``fastokens`` does the work."""
+        return not self.slow_because
+
+    def encode(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> bytes:
+        """Return the token ids of a text, u32 little-endian; without a ``domain`` nothing is looked up or kept."""
+        if len(text) < 2 * SEGMENT_CHARS_MIN or not self.delimiters:
+            # Nothing is cut or kept of it, with or without a domain.
+            [packed] = self._encode((text,), add_special_tokens)
+            self.encoded_tokens += len(packed) // 4
+            return packed
+        return self.complete(self.look_up(text, add_special_tokens, domain))
+
+    def look_up(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> Lookup:
+        """Cut a text and look its segments up, which is quick; ``complete`` does the rest, here or in a thread."""
+        if len(text) < 2 * SEGMENT_CHARS_MIN or not self.delimiters or (add_special_tokens and self._wrapping is None):
+            return Lookup(False, add_special_tokens, [b""], [0], [text])
+        cache = None if domain is None else self._caches.of(domain.tenant, domain.shares)
+        if cache is None or domain is None:
+            return Lookup(False, add_special_tokens, [b""], [0], [text])
+        salt = domain.salt
+        parts: list[bytes] = []
+        missing: list[int] = []
+        texts: list[str] = []
+        delimiters, length = self.delimiters, len(text)
+        cutter = Cutter(text, delimiters)
+        begin = 0
+        while (begin := cache.follow(text, begin, delimiters, salt, parts)) < length:
+            end = cutter.end_from(begin)
+            segment = text[begin:end]
+            # What is shorter is never kept.
+            known = cache.get(segment, salt) if end - begin >= SEGMENT_CHARS_MIN else None
+            if known is None:
+                missing.append(len(parts))
+                texts.append(segment)
+            parts.append(known or b"")
+            begin = end
+        return Lookup(True, add_special_tokens, parts, missing, texts, cache, salt)
+
+    def complete(self, lookup: Lookup) -> bytes:
+        """Return the token ids of a text that was looked up, u32 little-endian; once for each lookup."""
+        parts = lookup.parts
+        reused = sum(map(len, parts))
+        if lookup.texts:
+            of_tokenizer = lookup.add_special_tokens and not lookup.is_cut
+            found = self._encode(lookup.texts, of_tokenizer)
+            for index, segment, packed in zip(lookup.missing, lookup.texts, found, strict=True):
+                parts[index] = packed
+                if lookup.cache is not None and len(segment) >= SEGMENT_CHARS_MIN:
+                    lookup.cache.keep(segment, packed, lookup.salt)
+        if lookup.is_cut and lookup.add_special_tokens and self._wrapping is not None:
+            before, after = self._wrapping
+            packed = b"".join((before, *parts, after))
+            special = len(before) + len(after)
+        else:
+            packed = b"".join(parts)
+            special = 0
+        self.reused_tokens += reused // 4
+        self.encoded_tokens += (len(packed) - special - reused) // 4
+        return packed
+
+    def clear(self) -> None:
+        """Forget all segments."""
+        self._caches.clear()
+
+    @property
+    def cache_used_bytes(self) -> int:
+        """Return the bytes that the segments take."""
+        return sum(cache.used_bytes for cache in self._caches)
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        try:
+            return self._encoder.encode(texts, add_special_tokens)
+        except BaseException as error:  # a panic of the native code arrives as a BaseException of its own
+            if self._encoder is self._reference or isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            self.fast_failures += 1
+            log.warning("fastokens failed on a prompt, tokenizers does it: %s: %s", type(error).__name__, error)
+            return self._reference.encode(texts, add_special_tokens)
+
+    def _cuts_agree(self, texts: Iterable[str]) -> bool:
+        """Try the proof on real input; a tokenizer that contradicts it is never cut."""
+        filler = "x y\n" * (SEGMENT_CHARS_MIN // 2)
+        for text in texts:
+            for delimiter in self.delimiters:
+                whole = f"{text}{filler}{delimiter}{text}{filler}{delimiter}{delimiter} {text}"
+                expected = self._encoder.encode((whole,), False)[0]
+                if b"".join(self._encoder.encode(cut(whole, self.delimiters), False)) != expected:
+                    log.warning("prompts are not cut: the tokenizer does not cut at %r", delimiter)
+                    return False
+        return True
+
+
+def _forget_words(tokenizer: Tokenizer) -> None:
+    """Have a tokenizer keep no words; raises ``RuntimeError`` where the library cannot."""
+    model = tokenizer.model
+    resize = getattr(model, "_resize_cache", None)
+    if resize is not None:
+        # Whatever was kept before stays findable, so there must be nothing: the document is only just loaded.
+        model._clear_cache()
+        resize(0)
+    elif type(model).__name__ in ("BPE", "Unigram"):
+        raise RuntimeError("this version of tokenizers cannot switch its cache of words off; use 0.21 or newer")
+
+
+def _delimiters(document: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return added tokens at which every text that holds them is cut.
+
+    Proven for tokens that are matched in raw text with nothing swallowed around them, that no other added token can
+    overlap, and beside which no other token's word check can tell the token from the end of the text.
+    """
+    model = document.get("model") or {}
+    if model.get("type") not in _MODELS or model.get("dropout") or model.get("nbest_size") or model.get("alpha"):
+        return ()
+    if tokenizer.encode_special_tokens:
+        return ()
+    added = [entry for entry in document.get("added_tokens") or [] if entry["content"]]
+    raw = [entry["content"] for entry in added if not entry["normalized"]]
+    single_words = any(entry["single_word"] for entry in added)
+    prefixes = {content[:end] for content in raw for end in range(1, len(content))}
+    insides = {character for content in raw for character in content[1:]}
+    firsts = {content[0] for content in raw}
+    safe: list[str] = []
+    for entry in added:
+        content: str = entry["content"]
+        if entry["normalized"] or entry["lstrip"] or entry["rstrip"] or entry["single_word"]:
+            continue
+        if content != content.strip() or content[0] in insides or firsts.intersection(content[1:]):
+            continue
+        if content in prefixes or any(content[:end] in raw for end in range(1, len(content))):
+            continue
+        if single_words and (_WORD.match(content[0]) or _WORD.match(content[-1])):
+            continue
+        safe.append(content)
+    return tuple(safe)
+
+
+def _wrapping(post_processor: Mapping[str, Any] | None) -> tuple[bytes, bytes] | None:
+    """Return what the post-processor puts before and after any text, or ``None`` when that is not certain."""
+    if post_processor is None or post_processor["type"] == "ByteLevel":
+        return b"", b""
+    if post_processor["type"] in ("BertProcessing", "RobertaProcessing"):
+        return pack_tokens([post_processor["cls"][1]]), pack_tokens([post_processor["sep"][1]])
+    if post_processor["type"] == "Sequence":
+        before = after = b""
+        for part in post_processor["processors"]:
+            inner = _wrapping(part)
+            if inner is None:
+                return None
+            before, after = inner[0] + before, after + inner[1]
+        return before, after
+    if post_processor["type"] == "TemplateProcessing":
+        around: list[list[int]] = [[]]
+        for piece in post_processor["single"]:
+            if "SpecialToken" in piece:
+                around[-1].extend(post_processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
+            else:
+                around.append([])
+        if len(around) == 2:
+            return pack_tokens(around[0]), pack_tokens(around[1])
+    return None
+
+
+def _choose(tokenizer_json: str, reference: BatchEncoder, texts: Sequence[str]) -> tuple[BatchEncoder, str]:
+    """Return ``fastokens`` for this tokenizer, or the reference and why."""
+    try:
+        fastokens = import_module("fastokens")
+    except ImportError:
+        return reference, "it is not installed, and has no wheel for every platform"
+    try:
+        candidate = _Fastokens(fastokens.Tokenizer.from_json_str(tokenizer_json))
+        for add_special_tokens in (False, True):
+            for text in texts:
+                if candidate.encode((text,), add_special_tokens) != reference.encode((text,), add_special_tokens):
+                    shown = text if len(text) <= 60 else f"{text[:60]}..."
+                    return reference, f"it encodes {shown!r} in another way than tokenizers"
+            if candidate.encode(texts, add_special_tokens) != reference.encode(texts, add_special_tokens):
+                return reference, "it encodes a batch in another way than tokenizers"
+    except BaseException as error:  # a panic of the native code arrives as a BaseException of its own
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return reference, f"it does not take this tokenizer: {error}"
+    return candidate, ""
+
+
+_PIECES = (
+    "", " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n", " \n ", "\u00a0", "\u3000", "\u200b", "\u200d",
+    "\ufeff", "\x00", "\x1f", "\x7f", "\u0085", "\u2028", "a", "A", "ab", "Hello", "hello world", "don't",
+    "DON'T", "I'Ll", "we'RE", "'s", "ſ", "K", "0", "12", "1234567", "3.14", "-1e9", "!", "?!", "...", "->",
+    "=>", "//", "/*", "{}", "[]", "()", "``", "```py\n", "_", "__init__", "$x", "@", "#", "<", "<|", "|>",
+    "</", "é", "e\u0301", "ñ", "ß", "İ", "ı", "ŉ", "ﬁ", "Å", "\u1e9b\u0323", "\u0344", "Ω", "русский",
+    "ελληνικά", "עברית", "العربية", "हिन्दी", "ไทย", "日本語", "中文字符", "한국어", "\u1100\u1161",
+    "ｆｕｌｌ", "①", "½", "²", "٣", "🙂", "👩‍👩‍👧", "🏳️‍🌈", "🇩🇪", "\U0001f9d1\U0001f3fd",
+    "\U00010348", "\ue000", "\ufffd", "\U0010ffff", "▁", "Ġ", "##", "##ing", "Ċ", "<0x0A>", "<unk>",
+    "[UNK]", "[CLS]", "</s>", "<s>",
+)  # fmt: skip
+"""What tokenizers are known to treat in different ways: blanks, contractions, digits, marks, scripts, own signs."""
+
+PROBE_SEED: Final = 20_260_101
+RANDOM_PROBES: Final = 96
+
+
+def probes(added_tokens: Sequence[str]) -> Iterable[str]:
+    """Yield adversarial texts for a tokenizer with these added tokens; always the same ones."""
+    source = random.Random(PROBE_SEED)
+    tokens = list(added_tokens[:32])
+    yield from _PIECES
+    yield "".join(_PIECES)
+    yield " ".join(_PIECES)
+    yield from ("a" * 300, "ab" * 300, " " * 300, "\n" * 100, "1" * 100, "é" * 200, "🙂" * 60, "!" * 200, "word " * 100)
+    for token in tokens:
+        yield f"{token}{token} {token}  a{token}b \n{token}\t{token[:-1]}{token[1:]}{token[0]}{token}"
+    for number in range(RANDOM_PROBES):
+        pieces = source.choices([*_PIECES, *tokens], k=source.randrange(2, 40))
+        if number % 4 == 0:
+            pieces += [chr(source.choice((source.randrange(0x20, 0x2FF), source.randrange(0x2000, 0xD7FF))))] * 3
+        yield ("" if number % 2 else " ").join(pieces)

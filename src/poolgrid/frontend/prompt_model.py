@@ -1,0 +1,339 @@
+"""What the front end knows of a model: tokenizer, chat template, limits. Read from a Hugging Face style directory.
+
+``tokenizer.json``          required
+``tokenizer_config.json``   chat template and special tokens (a ``chat_template.jinja`` beside it wins)
+``config.json``             ``vocab_size``, ``max_position_embeddings``, ``eos_token_id``
+``generation_config.json``  further ``eos_token_id``
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from tokenizers import Tokenizer
+
+from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
+from poolgrid.frontend.detokenization import (
+    CONTEXT_TOKENS,
+    ByteLevelDetokenizer,
+    Detokenizer,
+    MarkedDetokenizer,
+    WindowDetokenizer,
+    byte_level_alphabet,
+)
+from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
+from poolgrid.process.option_error import OptionError
+from poolgrid.process.tenant_caches import CacheDomain
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+
+log: Final = logging.getLogger(__name__)
+
+DEFAULT_MAX_POSITION_EMBEDDINGS: Final = 131_072
+"""Used when a configuration names no limit: the longest context most open models are served with."""
+
+
+class ModelDirectoryError(OptionError):
+    """A model directory cannot be used; the message names the file and what is wrong in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptModel:
+    """Tokenizer, template and limits of one model; immutable, and safe to use from tokenizer threads."""
+
+    name: str
+    tokenizer: Tokenizer = field(repr=False)
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...] = ()
+    template: ChatTemplate | None = field(default=None, repr=False)
+    tool_template: ChatTemplate | None = field(default=None, repr=False)
+    """Template for requests with tools, when the model has one of its own."""
+    byte_table: tuple[bytes, ...] | None = field(default=None, repr=False)
+    """Bytes of every token of a byte-level tokenizer, special tokens empty; ``None`` for other kinds."""
+    shown_tokens: Mapping[int, str] = field(default_factory=dict, repr=False)
+    """Special tokens that output shows by their text: none, but for models made by ``showing``."""
+    encoder: PromptEncoder | None = field(default=None, repr=False)
+    """The quick way from text to token ids; without one, the tokenizer does all of it."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of templates: ``bos_token`` and the like."""
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        name: str = "",
+        *,
+        chat_template: Path | None = None,
+        tokenization_cache_bytes: int = CACHE_BYTES_DEFAULT,
+        fast_tokenizer: bool = True,
+        word_cache: bool = True,
+    ) -> PromptModel:
+        """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's.
+
+        ``chat_template`` is a Jinja file that is used in place of the model's own templates.
+        ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none); ``fast_tokenizer`` allows the
+        ``fastokens`` package where it is installed and agrees with ``tokenizers``. Without ``word_cache`` the time that
+        a text takes does not depend on the words of others.
+        """
+        try:
+            return cls._read(Path(path), name, chat_template, tokenization_cache_bytes, fast_tokenizer, word_cache)
+        except ModelDirectoryError as error:
+            if str(error).startswith("--"):
+                raise
+            raise ModelDirectoryError(f"--model-path {path}: {error}") from error
+
+    @classmethod
+    def _read(
+        cls,
+        directory: Path,
+        name: str,
+        chat_template: Path | None,
+        tokenization_cache_bytes: int,
+        fast_tokenizer: bool,
+        word_cache: bool,
+    ) -> PromptModel:
+        if not directory.is_dir():
+            raise ModelDirectoryError("not a directory")
+        tokenizer_file = directory / "tokenizer.json"
+        if not tokenizer_file.is_file():
+            raise ModelDirectoryError("has no tokenizer.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelDirectoryError(f"loading {tokenizer_file}: {error}") from error
+        # A tokenizer.json can carry the lengths of its training: prompts are never cut or padded here.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+
+        tokenizer_config = _read_json(directory / "tokenizer_config.json")
+        config = _read_json(directory / "config.json")
+        generation_config = _read_json(directory / "generation_config.json")
+        special_tokens = _special_tokens(tokenizer_config)
+        template, tool_template = _templates(directory, tokenizer_config, special_tokens, chat_template)
+        where = directory / "config.json"
+        vocab_size = max(tokenizer.get_vocab_size(), _limit(config, ("vocab_size",), where) or 0)
+        max_length = _limit(config, ("max_position_embeddings", "n_positions", "max_sequence_length"), where)
+        return cls(
+            name=name or directory.resolve().name,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_position_embeddings=max_length or DEFAULT_MAX_POSITION_EMBEDDINGS,
+            eos_token_ids=_eos_token_ids(tokenizer, config, generation_config, special_tokens),
+            template=template,
+            tool_template=tool_template,
+            byte_table=_byte_table(tokenizer),
+            encoder=_encoder(
+                tokenizer, (template, tool_template), tokenization_cache_bytes, fast_tokenizer, word_cache
+            ),
+            special_tokens=special_tokens,
+        )
+
+    def with_template(self, source: str) -> PromptModel:
+        """Return this model with another template in place of its own ones; raises ``TemplateFailure``."""
+        template = ChatTemplate(source, self.special_tokens)
+        encoder = None if self.encoder is None else self.encoder.for_template(source)
+        return replace(self, template=template, tool_template=None, encoder=encoder)
+
+    def encode(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> bytes:
+        """Tokenize a prompt into u32 little-endian token ids; without a ``domain`` nothing is looked up or kept."""
+        if self.encoder is not None:
+            return self.encoder.encode(text, add_special_tokens, domain)
+        # The batch call leaves out character offsets, a quarter of the time; for one text it starts no threads.
+        encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return pack_tokens(encoding.ids)
+
+    def look_up(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> Lookup | None:
+        """Look up what is known of a prompt, which is quick; ``None`` where nothing is kept."""
+        return None if self.encoder is None else self.encoder.look_up(text, add_special_tokens, domain)
+
+    def complete(self, lookup: Lookup) -> bytes:
+        """Tokenize the rest of a prompt that was looked up."""
+        assert self.encoder is not None, "it made the lookup"
+        return self.encoder.complete(lookup)
+
+    def tokenizes_fast(self) -> bool:
+        """Return whether a fast tokenizer does the work."""
+        return self.encoder is not None and not self.encoder.slow_because
+
+    def decode(self, packed: bytes) -> str:
+        """Return the text of u32 little-endian token ids, special tokens left out."""
+        detokenizer = self.detokenizer()
+        return detokenizer.feed(unpack_tokens(packed)) + detokenizer.flush()
+
+    def detokenizer(self, prompt: bytes = b"") -> Detokenizer:
+        """Return a fresh incremental decoder for what follows ``prompt`` (u32 little-endian)."""
+        if self.byte_table is not None:
+            return ByteLevelDetokenizer(self.byte_table)
+        window = WindowDetokenizer(self.tokenizer, unpack_tokens(prompt[-4 * CONTEXT_TOKENS :]))
+        return MarkedDetokenizer(window, self.shown_tokens) if self.shown_tokens else window
+
+    def showing(self, markers: Collection[str]) -> PromptModel:
+        """Return this model with output that shows those ``markers`` which are special tokens; itself, if none is."""
+        special = {
+            token_id: added.content
+            for token_id, added in self.tokenizer.get_added_tokens_decoder().items()
+            if added.special and added.content in markers
+        }
+        if not special:
+            return self
+        table = self.byte_table
+        if table is not None:
+            table = tuple(
+                special[token_id].encode() if token_id in special else raw for token_id, raw in enumerate(table)
+            )
+        return replace(self, byte_table=table, shown_tokens=special)
+
+    def added_tokens(self) -> frozenset[str]:
+        """Return the tokens that were added to the vocabulary: markers of formats are among them."""
+        return frozenset(added.content for added in self.tokenizer.get_added_tokens_decoder().values())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token stands for, special tokens by their name, for log probabilities."""
+        if self.byte_table is not None and token_id < len(self.byte_table):
+            known = self.byte_table[token_id]
+            if known:
+                return known
+        return (self.tokenizer.decode([token_id], skip_special_tokens=False) or "").encode()
+
+
+class PromptModels(Protocol):
+    """Where the front end finds the prompt model of a served model: a mapping, or anything that looks one up."""
+
+    def get(self, name: str, /) -> PromptModel | None:
+        """Return the prompt model of the served model ``name``, or nothing."""
+        ...
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelDirectoryError(f"loading {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelDirectoryError(f"loading {path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelDirectoryError(f"loading {path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _limit(config: Mapping[str, Any], names: Sequence[str], where: Path) -> int | None:
+    """Return the first of ``names`` that is set, also inside ``text_config`` (multimodal models keep it there)."""
+    for part in (config, config.get("text_config") or {}):
+        for name in names:
+            value = part.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelDirectoryError(f"loading {where}: {name} is {value!r}, allowed are integers from 1")
+            return value
+    return None
+
+
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for key in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        value = tokenizer_config.get(key)
+        if isinstance(value, Mapping):  # a serialized AddedToken
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[key] = value
+    return tokens
+
+
+def _eos_token_ids(
+    tokenizer: Tokenizer,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+) -> tuple[int, ...]:
+    """Return every end-of-sequence id that the directory names, in the order of first mention."""
+    found: dict[int, None] = {}
+    for part in (generation_config, config, config.get("text_config") or {}):
+        value = part.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if isinstance(token_id, int):
+                found[token_id] = None
+    if "eos_token" in special_tokens:
+        eos = tokenizer.token_to_id(special_tokens["eos_token"])
+        if eos is not None:
+            found[eos] = None
+    return tuple(found)
+
+
+def _templates(
+    directory: Path,
+    tokenizer_config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    override: Path | None,
+) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """Return the model's chat template and, when it has several by name, the one for tools."""
+    file = directory / "chat_template.jinja" if override is None else override
+    what = f"loading {file}" if override is None else f"--chat-template {file}"
+    if override is not None and not file.is_file():
+        raise ModelDirectoryError(f"{what}: not a file")
+    try:
+        source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelDirectoryError(f"{what}: {error}") from error
+    if not file.is_file():
+        what = f"loading {directory / 'tokenizer_config.json'}"
+    if source is None:
+        return None, None
+    try:
+        if isinstance(source, str):
+            return ChatTemplate(source, special_tokens), None
+        named = {entry["name"]: ChatTemplate(entry["template"], special_tokens) for entry in source}
+    except TemplateFailure as failure:
+        raise ModelDirectoryError(f"{what}: {failure}") from failure
+    except (TypeError, KeyError) as error:
+        raise ModelDirectoryError(
+            f"{what}: chat_template is neither a string nor a list of objects with name and template"
+        ) from error
+    return named.get("default"), named.get("tool_use")
+
+
+def _encoder(
+    tokenizer: Tokenizer, templates: Sequence[ChatTemplate | None], cache_bytes: int, fast: bool, word_cache: bool
+) -> PromptEncoder:
+    encoder = PromptEncoder(
+        tokenizer,
+        template_text="".join(template.source for template in templates if template is not None),
+        cache_bytes=cache_bytes,
+        fast=fast,
+        word_cache=word_cache,
+    )
+    log.info(
+        "tokenizing with %s; prompts are cut at %s",
+        "fastokens" if encoder.is_fast else f"tokenizers (fastokens is not used: {encoder.slow_because})",
+        " ".join(encoder.delimiters) or "nothing",
+    )
+    return encoder
+
+
+def _byte_table(tokenizer: Tokenizer) -> tuple[bytes, ...] | None:
+    """Return the bytes of every token when the tokenizer decodes byte by byte, else ``None``."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders") or []
+        decoder = parts[0] if len(parts) == 1 else {}
+    if decoder.get("type") != "ByteLevel":
+        return None
+    alphabet = byte_level_alphabet()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        try:
+            table[token_id] = bytes([alphabet[character] for character in token])
+        except KeyError:
+            table[token_id] = token.encode()  # an added token is written as it is
+    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        if added.special:
+            table[token_id] = b""
+    return tuple(table)

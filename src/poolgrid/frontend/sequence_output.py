@@ -1,0 +1,269 @@
+"""One sequence on its way to the client: deltas of token ids in, text and finish reason out.
+
+Three ways, by what the request needs, cheapest first:
+
+- collected: nobody looks before the end and there are no stop strings: token bytes are gathered and decoded once;
+- by delta: all new tokens of a wake-up are decoded together;
+- by token: stop strings or log probabilities: the token at which a stop string completes is known, so usage and text do
+  not depend on how the engine's tokens were batched.
+
+The text of a token that stopped the sequence (end of sequence or ``stop_token_ids``) is not part of the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from poolgrid.frontend.detokenization import Detokenizer
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.stop_strings import StopStrings
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import TokenStream
+from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
+from poolgrid.wire.requests import TokenLogprobs
+
+
+class PlacedLogprobs(NamedTuple):
+    """Log probabilities of one output token and where its text begins in the output."""
+
+    token: TokenLogprobs
+    """Of the first token of a prompt that is repeated, which nothing precedes, the log probability is NaN."""
+    text_offset: int
+
+
+class SequenceOutput:
+    """State of one choice: what the client has not been sent yet, and the counts for ``usage``."""
+
+    __slots__ = (
+        "_collected",
+        "_detokenizer",
+        "_logprobs",
+        "_min_tokens",
+        "_model",
+        "_prompt_logprobs_due",
+        "_prompt_only",
+        "_simple",
+        "_stop_token_ids",
+        "_stops",
+        "cached_tokens",
+        "completion_tokens",
+        "error",
+        "finish_reason",
+        "first_token_at_ms",
+        "first_tokens",
+        "index",
+        "last_token_at_ms",
+        "new_logprobs",
+        "poison",
+        "request",
+        "retry_after_s",
+        "shutdown",
+        "started",
+        "stopped_here",
+        "stream",
+        "text",
+        "text_length",
+        "unknown_model",
+        "unsupported",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        request: InferenceRequest,
+        model: PromptModel,
+        stops: Sequence[str],
+        *,
+        collect: bool,
+        echo: str = "",
+        prompt_only: bool = False,
+    ) -> None:
+        """``echo`` is the prompt where the text repeats it; with ``prompt_only`` it has no token of the output."""
+        self.index = index
+        self.request = request
+        self.stream: TokenStream | None = None
+        self.text = echo
+        """Text that the client has not been sent."""
+        self.new_logprobs: list[PlacedLogprobs] = []
+        self.text_length = len(echo)
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
+        self.error: str | None = None
+        self.unsupported = self.unknown_model = False
+        """With the finish reason ``error``: whether it is the request that no worker can do."""
+        self.retry_after_s: float | None = None
+        self.poison = False
+        self.shutdown = False
+        """Likewise: whether workers were lost with it."""
+        self.started = False
+        """Whether a chunk of this choice has been written."""
+        self.last_token_at_ms: float | None = None
+        self.first_token_at_ms = 0.0
+        self.first_tokens = 0
+        """Tokens that came first, all at once."""
+        self._stop_token_ids = request.stop_token_ids
+        self._min_tokens = request.sampling.min_tokens
+        self._logprobs = request.sampling.logprobs is not None
+        self._model = model
+        self.stopped_here = False
+        """Whether the sequence ended here and not at its worker, which must be told: a stop string was found, or the
+        worker left out what was asked for."""
+        self._prompt_only = prompt_only
+        self._prompt_logprobs_due = request.sampling.prompt_logprobs is not None
+        self._stops = StopStrings(stops) if stops else None
+        self._detokenizer: Detokenizer = model.detokenizer(request.token_ids)
+        self._collected: list[bytes] | None = [] if collect and not stops and not self._logprobs else None
+        self._simple = not stops and not self._logprobs and not self._prompt_logprobs_due
+        """Whether tokens become text as they come, with nothing to look for in them."""
+
+    @property
+    def matched_stop(self) -> str | None:
+        """Return the stop string that ended the sequence."""
+        return None if self._stops is None else self._stops.matched
+
+    def waits_for_end(self) -> bool:
+        """Return whether nothing becomes of its tokens before the last of them: only the first is waited for."""
+        return self._collected is not None and self.last_token_at_ms is not None
+
+    def absorb(self, deltas: Sequence[StreamDelta]) -> int:
+        """Take what arrived since the last call and return how many output tokens that was."""
+        if self._prompt_only:
+            deltas = [_without_output(delta) for delta in deltas]
+        if self._simple and len(deltas) == 1:
+            delta = deltas[0]
+            if delta.finish_reason is None and delta.cached_tokens is None:
+                packed = delta.token_ids
+                if self._collected is not None:
+                    self._collected.append(packed)
+                else:
+                    self.text += self._detokenizer.feed(unpack_tokens(packed))
+                tokens = len(packed) // TOKEN_BYTES
+                self.completion_tokens += tokens
+                return tokens
+        before = self.completion_tokens
+        if not deltas:
+            self._fail("the router ended the stream without a finish reason")
+            return 0
+        by_token = self._stops is not None or self._logprobs
+        for delta in deltas:
+            ended_well = delta.finish_reason in ("stop", "length")
+            if self._prompt_logprobs_due and (delta.prompt_logprobs is not None or ended_well):
+                self._place_prompt_logprobs(delta.prompt_logprobs)
+                if self.finish_reason is not None:
+                    break
+            if self.cached_tokens is None:
+                self.cached_tokens = delta.cached_tokens
+            if by_token:
+                self._by_token(delta)
+                if self.finish_reason is not None:
+                    break
+            else:
+                self._by_delta(delta)
+            if delta.finish_reason is not None:
+                self._finish(delta)
+        return self.completion_tokens - before
+
+    def take_text(self) -> str:
+        """Return the text for the next chunk and forget it."""
+        text, self.text = self.text, ""
+        return text
+
+    def take_logprobs(self) -> list[PlacedLogprobs]:
+        """Return the log probabilities for the next chunk and forget them."""
+        taken, self.new_logprobs = self.new_logprobs, []
+        return taken
+
+    def _place_prompt_logprobs(self, given: Sequence[TokenLogprobs] | None) -> None:
+        """Put the prompt's log probabilities before those of the output: the text repeats the prompt (``echo``)."""
+        self._prompt_logprobs_due = False
+        token_ids = unpack_tokens(self.request.token_ids)
+        if given is None or len(given) != len(token_ids) - 1:
+            self._fail("the worker did not report log probabilities of the prompt")
+            self.stopped_here = True
+            return
+        detokenizer = self._model.detokenizer()
+        offset = 0
+        placed: list[PlacedLogprobs] = []
+        for token_id, logprobs in zip(token_ids, (TokenLogprobs(token_ids[0], math.nan), *given), strict=True):
+            placed.append(PlacedLogprobs(logprobs, offset))
+            offset += len(detokenizer.feed((token_id,)))
+        self.new_logprobs = [*placed, *self.new_logprobs]
+
+    def _by_delta(self, delta: StreamDelta) -> None:
+        packed = delta.token_ids
+        self.completion_tokens += len(packed) // TOKEN_BYTES
+        if delta.finish_reason == "stop" and packed and self._ends_with_stop_token(packed):
+            packed = packed[:-TOKEN_BYTES]
+        if not packed:
+            return
+        if self._collected is not None:
+            self._collected.append(packed)
+        else:
+            self.text += self._detokenizer.feed(unpack_tokens(packed))
+
+    def _by_token(self, delta: StreamDelta) -> None:
+        token_ids = unpack_tokens(delta.token_ids)
+        logprobs = delta.logprobs or ()
+        silent = (
+            len(token_ids) - 1 if delta.finish_reason == "stop" and self._ends_with_stop_token(delta.token_ids) else -1
+        )
+        for position, token_id in enumerate(token_ids):
+            self.completion_tokens += 1
+            if self._logprobs and position < len(logprobs):
+                self.new_logprobs.append(PlacedLogprobs(logprobs[position], self.text_length))
+            if position != silent:
+                self._show(self._detokenizer.feed((token_id,)))
+                if self.stopped_here:
+                    self.finish_reason = "stop"
+                    return
+
+    def _show(self, text: str) -> None:
+        self.text_length += len(text)
+        if self._stops is not None and self.completion_tokens > self._min_tokens:
+            text = self._stops.feed(text)
+            if self._stops.matched is not None:
+                self.stopped_here = True
+        self.text += text
+
+    def _finish(self, delta: StreamDelta) -> None:
+        reason = delta.finish_reason
+        if reason in ("stop", "length"):
+            if self._collected is not None:
+                self.text += self._detokenizer.feed(unpack_tokens(b"".join(self._collected)))
+            self._show(self._detokenizer.flush())
+            if self._stops is not None:
+                self.text += self._stops.flush()
+                if self._stops.matched is not None:
+                    self.stopped_here = True
+            self.finish_reason = "stop" if self.stopped_here else reason
+        elif reason == "cancelled":
+            self._fail(delta.error or "the request was cancelled by the server")
+        else:
+            self._fail(delta.error or f"the engine ended the request with {reason}")
+            self.unsupported = delta.unsupported
+            self.unknown_model = delta.unknown_model
+            self.retry_after_s = delta.retry_after_s
+            self.poison = delta.poison
+            self.shutdown = delta.shutdown
+
+    def _fail(self, message: str) -> None:
+        self.finish_reason = "error"
+        self.error = message
+
+    def _ends_with_stop_token(self, packed: bytes) -> bool:
+        return int.from_bytes(packed[-TOKEN_BYTES:], "little") in self._stop_token_ids
+
+
+def _without_output(delta: StreamDelta) -> StreamDelta:
+    """Return a delta without its tokens, as if none had been asked for."""
+    reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+    without = StreamDelta(*delta.parts())
+    without.token_ids = b""
+    without.logprobs = None
+    without.finish_reason = reason
+    return without

@@ -1,0 +1,106 @@
+"""Which parsers a model gets without being asked, and what a schema says of an argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.frontend.parsers.test_golden import read
+from tests.frontend.parsers.transcripts import GLM, TOOLS
+
+from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
+from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
+from poolgrid.frontend.parsers.tagged_call import as_json, types_of
+
+TEMPLATES = {
+    # The lines by which templates tell their models how to call, shortened.
+    "hermes": '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=one>\nvalue\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>",
+    "kimi_k2": "<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>",
+    "": "<function=f>{arguments}</function>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_shows_how_its_model_calls(name: str) -> None:
+    assert OutputFormat.choose(AUTO, AUTO, TEMPLATES[name]).tools == name
+
+
+def test_kimis_vocabulary_shows_it_too() -> None:
+    assert OutputFormat.choose(AUTO, AUTO, "", ("<|tool_call_argument_begin|>",)).tools == "kimi_k2"
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["integer", "null"]}, {"integer", "null"}),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/A"}]}, {"string", "object"}),
+        ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
+        ({"const": 1.5}, {"number"}),
+        ({"type": "string", "nullable": True}, {"string", "null"}),
+        ({"type": "string", "nullable": False}, {"string"}),
+        ({"oneOf": [{"type": "string"}, {}]}, None),
+        ({"$ref": "#/$defs/loop"}, None),
+        ({"$ref": "#/nowhere"}, None),
+        ({"$ref": "other.json"}, None),
+        (True, None),
+    ],
+)
+def test_a_schema_says_which_types_an_argument_may_have(schema: Any, types: set[str] | None) -> None:
+    root = {"properties": {"a": schema}, "$defs": {"A": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}}}
+    assert types_of(root, "a") == types
+    assert types_of(root, "b") is None
+    assert types_of(None, "a") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "json"),
+    [
+        ("12", {"string", "null"}, '"12"'),
+        ("12", {"number"}, "12"),
+        ("1.0", {"integer"}, "1"),
+        ("-2.00", {"integer", "null"}, "-2"),
+        ("1.5", {"integer"}, '"1.5"'),
+        ("1e999", {"integer"}, '"1e999"'),
+        ("5.0", {"number"}, "5.0"),
+        ('"5"', {"integer"}, "5"),
+        ("TRUE", {"boolean"}, "true"),
+        ("FALSE", {"string"}, '"FALSE"'),
+        ("None", {"integer"}, "null"),
+        ("['a', \"it's\", 'say \"x\"', True, None,]", {"array"}, '["a", "it\'s", "say \\"x\\"", true, null]'),
+        ("{'a': {'b': [1, False]}}", {"object"}, '{"a": {"b": [1, false]}}'),
+        ("{'a': 'line\nbreak \\d \\x41 \\u00e9'}", {"object"}, '{"a": "line\\nbreak \\\\d \\u0041 \\u00e9"}'),
+        ("{'a': 1}", {"object", "string"}, "\"{'a': 1}\""),
+        ("{'a': 1", {"object"}, "\"{'a': 1\""),
+        ("1e999", {"number"}, "1e999"),
+        ("NaN", None, '"NaN"'),
+        ("", {"integer"}, '""'),
+        (" true ", {"boolean"}, "true"),
+        ("None", {"string", "null"}, "null"),
+        ('"a"', {"string", "null"}, '"\\"a\\""'),
+        ("[1,", None, '"[1,"'),
+        ("[" * 300 + "]" * 300, None, f'"{"[" * 300}{"]" * 300}"'),
+    ],
+)
+def test_a_value_is_json_where_the_schema_lets_it_be(text: str, types: set[str] | None, json: str) -> None:
+    assert as_json(text, None if types is None else frozenset(types)) == json
+
+
+def test_a_call_too_long_to_be_held_back_is_content() -> None:
+    head = "<tool_call>search<arg_key>q</arg_key><arg_value>"
+    text = head + "x" * (CALL_CHARS_MAX - len(head) + 100) + "</arg_value></tool_call>"
+    for parts in ([text], [text[:-30], text[-30:]], [text[at : at + 5000] for at in range(0, len(text), 5000)]):
+        parser = GLM.parser(TOOLS)
+        assert parser is not None
+        found = read(parser, parts)
+        assert found.calls == ()
+        assert found.content == text
+
+
+def test_ids_are_as_the_models_template_wants_them() -> None:
+    assert CallIds("r", "hermes").of(0, 0, "f").startswith("call_")
+    assert len(CallIds("r", "mistral").of(0, 0, "f")) == 9
+    assert CallIds("r", "kimi_k2", 3).of(0, 1, "f") == "functions.f:4"

@@ -1,0 +1,173 @@
+"""The inference endpoints as an ASGI server sees them: what is sent when, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from tests.frontend.fake_backend import TINY, FakeBackend, speak
+from tests.frontend.server import application
+
+from poolgrid.inference.stream_delta import StreamDelta
+
+
+class Exchange:
+    """One request to the application; ``writable`` cleared makes the server's write wait, as a slow reader does."""
+
+    def __init__(self, app: FastAPI, **fields: Any) -> None:
+        self._app = app
+        self._body = json.dumps({"model": "tiny", "prompt": "hi", **fields}).encode()
+        self._asked = False
+        self.left = asyncio.Event()
+        self.started = asyncio.Event()
+        self.writing = asyncio.Event()
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self.broken = False
+        self.sent: list[dict[str, Any]] = []
+
+    async def receive(self) -> dict[str, Any]:
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+        if message["type"] == "http.response.start":
+            self.started.set()
+            return
+        self.writing.set()
+        await self.writable.wait()
+        if self.broken:
+            raise OSError("the connection is closed")
+
+    async def run(self) -> None:
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        await self._app(scope, self.receive, self.send)
+
+
+def test_headers_are_sent_once_the_worker_is_known_before_any_token() -> None:
+    async def go() -> dict[bytes, bytes]:
+        hold = asyncio.Event()
+        exchange = Exchange(application(FakeBackend(lambda request: [hold, *speak("hello")])), stream=True)
+        task = asyncio.ensure_future(exchange.run())
+        # A server sends them with what comes first of the body (ASGI), though it is empty.
+        await exchange.writing.wait()
+        assert [message.get("body") for message in exchange.sent] == [None, b""]
+        hold.set()
+        await task
+        return dict(exchange.sent[0]["headers"])
+
+    assert asyncio.run(go())[b"x-poolgrid-worker"] == b"worker-0"
+
+
+def test_a_slow_reader_holds_up_its_own_stream_only() -> None:
+    async def go() -> None:
+        backend = FakeBackend(lambda request: speak("Hello, world!"))
+        app = application(backend)
+        slow, quick = Exchange(app, stream=True), Exchange(app, stream=True)
+        slow.writable.clear()
+        task = asyncio.ensure_future(slow.run())
+        await slow.writing.wait()
+        steps_left = len(backend.streams[0].steps)
+        assert steps_left > 0
+
+        await quick.run()
+
+        assert quick.sent[-1]["more_body"] is False
+        assert len(backend.streams[0].steps) == steps_left
+        slow.writable.set()
+        await task
+        assert slow.sent[-1]["more_body"] is False
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_client_that_leaves_while_it_is_written_to_frees_its_worker(broken: bool) -> None:
+    async def go() -> None:
+        backend = FakeBackend(lambda request: speak("Hello, world!"))
+        exchange = Exchange(application(backend), stream=True)
+        exchange.writable.clear()
+        task = asyncio.ensure_future(exchange.run())
+        await exchange.writing.wait()
+
+        if broken:
+            exchange.broken = True
+            exchange.writable.set()
+        else:
+            exchange.left.set()
+        await task
+
+        assert backend.streams[0].cancels == 1
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}, {"temperature": 9}])
+def test_a_finished_request_leaves_no_task_behind(fields: dict[str, Any]) -> None:
+    async def go() -> None:
+        exchange = Exchange(application(FakeBackend()), **fields)
+        before = asyncio.all_tasks()
+        await exchange.run()
+        left = asyncio.all_tasks() - before
+        await asyncio.gather(*left, return_exceptions=True)  # a cancelled task ends in its next turn
+        assert all(task.cancelled() or task.exception() is None for task in left if task.done())
+        assert asyncio.all_tasks() == before
+        assert exchange.sent[-1]["more_body"] is False
+
+    asyncio.run(asyncio.wait_for(go(), 5))
+
+
+def test_stopping_the_process_cancels_requests_as_usual() -> None:
+    async def go() -> None:
+        backend = FakeBackend(lambda request: [asyncio.Event()])
+        waits = asyncio.Event()
+        backend.on_waiting = waits.set
+        task = asyncio.ensure_future(Exchange(application(backend), n=2).run())
+        await waits.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [stream.cancels for stream in backend.streams] == [1, 1]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tokens_after_a_stop_string_in_the_same_arrival_are_not_counted(n: int) -> None:
+    token_ids = TINY.encode("one two three")
+
+    async def go() -> None:
+        backend = FakeBackend(
+            lambda request: [
+                [StreamDelta(token_ids[at : at + 4]) for at in range(0, len(token_ids), 4)],
+                [StreamDelta(token_ids, "length")],
+            ]
+        )
+        exchange = Exchange(application(backend), stop="two", n=n)
+        await exchange.run()
+        answer = json.loads(exchange.sent[-1]["body"])
+        assert [choice["text"] for choice in answer["choices"]] == ["one "] * n
+        counted = answer["usage"]["completion_tokens"] // n
+        assert TINY.decode(token_ids[: 4 * counted]).endswith("two")
+
+    asyncio.run(go())
+
+
+def test_one_request_goes_between_the_many_choices_of_another() -> None:
+    async def go() -> list[int]:
+        backend = FakeBackend(lambda request: speak("hello"))
+        app = application(backend)
+        await asyncio.gather(Exchange(app, prompt="many", n=64, best_of=64).run(), Exchange(app, prompt="one").run())
+        lone = TINY.encode("one")
+        return [place for place, request in enumerate(backend.requests) if request.token_ids == lone]
+
+    (place,) = asyncio.run(go())
+    assert 0 < place < 32

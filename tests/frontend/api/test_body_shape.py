@@ -1,0 +1,124 @@
+"""A body is refused for the number of its values before anything is made of them, and never for its text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process
+
+from poolgrid.frontend import body_shape
+from poolgrid.frontend.body_shape import SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.tokenization import TokenizationPool
+
+LIMIT = FrontendSettings().max_body_values
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text('",[]{}\\\n a', max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('",[]{}\\', max_size=4), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def walk(value: Any) -> tuple[int, int, int]:
+    """Return the commas, containers and members of a value as JSON."""
+    if not isinstance(value, dict | list):
+        return 0, 0, 0
+    inner = [walk(each) for each in (value.values() if isinstance(value, dict) else value)]
+    commas, containers, members = (sum(counts) for counts in zip(*inner, (0, 0, 0), strict=True))
+    return commas + max(0, len(value) - 1), containers + 1, members + (len(value) if isinstance(value, dict) else 0)
+
+
+@given(values, st.booleans(), st.sampled_from([5, 40, body_shape.PIECE_BYTES]))
+def test_values_are_counted_as_a_parser_would_find_them(value: Any, ascii_only: bool, piece_bytes: int) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body_shape, "PIECE_BYTES", piece_bytes)
+
+        assert count_values(body, 10_000) == walk(value)
+
+
+@pytest.mark.parametrize("text", ["w", "\n", "w" * 2000, "\n" * 2000], ids=["short", "escaped", "long", "long escaped"])
+def test_whoever_counts_many_strings_lets_others_have_a_turn_now_and_then(text: str) -> None:
+    body = json.dumps([text] * (2_000_000 // len(text) // 5)).encode()
+    breaths: list[None] = []
+
+    assert count_values(body, 10**9, lambda: breaths.append(None))[0] == 2_000_000 // len(text) // 5 - 1
+    assert len(breaths) > len(body) // (2 * body_shape.PIECE_BYTES)
+
+
+@given(st.binary(max_size=200))
+def test_what_is_no_json_has_some_count(body: bytes) -> None:
+    count_values(body, 10)
+
+
+def post(path: str, content: bytes, **settings: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with in_process(application(FakeBackend(), **settings)) as client:
+            return await client.post(path, content=content, headers={"content-type": "application/json"})
+
+    return asyncio.run(go())
+
+
+CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]'
+MANY_LISTS = b"[" + b"[]," * (1 + LIMIT // VALUES_PER_PART) + b"[]]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"model":"tiny","prompt":[' + b"1," * (LIMIT + 1) + b"1]}"),
+        ("/v1/completions", b'{"model":"tiny","prompt":"x","unknown":' + MANY_LISTS + b"}"),
+        ("/v1/chat/completions", CHAT + b',"tools":' + MANY_LISTS.replace(b"[]", b"{}") + b"}"),
+        ("/v1/chat/completions", CHAT + b',"chat_template_kwargs":{"x":' + MANY_LISTS + b"}}"),
+        (
+            "/v1/completions",
+            b'{"model":"tiny","prompt":"x","guided_json":{'
+            + b",".join(b'"%d":1' % number for number in range(LIMIT // VALUES_PER_PART))
+            + b"}}",
+        ),
+        ("/v1/responses", b'{"model":"tiny","input":' + MANY_LISTS + b"}"),
+        ("/tokenize", b'{"model":"tiny","prompt":"x","x":' + MANY_LISTS + b"}"),
+        ("/detokenize", b'{"model":"tiny","tokens":[' + b"1," * (LIMIT + 1) + b"1]}"),
+    ],
+)
+def test_a_body_of_too_many_values_is_refused_wherever_it_comes(path: str, body: bytes) -> None:
+    response = post(path, body)
+
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_complex")
+    assert str(LIMIT) in response.json()["error"]["message"]
+
+
+def test_text_may_hold_as_many_commas_and_brackets_as_it_likes() -> None:
+    text = '{"a": [1, 2], "b\\"": "\\\\"}, ' * 40_000
+    body = json.dumps({"model": "tiny", "prompt": text}).encode()
+    assert body.count(b":") > LIMIT // VALUES_PER_PART
+    assert body.count(b"[") + body.count(b"{") > LIMIT // VALUES_PER_PART
+
+    answer = post("/tokenize", body)
+
+    assert answer.status_code == 200
+
+
+def test_short_bodies_and_those_below_the_limit_are_not_looked_at_twice() -> None:
+    async def scenario() -> None:
+        pool = TokenizationPool(1, 1, 0)
+        try:
+            await check_shape(b"[" * SHORT_BYTES, 1, pool)
+            await check_shape(b"1," * SHORT_BYTES, SHORT_BYTES, pool)
+            assert pool._executor._threads == set()
+            with pytest.raises(RequestError, match="more than 1000 values"):
+                await check_shape(b"1," * SHORT_BYTES, 1000, pool)
+        finally:
+            pool.close()
+
+    asyncio.run(scenario())

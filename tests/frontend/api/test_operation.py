@@ -1,0 +1,200 @@
+"""Health, models, metrics, the OpenAPI page, and that the documentation names all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.frontend.fake_backend import TINY, FakeBackend, speak
+from tests.frontend.server import application, in_process
+
+import poolgrid
+from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.wire.answers import EndpointRow, InstanceRow
+
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("http_api.md", "multimodal.md"))
+
+
+def get(path: str, backend: FakeBackend | None = None, **options: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with in_process(application(backend or FakeBackend(), **options)) as client:
+            return await client.get(path)
+
+    return asyncio.run(go())
+
+
+def test_a_process_that_is_not_ready_is_alive_and_says_what_is_missing() -> None:
+    for path in ("/ready", "/health"):
+        response = get(path, ready=lambda: "no worker has joined")
+        assert response.status_code == 503
+        assert response.json()["reason"] == "no worker has joined"
+    assert get("/live", ready=lambda: "no worker has joined").status_code == 200
+    assert get("/ready").status_code == 200
+    assert get("/health").json() == {"status": "ok", "models": ["tiny"], "endpoints": []}
+
+
+SERVED = [
+    EndpointRow(endpoint="poolgrid.prefill.generate", model="tiny", role="prefill", workers=1, ready=0, instances=[]),
+    EndpointRow(
+        endpoint="poolgrid.decode.generate",
+        model="tiny",
+        role="decode",
+        workers=1,
+        ready=1,
+        instances=[InstanceRow(worker_id="d0", dp_rank=0, state="ready")],
+    ),
+]
+
+
+def test_health_names_the_endpoints_of_every_role() -> None:
+    health = get("/health", endpoints=lambda: SERVED).json()
+    assert [(row["endpoint"], row["role"], row["ready"]) for row in health["endpoints"]] == [
+        ("poolgrid.prefill.generate", "prefill", 0),
+        ("poolgrid.decode.generate", "decode", 1),
+    ]
+    assert health["endpoints"][1]["instances"] == [{"worker_id": "d0", "dp_rank": 0, "state": "ready"}]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "reason"),
+    [
+        ("role=decode", 200, None),
+        ("role=decode&model=tiny", 200, None),
+        ("model=tiny", 200, None),
+        ("role=prefill", 503, "no prefill worker takes requests"),
+        ("role=encode", 503, "no encode worker takes requests"),
+        ("role=decode&model=other", 503, "no decode worker of model 'other' takes requests"),
+        ("model=other", 503, "no worker of model 'other' takes requests"),
+    ],
+)
+def test_readiness_can_be_asked_for_a_role_and_a_model(query: str, status: int, reason: str | None) -> None:
+    response = get(f"/ready?{query}", endpoints=lambda: SERVED)
+    assert response.status_code == status
+    assert response.json().get("reason") == reason
+
+
+def test_an_unknown_role_is_a_bad_request() -> None:
+    assert get("/ready?role=prefil", endpoints=lambda: SERVED).status_code == 400
+
+
+def test_models_are_listed_with_their_adapters() -> None:
+    data = get("/v1/models").json()["data"]
+    assert [(model["id"], model.get("parent")) for model in data] == [("tiny", None), ("tiny-lora", "tiny")]
+    assert {model["root"] for model in data} == {"tiny"}
+    assert get("/v1/models/tiny").json() == data[0]
+    assert get("/v1/models/tiny-lora").json() == data[1]
+    assert get("/v1/models/org/model").json()["error"]["code"] == "model_not_found"
+
+
+def test_every_answer_has_a_name_and_head_is_get_without_a_body() -> None:
+    async def go() -> None:
+        async with in_process(application(FakeBackend())) as client:
+            for path in ("/live", "/ready", "/health", "/ping", "/version", "/metrics", "/v1/models", "/openapi.json"):
+                got, asked = await client.get(path), await client.head(path)
+                assert (got.status_code, asked.status_code, asked.content) == (200, 200, b""), path
+                assert got.headers["content-type"] == asked.headers["content-type"]
+                assert got.headers["x-request-id"] != asked.headers["x-request-id"]
+            assert (await client.head("/v1/nothing")).status_code == 404
+            refused = await client.head("/v1/chat/completions")
+            assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+            names = [
+                (await client.get("/live", headers={"x-request-id": name})).headers["x-request-id"] for name in "a~"
+            ]
+            assert names[0] == "a"
+            assert names[1].startswith("id-"), "what no client may choose is replaced"
+
+    asyncio.run(go())
+
+
+def test_ping_is_ready_and_version_says_which() -> None:
+    assert get("/ping").json() == {"status": "ready"}
+    assert get("/ping", ready=lambda: "no worker has joined").status_code == 503
+    assert get("/version").json() == {"version": poolgrid.__version__}
+    assert get("/openapi.json").json()["info"]["version"] == poolgrid.__version__
+
+
+def test_no_page_of_the_server_loads_anything_from_elsewhere() -> None:
+    assert get("/docs").status_code == get("/redoc").status_code == 404
+    assert "http://" not in (text := get("/openapi.json").text)
+    assert "https://" not in text
+
+
+def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:
+    registry = CollectorRegistry()
+    backend = FakeBackend(lambda request: speak("Hello, world!", cached_tokens=2))
+
+    async def go() -> str:
+        async with in_process(application(backend, registry=registry)) as client:
+            body = {"model": "tiny", "prompt": "hi there", "n": 2, "stream": True}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert (await client.post("/v1/completions", json={**body, "n": 0})).status_code == 400
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(go())
+    isl, osl = len(TINY.encode("hi there")) // 4, len(TINY.encode("Hello, world!")) // 4
+    expected = {
+        'requests_total{endpoint="completions",status="200",streaming="true"}': 1,
+        'requests_total{endpoint="completions",status="400",streaming="false"}': 1,
+        'in_flight_requests{endpoint="completions"}': 0,
+        'time_to_first_token_seconds_count{model="tiny"}': 2,
+        'inter_token_latency_seconds_count{model="tiny"}': 2 * (osl - 1),
+        'target_judgements_total{model="tiny",outcome="met",target="ttft"}': 2,
+        'target_judgements_total{model="tiny",outcome="met",target="itl"}': 2,
+        'target_seconds{target="ttft"}': 2,
+        "input_sequence_tokens_sum": isl,
+        "output_sequence_tokens_sum": 2 * osl,
+        "prompt_tokens_total": 2 * isl,
+        "cached_tokens_total": 4,
+        "output_tokens_total": 2 * osl,
+        "tokenization_seconds_count": 1,
+        "tokenizations_pending": 0,
+        "client_disconnects_total": 0,
+    }
+    for name, value in expected.items():
+        assert f"poolgrid_frontend_{name} {float(value)}\n" in text
+
+
+def test_the_metrics_page_speaks_both_text_forms() -> None:
+    async def go() -> list[str]:
+        async with in_process(application(FakeBackend())) as client:
+            accepts = ("text/plain", "application/openmetrics-text; version=1.0.0")
+            return [
+                (await client.get("/metrics", headers={"accept": accept})).headers["content-type"] for accept in accepts
+            ]
+
+    plain, openmetrics = asyncio.run(go())
+    assert plain.startswith("text/plain")
+    assert openmetrics.startswith("application/openmetrics-text")
+
+
+def test_the_openapi_description_lists_the_inference_endpoints_from_their_structs() -> None:
+    description = get("/openapi.json").json()
+    for path, struct in (("/v1/chat/completions", ChatBody), ("/v1/completions", CompletionBody)):
+        schema = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        name = schema["$ref"].rpartition("/")[2]
+        assert set(description["components"]["schemas"][name]["properties"]) == set(struct.__struct_fields__)
+    assert {"/v1/models", "/health", "/live", "/ready", "/metrics"} <= set(description["paths"])
+
+
+@pytest.mark.parametrize("name", sorted(FrontendSettings.model_fields))
+def test_every_setting_is_documented(name: str) -> None:
+    assert f"`{name}`" in DOCUMENT
+
+
+def test_every_metric_is_documented() -> None:
+    for metric in FrontendMetrics(CollectorRegistry()).registry.collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        assert f"`{name}`" in DOCUMENT, name
+
+
+def test_every_field_is_documented() -> None:
+    refused = {*REFUSED_CHAT, *REFUSED_COMPLETION, *(f"nvext.{name}" for name in REFUSED_NVEXT)}
+    for name in {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *refused}:
+        assert f"`{name}`" in DOCUMENT, name

@@ -1,0 +1,84 @@
+"""A body that asks for nothing unusual takes a shorter way, and means the same on it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.inference_requests import fields_of
+
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.preparation import Job, Preparation
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.schema import USUAL, ChatBody, CompletionBody, Message, is_plain
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.inference.ports import ServedModel
+
+PREPARATION = Preparation(
+    FakeBackend(served=[ServedModel("tiny", 0, 4096)]),
+    {"tiny": PromptModel.load(TINY_MODEL_PATH, "tiny")},
+    FrontendSettings(),
+)
+
+USUAL_FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "stream": st.none() | st.booleans(),
+        "stream_options": st.just({"include_usage": True}),
+        "max_tokens": st.none() | st.integers(1, 4000),
+        "temperature": st.none() | st.floats(0, 2),
+        "seed": st.none() | st.integers(-(2**31), 2**31),
+        "ignore_eos": st.none() | st.booleans(),
+    },
+)
+
+
+def asked(job: Job, names: list[str]) -> dict[str, Any]:
+    prompts = job.tokenize()
+    requests = [fields_of(request) for request in job.requests(prompts, names)]
+    answer = job.encoder(prompts, names, 0)
+    return {
+        "requests": requests,
+        "counts": job.counts_in_chunks,
+        "begins": answer.begin(),
+        "end": answer.end({"prompt_tokens": 1}),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(USUAL_FIELDS, st.text(min_size=1, max_size=40), st.booleans())
+def test_a_plain_body_and_one_that_says_a_default_are_one_request(
+    fields: dict[str, Any], text: str, chat: bool
+) -> None:
+    said = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    prepare = PREPARATION.chat if chat else PREPARATION.completion
+
+    plain = prepare(json.dumps({"model": "tiny", **said, **fields}).encode())
+    long = prepare(json.dumps({"model": "tiny", **said, **fields, "n": 1}).encode())
+
+    assert (plain.is_plain, long.is_plain) == (True, False)
+    assert asked(plain, ["r"]) == asked(long, ["r"])
+
+
+def bodies() -> dict[type, ChatBody | CompletionBody]:
+    return {
+        ChatBody: ChatBody(model="tiny", messages=[Message(role="user", content="x")]),
+        CompletionBody: CompletionBody(model="tiny", prompt="x"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in (ChatBody, CompletionBody) for name in kind.__struct_fields__ if name not in USUAL],
+)
+def test_every_other_field_makes_a_body_that_is_not_plain(kind: type, name: str) -> None:
+    body = bodies()[kind]
+    assert is_plain(body)
+
+    setattr(body, name, False)
+
+    assert not is_plain(body)
