@@ -558,7 +558,7 @@ def test_every_refusal_in_the_code_is_in_the_table_and_no_other() -> None:
     pattern = re.compile(r"""\(\s*(401|403|413|429|503),\s*"(\w+)\"""")
     raised = {
         (int(status), code)
-        for package in ("api", "fleet_page", "router", "global_router", "serving")
+        for package in ("frontend", "fleet_page", "router", "global_router", "serving")
         for path in (ROOT / "src" / "poolgrid" / package).resolve().rglob("*.py")
         for status, code in pattern.findall(path.read_text())
     }
