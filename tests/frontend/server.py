@@ -13,7 +13,6 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
-from tests.frontend.fake_backend import TINY, FakeBackend
 
 from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.prompt_model import PromptModel
@@ -24,6 +23,7 @@ from poolgrid.http.http_settings import HttpLimits
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, ServedModel, TokenStream
 from poolgrid.wire.answers import EndpointRow
+from tests.frontend.fake_backend import TINY, FakeBackend
 
 Http = str | type[DirectProtocol]
 """uvicorn's name of a protocol, or ours, which the routers serve with."""

@@ -20,8 +20,6 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
-from tests.frontend.fake_backend import FakeBackend, speak
-from tests.frontend.server import application
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.cache_salt import cache_salt
@@ -37,6 +35,8 @@ from poolgrid.frontend.metrics import MODEL_LABELS_MAX, TENANT_LABELS_MAX, Front
 from poolgrid.http.http_server import HttpServer
 from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.process import instruments
+from tests.frontend.fake_backend import FakeBackend, speak
+from tests.frontend.server import application
 
 KEY = "pg-of-acme"
 OTHER = "pg-of-other"
@@ -559,7 +559,7 @@ def test_every_refusal_in_the_code_is_in_the_table_and_no_other() -> None:
     raised = {
         (int(status), code)
         for package in ("frontend", "fleet_page", "router", "global_router", "serving")
-        for path in (ROOT / "src" / "poolgrid" / package).resolve().rglob("*.py")
+        for path in (ROOT / "src" / "poolgrid" / package).resolve(strict=True).rglob("*.py")
         for status, code in pattern.findall(path.read_text())
     }
     raised |= {(status, code) for code, status in STATUS_BY_CODE.items() if status in REFUSAL_STATUSES}

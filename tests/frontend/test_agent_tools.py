@@ -13,12 +13,12 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.server import FrontEnd, application, front_end, served_in_thread
 
 from poolgrid.frontend.parsers.custom_calls import CustomCalls
 from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
 from poolgrid.frontend.tools import custom_arguments, custom_text, joined_name, read_tools
+from tests.frontend.fake_backend import TINY, FakeBackend, speak
+from tests.frontend.server import FrontEnd, application, front_end, served_in_thread
 
 RESPONSES = "/v1/responses"
 CHAT = "/v1/chat/completions"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.server import application
 
 from poolgrid.inference.stream_delta import StreamDelta
+from tests.frontend.fake_backend import TINY, FakeBackend, speak
+from tests.frontend.server import application
 
 
 class Exchange:

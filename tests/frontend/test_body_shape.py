@@ -10,14 +10,14 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, in_process
 
 from poolgrid.frontend import body_shape
 from poolgrid.frontend.body_shape import SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process
 
 LIMIT = FrontendSettings().max_body_values
 

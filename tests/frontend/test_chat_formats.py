@@ -11,13 +11,13 @@ import httpx
 import openai
 import pydantic
 import pytest
-from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak, with_logprobs
-from tests.frontend.server import application, in_process, served_in_thread
 from tokenizers import AddedToken, Tokenizer
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.inference.inference_request import InferenceRequest
+from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak, with_logprobs
+from tests.frontend.server import application, in_process, served_in_thread
 
 ARGUMENTS = '{"city": "Pärïs 😀"}'
 CALL = f'Let me look.\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'

@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any
 
 import msgspec
-from tests.frontend.fake_backend import FakeBackend, Step, speak
-from tests.frontend.server import application, served
 
 from poolgrid.frontend.stream_head import StreamHead
+from tests.frontend.fake_backend import FakeBackend, Step, speak
+from tests.frontend.server import application, served
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -10,12 +10,12 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
-from tests.frontend.server import Http, application, served, served_in_thread
 
 from poolgrid.http.http_protocol import DirectProtocol
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
+from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
+from tests.frontend.server import Http, application, served, served_in_thread
 
 TEXT = "Once upon a time there was a wörld 😀."
 

@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontend.fake_backend import TINY
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from poolgrid.frontend.detokenization import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
 from poolgrid.frontend.models.build_tiny import SPECIAL_TOKENS, VOCAB_SIZE
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from tests.frontend.fake_backend import TINY
 
 TEXTS = [
     "Hello, world!",

@@ -10,8 +10,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.server import FrontEnd, front_end
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
@@ -20,6 +18,8 @@ from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.schema import Message
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.wire.card import MediaSpec
+from tests.frontend.fake_backend import TINY, FakeBackend, speak
+from tests.frontend.server import FrontEnd, front_end
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 CALL = {"name": "f", "arguments": '{"a": "MARKCALL"}'}

@@ -12,8 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application
 
 from poolgrid.fleet_page import hub as hub_module
 from poolgrid.fleet_page.assets import DIRECTORY, TYPES, assets
@@ -26,6 +24,8 @@ from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.frontend.errors import RequestError
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import SystemClock
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application
 
 INTERVAL_MS = 1.0
 

@@ -11,14 +11,14 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
-from tests.frontend.server import FrontEnd, application, front_end, in_process
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
+from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
+from tests.frontend.server import FrontEnd, application, front_end, in_process
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -17,8 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, served
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.inflation import (
@@ -33,6 +31,8 @@ from poolgrid.frontend.inflation import (
 )
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.process.clock import SystemClock
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, served
 
 LIMITS = InflationLimits(output_bytes=8 * 2**20, members=100, ratio=100, time_ms=60_000)
 

@@ -11,10 +11,6 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
-from tests.frontend.fake_backend import FakeBackend, speak
-from tests.frontend.media.hostile_server import answer, hostile_server
-from tests.frontend.media.samples import png
-from tests.frontend.server import application, in_process
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from poolgrid.frontend.access import key_file
@@ -27,6 +23,10 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.process.tenant_caches import WHOLE
 from poolgrid.wire.card import MediaSpec
+from tests.frontend.fake_backend import FakeBackend, speak
+from tests.frontend.media.hostile_server import answer, hostile_server
+from tests.frontend.media.samples import png
+from tests.frontend.server import application, in_process
 
 SECRET = "5" * 64
 TENANTS = ("acme", "other")

@@ -13,9 +13,6 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
-from tests.frontend.media.samples import png
-from tests.frontend.server import application, in_process, served_in_thread
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
@@ -23,6 +20,9 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.card import MediaSpec
+from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
+from tests.frontend.media.samples import png
+from tests.frontend.server import application, in_process, served_in_thread
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import FrontEnd, front_end
 

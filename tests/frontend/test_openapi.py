@@ -21,8 +21,6 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from starlette.types import Receive, Scope, Send
-from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
-from tests.frontend.server import application
 
 from poolgrid.frontend.openapi import BODIES
 from poolgrid.frontend.openapi_answers import ANSWERS
@@ -30,6 +28,8 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs
+from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
+from tests.frontend.server import application
 
 CASES = int(os.environ.get("POOLGRID_SCHEMATHESIS_CASES", "12"))
 OPERATIONS = [

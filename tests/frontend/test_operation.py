@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.server import application, in_process
 
 import poolgrid
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.wire.answers import EndpointRow, InstanceRow
+from tests.frontend.fake_backend import TINY, FakeBackend, speak
+from tests.frontend.server import application, in_process
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("http_api.md", "multimodal.md"))

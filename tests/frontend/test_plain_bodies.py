@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.inference_requests import fields_of
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.preparation import Job, Preparation
@@ -17,6 +15,8 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.schema import USUAL, ChatBody, CompletionBody, Message, is_plain
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.inference.ports import ServedModel
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.inference_requests import fields_of
 
 PREPARATION = Preparation(
     FakeBackend(served=[ServedModel("tiny", 0, 4096)]),

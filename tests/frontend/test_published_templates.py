@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.plain_jinja import NOW, SPECIAL_TOKENS, PlainTemplate
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
@@ -23,6 +21,8 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.plain_jinja import NOW, SPECIAL_TOKENS, PlainTemplate
 
 DIRECTORY = Path(__file__).parents[3] / "shared" / "chat_templates"
 FILES = sorted(DIRECTORY.glob("*/*.jinja"))

@@ -13,9 +13,6 @@ import pytest
 from fastapi import Query
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontend.fake_backend import TINY, FakeBackend, speak, with_logprobs
-from tests.frontend.inference_requests import fields_of
-from tests.frontend.server import FrontEnd, application, front_end, in_process
 
 from poolgrid.frontend.field_words import fields_without_words
 from poolgrid.frontend.messages_api.schema import MessagesBody
@@ -30,6 +27,9 @@ from poolgrid.frontend.schema import (
 )
 from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
 from poolgrid.inference.ports import Refused, ServedModel
+from tests.frontend.fake_backend import TINY, FakeBackend, speak, with_logprobs
+from tests.frontend.inference_requests import fields_of
+from tests.frontend.server import FrontEnd, application, front_end, in_process
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

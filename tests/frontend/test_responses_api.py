@@ -12,12 +12,12 @@ import httpx
 import openai
 import pydantic
 import pytest
-from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
-from tests.frontend.server import application, in_process, served_in_thread
-from tests.frontend.weather_tool import TOOL
 
 from poolgrid.frontend.prompt_encoder import PromptEncoder
 from poolgrid.inference.inference_request import InferenceRequest
+from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
+from tests.frontend.server import application, in_process, served_in_thread
+from tests.frontend.weather_tool import TOOL
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, in_process
-from tests.frontend.test_inference import COMPLETIONS, post
 
 from poolgrid.global_router.core.document.axis import AXIS, TARGETS
 from poolgrid.inference.ports import HINT_HEADERS, Refused
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process
+from tests.frontend.test_inference import COMPLETIONS, post
 
 
 def hints_of(headers: dict[str, str] | None = None, **fields: Any) -> Any:

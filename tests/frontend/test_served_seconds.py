@@ -7,11 +7,11 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application
 
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS, FrontendMetrics
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application
 
 
 class SetClock:

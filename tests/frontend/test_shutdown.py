@@ -8,13 +8,13 @@ import logging
 
 import httpx
 import pytest
-from tests.frontend.fake_backend import FakeBackend, Step
-from tests.frontend.server import application
 
 from poolgrid.http.http_server import HttpServer
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import pack_tokens
+from tests.frontend.fake_backend import FakeBackend, Step
+from tests.frontend.server import application
 
 BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 100}
 

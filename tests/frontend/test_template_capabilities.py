@@ -14,8 +14,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.frontend.fake_backend import TINY, FakeBackend
-from tests.frontend.server import application, in_process
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
@@ -26,6 +24,8 @@ from poolgrid.frontend.schema import ChatBody, Function, Message, ToolCall
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.template_capabilities import Arguments, EmptyContent, TemplateCapabilities, TextWithCalls
 from poolgrid.frontend.template_probes import TIME_LIMIT_MS, capabilities_of, probe
+from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.server import application, in_process
 
 EACH = "{% for m in messages %}"
 END = "{% endfor %}"

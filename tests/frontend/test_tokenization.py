@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from tests.frontend.fake_backend import TINY, FakeBackend
-from tests.frontend.server import application, in_process
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
@@ -17,6 +15,8 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.hashing import pack_tokens
+from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.server import application, in_process
 
 
 def test_short_work_is_done_here_and_long_work_in_a_thread() -> None:

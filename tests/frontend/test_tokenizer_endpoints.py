@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from tests.frontend.fake_backend import TINY, FakeBackend
-from tests.frontend.server import application, in_process
 
 from poolgrid.frontend import tokenizer_endpoints
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.hashing import unpack_tokens
+from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.server import application, in_process
 
 HI = [{"role": "user", "content": "hällo 😀"}]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.frontend.fake_backend import TINY, FakeBackend, speak
-from tests.frontend.media.samples import png
-from tests.frontend.server import application, in_process
 
 from poolgrid.frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.card import ChatSpec, MediaSpec
 from poolgrid.wire.output_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from tests.frontend.fake_backend import TINY, FakeBackend, speak
+from tests.frontend.media.samples import png
+from tests.frontend.server import application, in_process
 
 HI = [{"role": "user", "content": "hi"}]
 SHOUTING = "{{ eos_token }}{% for message in messages %}{{ message.content | upper }}!{% endfor %}"

@@ -8,8 +8,6 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, in_process
 
 from poolgrid.frontend.traffic import (
     Account,
@@ -20,6 +18,8 @@ from poolgrid.frontend.traffic import (
     report_traffic,
     request_line,
 )
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process
 
 LOGGER = "poolgrid.frontend.traffic"
 SECRET = "nobody may read this"

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.frontend.fake_backend import FakeBackend, speak
-from tests.frontend.server import application, in_process, served_in_thread
 
 from poolgrid.frontend.compression import accepts_gzip
+from tests.frontend.fake_backend import FakeBackend, speak
+from tests.frontend.server import application, in_process, served_in_thread
 
 BODY = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
 

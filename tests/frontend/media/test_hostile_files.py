@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tests.frontend.media.loading import loading
-from tests.frontend.media.samples import TENSOR_PICKLE, exploit_pickle, png, png_bomb, pytorch, safetensors
 
 from poolgrid.frontend.media.embeddings import check_embeddings
 from poolgrid.frontend.media.local_files import LocalFiles
 from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.frontend.media.settings import MediaSettings
+from tests.frontend.media.loading import loading
+from tests.frontend.media.samples import TENSOR_PICKLE, exploit_pickle, png, png_bomb, pytorch, safetensors
 
 SECRET = b"a secret that is nobody's business"
 MEGABYTE = 1024 * 1024

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.frontend.media.hostile_server import answer, hostile_server
-from tests.frontend.media.loading import Names, loading
-from tests.frontend.media.samples import data_url, image, png, png_bomb
 
 from poolgrid.frontend.media.addresses import AddressPolicy
 from poolgrid.frontend.media.data_urls import PIECE_CHARS, decode_data_url
 from poolgrid.wire.multimodal import digest_media
+from tests.frontend.media.hostile_server import answer, hostile_server
+from tests.frontend.media.loading import Names, loading
+from tests.frontend.media.samples import data_url, image, png, png_bomb
 
 PICTURE = png()
 MEGABYTE = 1024 * 1024

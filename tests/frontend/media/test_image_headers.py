@@ -16,7 +16,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.frontend.media.samples import image, png, png_bomb
 
 from poolgrid.frontend.media import image_headers
 from poolgrid.frontend.media.image_headers import (
@@ -28,6 +27,7 @@ from poolgrid.frontend.media.image_headers import (
     read_header,
 )
 from poolgrid.frontend.media.settings import IMAGE_FORMATS
+from tests.frontend.media.samples import image, png, png_bomb
 
 MEGABYTE = 1024 * 1024
 LINES_PER_STEP_MAX = 20

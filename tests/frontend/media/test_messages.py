@@ -10,10 +10,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from tests.frontend.fake_backend import TINY, FakeBackend
-from tests.frontend.media.loading import loading
-from tests.frontend.media.samples import data_url, png
-from tests.frontend.server import application, in_process
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -30,6 +26,10 @@ from poolgrid.wire import limits
 from poolgrid.wire.card import MediaSpec, ResizedGrid
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
+from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.media.loading import loading
+from tests.frontend.media.samples import data_url, png
+from tests.frontend.server import application, in_process
 
 SPEC = MediaSpec(("image", "embeddings"), placeholder="<image>", tokens_per_image=5, filler_token_id=0)
 CAT, DOG = png(color=(1, 1, 1)), png(color=(2, 2, 2))

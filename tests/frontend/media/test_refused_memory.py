@@ -9,12 +9,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tests.frontend.media.hostile_server import answer, hostile_server
-from tests.frontend.media.loading import Loading, loading
-from tests.frontend.media.samples import data_url, png, png_bomb
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.memory_budget import MediaLease
+from tests.frontend.media.hostile_server import answer, hostile_server
+from tests.frontend.media.loading import Loading, loading
+from tests.frontend.media.samples import data_url, png, png_bomb
 
 MEGABYTE = 1024 * 1024
 BROKEN = b"\xff\xd8" + b"\xff" * (MEGABYTE // 2)

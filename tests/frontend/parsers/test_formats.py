@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.frontend.parsers.test_golden import read
-from tests.frontend.parsers.transcripts import GLM, TOOLS
 
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
 from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
 from poolgrid.frontend.parsers.tagged_call import as_json, types_of
+from tests.frontend.parsers.test_golden import read
+from tests.frontend.parsers.transcripts import GLM, TOOLS
 
 TEMPLATES = {
     # The lines by which templates tell their models how to call, shortened.

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 
 from poolgrid.frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES, OutputFormat
 from poolgrid.frontend.parsers.pieces import Kind, OutputParser
+from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 
 NAMES = [transcript.name for transcript in TRANSCRIPTS]
 

@@ -11,10 +11,10 @@ import random
 from typing import Any
 
 import pytest
-from tests.frontend.parsers.test_golden import read
-from tests.frontend.parsers.transcripts import HARMONY, TOOLS, Answer
 
 from poolgrid.frontend.parsers.formats import OutputFormat
+from tests.frontend.parsers.test_golden import read
+from tests.frontend.parsers.transcripts import HARMONY, TOOLS, Answer
 
 harmony = pytest.importorskip("openai_harmony", reason="openai-harmony is not installed")
 if not os.path.isfile(os.path.join(os.environ.get("TIKTOKEN_ENCODINGS_BASE", ""), "o200k_base.tiktoken")):
