@@ -60,7 +60,6 @@ def test_a_router_loads_no_more_modules_than_allowed() -> None:
 
 def test_no_class_derives_from_a_private_class_of_another_package() -> None:
     found = base_classes_of_other_packages()
-
     assert found <= set(BUDGET["foreign_bases"]["listed"]), found - set(BUDGET["foreign_bases"]["listed"])
 
 
