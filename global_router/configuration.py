@@ -62,7 +62,6 @@ class Configuration:
         self._listeners: list[Callable[[Reload], None]] = []
 
     def listen(self, listener: Callable[[Reload], None]) -> None:
-        """Have a function called after each attempt, in the event loop, with the new revision in force."""
         self._listeners.append(listener)
 
     def _make(self, before: Active | None) -> Active:

@@ -195,5 +195,4 @@ class RequestDecisions:
         return newest
 
     def __len__(self) -> int:
-        """Return how many records are kept."""
         return len(self._records)

@@ -129,7 +129,6 @@ class GlobalFleetSource:
         """Begin: all that is shown is kept anyway."""
 
     def end(self) -> None:
-        """Let go of what was made for showing."""
         self._grids = None
 
     async def look(self, others: Sequence[Part] = ()) -> Picture:
@@ -187,7 +186,6 @@ class GlobalFleetSource:
         return {record.request_id: _request(record) for record in reversed(records)}
 
     def part(self, next_turn: int) -> Part:
-        """Return what this process alone knows."""
         return Part(self._own_values(), self._requests())
 
     def learn(self, turns: Sequence[Turn]) -> None:

@@ -242,7 +242,6 @@ class PoolConnection:
     # -- questions -------------------------------------------------------------------------------------------------
 
     def next_ask(self) -> int:
-        """Return the number of the next question."""
         return next(self._asks)
 
     async def select(self, message: Select, timeout_s: float) -> Selected | SelectRefused:
@@ -435,11 +434,9 @@ class Pools:
         self._on_news()
 
     def get(self, name: str) -> PoolConnection | None:
-        """Return a pool of the document in force."""
         return self._pools.get(name)
 
     def all(self) -> list[PoolConnection]:
-        """Return the pools in the order of the document."""
         return list(self._pools.values())
 
     def close(self) -> None:

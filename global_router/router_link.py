@@ -109,7 +109,6 @@ class RouterLink:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to look for the router."""
         self._task = supervised(self._follow, f"pool {self.name}", FOLLOWING)
 
     def close(self) -> None:
@@ -278,5 +277,4 @@ class RouterLink:
             self._send(Renew(tuple(reservations[start : start + RENEWALS_MAX])))
 
     def ask_status(self) -> None:
-        """Ask how the pool is before it is time to."""
         self._send(AskStatus(self._next_ask()))

@@ -213,11 +213,9 @@ class GlobalRouterService:
         return self.in_flight.on_tokens(link, deltas)
 
     def on_link_down(self, endpoint: str, why: str) -> None:
-        """Move what was on a link that broke."""
         self.in_flight.on_lost(endpoint, Happened.LOST, why)
 
     def holds(self, endpoint: str) -> bool:
-        """Tell whether requests are on a link."""
         return self.in_flight.holds(endpoint)
 
     def _place_next(self, machine: RequestMachine, place: PlaceNext) -> None:
@@ -339,9 +337,7 @@ class GlobalRouterService:
                 pool.ask_status()
 
     def models(self) -> Sequence[ServedModel]:
-        """Return the models that some pool serves now."""
         return self.view.models()
 
     def __len__(self) -> int:
-        """Return how many requests are being served."""
         return len(self.books.flights)

@@ -132,7 +132,6 @@ class GlobalRouterView:
 
     @property
     def queued_prompt_tokens(self) -> int:
-        """Return the prompt tokens of the waiting requests."""
         return self._service.waiting_room.prompt_tokens
 
     @property
@@ -142,9 +141,7 @@ class GlobalRouterView:
 
     @property
     def backlog_s(self) -> float:
-        """Return how long those that wait will take, at the rate at which requests finished lately."""
         return self._service.waiting_room.backlog_s()
 
     def revision(self) -> int:
-        """Return the revision of the document in force."""
         return self._service.configuration.active.revision

@@ -255,12 +255,10 @@ class WaitingRoom:
     # -- views -----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return how many wait."""
         return len(self._queue)
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the prompt tokens of those that wait."""
         return self._queue.prompt_tokens
 
     def retry_after_s(self) -> float | None:
@@ -270,7 +268,6 @@ class WaitingRoom:
         return self._drain.retry_after_s(len(self._queue), self._clock.monotonic_ms())
 
     def backlog_s(self) -> float:
-        """Return how long those that wait will take, at the rate at which requests ended lately."""
         return self._drain.backlog_s(len(self._queue), self._clock.monotonic_ms())
 
     def view(self) -> QueueView:

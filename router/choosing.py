@@ -96,7 +96,6 @@ class Chooser:
         return workers[0].card.block_size if workers else 0
 
     def is_quick(self, request: InferenceRequest) -> bool:
-        """Return whether a prompt is hashed in one go."""
         return len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None
 
     async def path(self, request: InferenceRequest) -> array[int]:

@@ -50,7 +50,6 @@ class EmbeddedFeed:
         return self._consolidator.trouble
 
     def loading(self) -> list[LoadingWorker]:
-        """Return the workers that still load."""
         return self._consolidator.loading()
 
     def behind(self) -> int:
@@ -138,11 +137,9 @@ class RemoteFeed:
         )
 
     def loading(self) -> list[LoadingWorker]:
-        """Return the workers that still load."""
         return self._follower.loading() if self._follower is not None else []
 
     def behind(self) -> int:
-        """Return how many records are still to come of those that the consolidator has named."""
         return self._follower.behind() if self._follower is not None else 0
 
     async def stop(self) -> None:

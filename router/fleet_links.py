@@ -170,7 +170,6 @@ class FleetLinks:
         return link is not None and link.drain(timeout_ms)
 
     def get(self, endpoint: str) -> WorkerLink | None:
-        """Return the link to a worker process."""
         return self._links.get(endpoint)
 
     def endpoints(self) -> list[str]:
@@ -178,7 +177,6 @@ class FleetLinks:
         return list(self._links)
 
     def __len__(self) -> int:
-        """Return how many links there are."""
         return len(self._links)
 
     def close(self) -> None:

@@ -255,7 +255,6 @@ class RouterFleetSource:
     # -- for other processes behind the same port ----------------------------------------------------------------------
 
     def part(self, next_turn: int) -> Part:
-        """Return what this process alone knows."""
         return Part(self._own_values(), self._requests(), *self._watch.turns(next_turn))
 
     def learn(self, turns: Sequence[Turn]) -> None:

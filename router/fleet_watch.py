@@ -73,7 +73,6 @@ class FleetWatch:
         self._broken = False
 
     def begin(self) -> None:
-        """Stand before the log of the state."""
         self._next, self._state.log = self._state.log, self
 
     def end(self) -> None:
@@ -92,7 +91,6 @@ class FleetWatch:
         return list(islice(self._turns, max(0, first - self._turns_gone), None)), next_turn
 
     def learn(self, turn: Turn) -> None:
-        """Take note of a prompt that a sibling has sent."""
         self._turn(turn.request_id, unpack_hashes(turn.path), turn.isl, turn.block_size, turn.time_ms)
 
     def conversation_of(self, request_id: str) -> str:

@@ -66,11 +66,9 @@ class NatsFeed:
         return ""
 
     def loading(self) -> list[LoadingWorker]:
-        """Return the workers that still load, as the active consolidator tells."""
         return self._loading.workers(self._clock.monotonic_ms())
 
     def behind(self) -> int:
-        """Return how many messages are still to come of those that are known to be stored."""
         return self._follower.behind() if self._follower is not None else 0
 
     async def stop(self) -> None:

@@ -144,7 +144,6 @@ class SelectPlane:
         self._socket = CallbackSocket(socket, self._on_frames)
 
     def close(self) -> None:
-        """Stop answering."""
         self._socket.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:

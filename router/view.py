@@ -66,17 +66,14 @@ class RouterView:
 
     @property
     def decisions(self) -> DecisionLog:
-        """Return the last decisions."""
         return self._service.books.decisions
 
     @property
     def paths(self) -> TenantPaths:
-        """Return the cache of prompts' hashes."""
         return self._service.chooser.paths
 
     @property
     def sketch(self) -> ReuseSketch:
-        """Return what is remembered of prompts."""
         return self._service.books.sketch
 
     @property
@@ -91,11 +88,9 @@ class RouterView:
 
     @property
     def unreachable(self) -> Mapping[WorkerKey, str]:
-        """Return the workers that the pool knows and this router cannot talk to, and why."""
         return self._service.links.unreachable
 
     def is_reachable(self, key: WorkerKey) -> bool:
-        """Tell whether the request plane to a worker is up."""
         return key in self.projection.fleet.workers and key not in self.unreachable
 
     def models(self) -> Sequence[ServedModel]:
@@ -118,12 +113,10 @@ class RouterView:
         return self._served
 
     def counts(self) -> tuple[int, int]:
-        """Return how many requests are active and how many wait."""
         return self._service.counts()
 
     @property
     def queued_prompt_tokens(self) -> int:
-        """Return the prompt tokens of the waiting requests."""
         return self._service.line.prompt_tokens
 
     @property
@@ -133,11 +126,9 @@ class RouterView:
 
     @property
     def backlog_s(self) -> float:
-        """Return how long those that wait will take, at the rate at which requests finished lately."""
         return self._service.line.backlog_s()
 
     def queue(self) -> QueueView:
-        """Return what operators are shown of the queue."""
         return self._service.line.view()
 
     def retry_after_s(self) -> float:
@@ -145,7 +136,6 @@ class RouterView:
         return self._service.line.retry_after_s()
 
     def reserved(self, decision: Decision, path: Sequence[int]) -> None:
-        """Keep and count a decision that reserved a worker for a global router."""
         self._service.books.reserved(decision, path)
 
     def load_changed(self) -> None:

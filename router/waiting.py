@@ -269,20 +269,16 @@ class WaitingLine:
         return max(self._drain.retry_after_s(len(self._queue), now_ms), self._chooser.full.retry_after_s(now_ms))
 
     def backlog_s(self) -> float:
-        """Return how long those that wait will take."""
         return self._drain.backlog_s(len(self._queue), self._clock.monotonic_ms())
 
     def resumed(self) -> list[Routed]:
-        """Return those whose clients are being served already."""
         return [queued.item for queued in self._queue.resumed()]
 
     def __len__(self) -> int:
-        """Return how many wait."""
         return len(self._queue)
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the prompt tokens of the waiting requests."""
         return self._queue.prompt_tokens
 
     def view(self) -> QueueView:

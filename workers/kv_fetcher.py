@@ -72,7 +72,6 @@ class KvFetcher:
 
     @property
     def sources(self) -> int:
-        """Prefill workers that are connected."""
         return len(self._sources)
 
     def begin(self, request_id: str, wanted: KvWanted) -> None:

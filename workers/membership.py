@@ -25,7 +25,6 @@ class Membership:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the consolidator has every rank as a member."""
         return bool(self.publishers) and all(publisher.is_registered for publisher in self.publishers)
 
     def join(self, publishers: Sequence[EventPublisher]) -> None:

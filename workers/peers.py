@@ -84,7 +84,6 @@ class Peers:
         self._lease_timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Return how many have requests here."""
         return len(self._peers)
 
     def close(self) -> None:

@@ -70,7 +70,6 @@ class EventPublisher:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the consolidator has the worker as a member."""
         return self._stream.is_open
 
     def start(self) -> None:

@@ -158,7 +158,6 @@ class WorkerService:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine does its work."""
         return not self._engine.unhealthy_reason
 
     def describe(self) -> dict[str, object]:

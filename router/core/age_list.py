@@ -75,7 +75,6 @@ class AgeList(Generic[A]):
             self._cursor = older
 
     def begin_walk(self) -> None:
-        """Begin to walk at the newest."""
         self._cursor = self._end.older
 
     def step(self) -> A | None:

@@ -130,7 +130,6 @@ class BlockPlaces:
         self._free.append(number)
 
     def add(self, run: Run, blocks: array[int]) -> None:
-        """Write down that a run has these blocks."""
         self._write(run.number, blocks)
 
     def take(self, run: Run, blocks: array[int]) -> None:
@@ -208,7 +207,6 @@ class BlockPlaces:
         return _ENTRY_BYTES * entries + 200 * len(self._shards)
 
     def _end(self, place: int) -> int:
-        """Return the first hash behind a shard."""
         return self._starts[place + 1] if place + 1 < len(self._starts) else 1 << KEY_BITS
 
     def hand_out(self) -> None:

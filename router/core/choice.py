@@ -42,5 +42,4 @@ class Choice:
 
     @property
     def terms(self) -> Mapping[str, Column]:
-        """Return the named parts of the cost, per row."""
         return self._terms if self.of_few is None else TermsOfFew(*self.of_few)

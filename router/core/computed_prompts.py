@@ -81,7 +81,6 @@ class ComputedPrompts:
         return [(key[0], _shared_blocks(path, other)) for key, other in newest]
 
     def __iter__(self) -> Iterator[_Key]:
-        """Iterate over workers and requests, the first to have a token first."""
         return iter(self._first_block)
 
     def __len__(self) -> int:

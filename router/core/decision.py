@@ -136,7 +136,6 @@ class Decision:
 
     @property
     def prefill_tokens(self) -> int:
-        """Return what the chosen worker was believed to have still to compute for others."""
         return int(self.candidates.prefill_tokens[self.choice.row])
 
     @property
@@ -366,9 +365,7 @@ class DecisionLog:
         return decision
 
     def newest(self, limit: int) -> list[Decision]:
-        """Return the last decisions, newest first."""
         return list(islice(reversed(self._decisions.values()), limit))
 
     def __len__(self) -> int:
-        """Return how many decisions are kept."""
         return len(self._decisions)

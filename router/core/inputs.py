@@ -33,7 +33,6 @@ class RecordsArrived(Value):
         self.now_ms = now_ms
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.records, self.now_ms)
 
 
@@ -48,7 +47,6 @@ class SnapshotArrived(Value):
         self.now_ms = now_ms
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.load, self.now_ms)
 
 
@@ -140,7 +138,6 @@ class Booked(Value):
         """How long it counts unconfirmed; 0 is the ledger's own."""
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.decision, self.path, self.dispatch_id, self.now_ms, self.lease_ms)
 
 
@@ -157,7 +154,6 @@ class Crowded(Value):
         self.now_ms = now_ms
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.worker, self.dispatch_id, self.booked_tokens, self.now_ms)
 
 
@@ -173,7 +169,6 @@ class Renewed(Value):
         self.now_ms = now_ms
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.worker, self.dispatch_id, self.now_ms)
 
 
@@ -190,7 +185,6 @@ class PromptComputed(Value):
         """Its worker is believed to hold the prompt's blocks, until the worker's own events say what it holds."""
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.worker, self.dispatch_id, self.is_held)
 
 
@@ -205,7 +199,6 @@ class Released(Value):
         self.dispatch_id = dispatch_id
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.worker, self.dispatch_id)
 
 
@@ -220,7 +213,6 @@ class Expired(Value):
         self.held = held
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.now_ms, self.held)
 
 

@@ -314,7 +314,6 @@ class LoadLedger:
                 self._lease(worker, request_id, entry)
 
     def knows(self, worker: WorkerKey, request_id: str) -> bool:
-        """Tell whether a request has an entry."""
         return (worker, request_id) in self._entries
 
     def entries(self) -> dict[tuple[WorkerKey, str], LoadEntry]:
@@ -322,11 +321,9 @@ class LoadLedger:
         return dict(self._entries)
 
     def size_bytes(self) -> int:
-        """Return about how much memory the entries take."""
         return ENTRY_BYTES * len(self._entries)
 
     def __len__(self) -> int:
-        """Return the number of requests in the ledger."""
         return len(self._entries)
 
     def _put(self, worker: WorkerKey, request_id: str, entry: LoadEntry) -> bool:

@@ -23,11 +23,9 @@ class LowerTiers:
 
     @property
     def in_use(self) -> bool:
-        """Tell whether anything lies outside the devices."""
         return bool(self.host.entries or self.disk.entries)
 
     def tier(self, tier: Tier) -> ShardedMap[int]:
-        """Return the holders of one lower tier."""
         return self.host if tier is Tier.HOST else self.disk
 
     def tiers_of(self, sequence_hash: int, bit: int) -> list[Tier]:
@@ -129,7 +127,6 @@ class LowerTiers:
         return entries
 
     def size_bytes(self) -> int:
-        """Return what the maps take."""
         return sum(each.size_bytes() for each in self._maps)
 
     @staticmethod

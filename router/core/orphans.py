@@ -134,11 +134,9 @@ class Orphans:
 
     @property
     def oldest(self) -> Orphan | None:
-        """Return the one that has been out of reach longest."""
         return self._ages.oldest
 
     def begin_sweep(self) -> None:
-        """Begin to take dead holders off all of them."""
         self._ages.begin_walk()
 
     def sweep(self, dead: int, entries: int) -> int:
@@ -167,5 +165,4 @@ class Orphans:
         return entries
 
     def size_bytes(self) -> int:
-        """Return what the maps take."""
         return self._by_hash.size_bytes() + self._below.size_bytes()

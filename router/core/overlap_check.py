@@ -50,7 +50,6 @@ class OverlapCheck:
         return list(self._window)
 
     def __len__(self) -> int:
-        """Return the number of requests that count."""
         return len(self._window)
 
     @property
@@ -88,7 +87,6 @@ class OverlapCheck:
             self.weight_tokens -= predicted if predicted > realised else realised
 
     def says(self) -> str:
-        """Return the verdict in words, with the numbers."""
         return (
             f"over {len(self._window)} requests the index predicted {self.predicted_tokens} cached tokens and the "
             f"worker reused {self.realised_tokens}; they disagree about {self.disagreement:.0%}"

@@ -198,7 +198,6 @@ class Paces:
     # -- what is believed ------------------------------------------------------------------------------------------
 
     def pool_pace(self, now_ms: float) -> float:
-        """Return the pace of the pool, in which a worker counts by what it was sent."""
         return self._pool.ratio(1.0, now_ms)
 
     def arrivals(self, now_ms: float) -> tuple[float, float]:

@@ -272,11 +272,9 @@ class RoundRobin:
         return Choice(row, "turn")
 
     def checkpoint(self) -> int:
-        """Return what was counted."""
         return self._turn
 
     def restore(self, turn: int) -> None:
-        """Go on from what another one had counted."""
         self._turn = turn
 
 
@@ -287,7 +285,6 @@ class Random:
     needs_overlap = False
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Draw a worker."""
         return Choice(stable_u64(request.drawn_by, _RANDOM_SEED) % len(candidates), "drawn")
 
 

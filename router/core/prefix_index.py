@@ -511,7 +511,6 @@ class PrefixIndex:
 
     @property
     def uses_lower_tiers(self) -> bool:
-        """Tell whether any worker holds anything outside its device."""
         return self._lower.in_use
 
     def by_tier(self, path: Sequence[int], slot: int, depth: int) -> TierOverlap:
@@ -599,7 +598,6 @@ class PrefixIndex:
 
     @property
     def live_mask(self) -> int:
-        """Return the mask of all workers that have a bit."""
         return self._live
 
     def __len__(self) -> int:
@@ -893,7 +891,6 @@ class PrefixIndex:
         self._places.leave(run)
 
     def _unlink(self, run: Run, evicted: bool = False) -> None:
-        """Take a run out of the forest whose blocks are gone."""
         self._runs.remove(run, self._above(run), evicted)
 
     # -- lower tiers -----------------------------------------------------------------------------------------------
@@ -925,7 +922,6 @@ class PrefixIndex:
 
     @property
     def sweeps(self) -> bool:
-        """Tell whether bits of dropped workers are still to be cleared."""
         return bool(self._dead or self._sweeping)
 
     def sweep(self) -> None:

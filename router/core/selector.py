@@ -169,12 +169,10 @@ class Selector:
 
     @property
     def projection(self) -> Projection:
-        """Return the state that is selected over."""
         return self._projection
 
     @property
     def policy(self) -> Policy:
-        """Return the policy in use."""
         return self._policy
 
     def select(
@@ -352,7 +350,6 @@ class Selector:
 
     @property
     def can_plan(self) -> bool:
-        """Tell whether the policy is one that plans."""
         return isinstance(self._policy, Predicted)
 
     @property

@@ -209,5 +209,4 @@ class StreamTrust:
 
     @property
     def checks(self) -> Mapping[WorkerKey, OverlapCheck]:
-        """Return the cross-checks of the workers that have any."""
         return self._checks

@@ -14,5 +14,4 @@ class TierOverlap(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> int:
-        """Return the length of the whole usable prefix."""
         return self.device + self.host + self.disk

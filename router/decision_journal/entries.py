@@ -218,7 +218,6 @@ class RequestWanted(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     ttft_target_ms: float = 0.0
 
     def routing(self) -> RoutingRequest:
-        """Return what the policy saw."""
         return RoutingRequest(*msgspec.structs.astuple(self))
 
 

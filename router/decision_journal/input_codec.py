@@ -95,11 +95,9 @@ class InputWriter:
         self._numbers: dict[WorkerKey, int] = {}
 
     def begin_segment(self) -> None:
-        """Name workers anew."""
         self._numbers.clear()
 
     def write(self, item: Kept, out: list[bytes]) -> None:
-        """Append the entry of an input, after the names of the workers that it is the first to speak of."""
         out.append(encoder.encode(self._entry(item, out)))
 
     def _entry(self, item: Kept, out: list[bytes]) -> JournalEntry:

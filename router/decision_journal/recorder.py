@@ -179,12 +179,10 @@ class DecisionRecorder:
 
     @property
     def pending(self) -> int:
-        """Return how many inputs wait to be written."""
         return len(self._pending)
 
     @property
     def is_writing(self) -> bool:
-        """Tell whether the thread is at work."""
         return self._writing is not None
 
     # -- InputLog --------------------------------------------------------------------------------------------------
@@ -207,15 +205,12 @@ class DecisionRecorder:
     # -- what came of it -------------------------------------------------------------------------------------------
 
     def realised(self, request_id: str, attempt: int, cached_tokens: int) -> None:
-        """Note what a worker really reused."""
         self._add(OverlapRealised(request_id, attempt, cached_tokens))
 
     def first_token(self, request_id: str, attempt: int, ttft_ms: float) -> None:
-        """Note how long a first token really took."""
         self._add(FirstTokenCame(request_id, attempt, ttft_ms))
 
     def ended(self, request_id: str, output_tokens: int) -> None:
-        """Note that a request is over."""
         self._add(RequestEnded(request_id, output_tokens, self.clock.wall_ms()))
 
     # -- from list to thread ---------------------------------------------------------------------------------------

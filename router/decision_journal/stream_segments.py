@@ -93,7 +93,6 @@ class Unit:
     """Of the entry behind those of the unit."""
 
     def encode(self, data: bytes) -> bytes:
-        """Return what is stored."""
         return UNIT.pack(MAGIC, self.segment, self.begin, self.position, self.next_number) + data
 
 
@@ -141,7 +140,6 @@ class StreamSegments:
         self._stored_bytes = 0
 
     def is_full(self, segment_bytes: int) -> bool:
-        """Return whether another segment should follow the newest one."""
         return self._segment is not None and self._size >= max(segment_bytes, 2 * self._begun_with)
 
     def mend(self) -> None:
@@ -273,7 +271,6 @@ class StreamSegments:
         return self._begun, self._stored_bytes
 
     def close(self) -> None:
-        """Let go of the stream."""
         self._stream.close()
 
 
@@ -298,7 +295,6 @@ class DecisionsInStream(ReadOnlyDisk):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the size of the stream as its servers count it."""
         return self._facts.bytes
 
     def _cut(self) -> Iterator[tuple[Unit, _Window]]:
@@ -318,7 +314,6 @@ class DecisionsInStream(ReadOnlyDisk):
             last = unit.begin - 1
 
     def names(self) -> list[str]:
-        """Return the names of all segments, sorted."""
         return sorted(self._windows)
 
     def _read(self, name: str) -> bytes:

@@ -134,7 +134,6 @@ class Exchange:
 
     @property
     def booking(self) -> Booking | None:
-        """Return what is booked."""
         return None if self._picked is None else self._picked.booking
 
     @property

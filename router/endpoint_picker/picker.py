@@ -188,7 +188,6 @@ class Picker:
         return found
 
     def count_shed(self, shed: Shed) -> None:
-        """Count what a client was told in place of an answer."""
         self._metrics.picks.labels(shed.code).inc()
 
     def _place(self, asked: Asked, reading: Reading, path: Sequence[int], request_id: str) -> Picked | Shed:

@@ -53,7 +53,6 @@ class Queue(dict[Held, float]):
     """Exchanges in the order of their coming, with the time of it."""
 
     def first(self) -> Held | None:
-        """Return the one that has been in here longest."""
         return next(iter(self), None)
 
 
@@ -127,7 +126,6 @@ class StreamTable:
         self._writing[exchange] = self._now_s()
 
     def wrote(self, exchange: Held) -> None:
-        """The gateway has taken it."""
         self._writing.pop(exchange, None)
 
     # -- memory --------------------------------------------------------------------------------------------------------

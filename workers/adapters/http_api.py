@@ -44,7 +44,6 @@ class HttpApi(HealthApp):
         self._worker: ObservedWorker | None = None
 
     def show(self, worker: ObservedWorker) -> None:
-        """Answer for this worker from now on."""
         self._observed = self._worker = worker
 
     def _ready_for(self, query: bytes) -> HttpAnswer | None:

@@ -143,7 +143,6 @@ class EventTranslator:
 
     @property
     def resident_blocks(self) -> int:
-        """Engine blocks that have a sequence hash."""
         return len(self._blocks)
 
     @property
@@ -153,11 +152,9 @@ class EventTranslator:
 
     @property
     def remembered_blocks(self) -> int:
-        """Blocks from before a loss of which nobody knows whether they are still there."""
         return len(self._remembered)
 
     def blocks_on(self, tier: Tier) -> int:
-        """Return how many different blocks a tier holds."""
         return len(self._present[tier])
 
     @property

@@ -50,7 +50,6 @@ class JoinedOutput:
             self._kept[request.request_id] = _Kept(4 * together)
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request, and of what is kept of it."""
         self._kept.pop(request_id, None)
 
     def add(self, delta: TokenDelta, ready: list[TokenDelta]) -> None:

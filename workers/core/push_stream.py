@@ -147,26 +147,21 @@ class PushStream:
 
     @property
     def dp_rank(self) -> int:
-        """The rank that the stream is of."""
         return self._dp_rank
 
     @property
     def is_open(self) -> bool:
-        """Whether the consolidator has the worker as a member, as far as we know."""
         return self.state is State.OPEN
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything published is acknowledged."""
         return not len(self.outbox) and not self.outbox.overflowed
 
     @property
     def goodbye_acknowledged(self) -> bool:
-        """Whether the consolidator has answered the Goodbye."""
         return self._goodbye_acknowledged
 
     def begin(self, now_ms: float) -> list[Effect]:
-        """Open the stream."""
         return self._greet(now_ms)
 
     def begin_again(self, epoch: int, now_ms: float) -> list[Effect]:

@@ -47,7 +47,6 @@ class RankGroup:
 
     @property
     def word(self) -> Word:
-        """What every rank is told now."""
         return Word(self._state, self._reason)
 
     @property
@@ -62,7 +61,6 @@ class RankGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank is there."""
         return not self.missing
 
     def heard(self, beat: Beat, now_ms: float) -> Word:

@@ -142,7 +142,6 @@ class TableTiming:
         return self._prefill.at(new_tokens) if new_tokens > 0 else 0.0
 
     def decode_ms(self, used_share: float) -> float:
-        """Return the time of one decode step."""
         return self._decode.at(used_share)
 
 
@@ -173,5 +172,4 @@ class ScaledTiming:
         return self._model.prefill_ms(new_tokens) / self._speedup
 
     def decode_ms(self, used_share: float) -> float:
-        """Return the shortened time of one decode step."""
         return self._model.decode_ms(used_share) / self._speedup

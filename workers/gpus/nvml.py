@@ -90,7 +90,6 @@ class NvmlReader:
             pass  # it is gone already
 
     def read(self) -> list[GpuReading]:
-        """Return what the GPUs are like now, in the order of CUDA."""
         return [self._read(each) for each in self._gpus]
 
     def _open(self, named: str | None) -> list[_Opened]:

@@ -18,7 +18,6 @@ class BannedTokens:
         self._banned = list(banned)
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsRow) -> None:
-        """Forbid the tokens."""
         logits[self._banned] = NEVER
 
 

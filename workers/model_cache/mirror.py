@@ -55,5 +55,4 @@ class Mirror:
         return Listing(files, manifest.revision)
 
     def bring(self, file: ListedFile, listing: Listing, part: Path, told: Callable[[int], None]) -> str:
-        """Fetch a file."""
         return download(self._client, f"{self._url}/{quote(file.path)}", {}, file, part, told)

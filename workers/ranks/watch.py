@@ -128,7 +128,6 @@ class RankWatch:
         self._follow()
 
     def describe(self) -> dict[str, object]:
-        """Return which ranks there are, as JSON values."""
         return self._group.describe()
 
     async def close(self) -> None:

@@ -38,7 +38,6 @@ class TensorStore:
         self.held_bytes = 0
 
     def __len__(self) -> int:
-        """Return how many tensors are kept."""
         return len(self._kept)
 
     def add(self, tensor: Tensor, now_ms: float) -> tuple[str, Tensor]:

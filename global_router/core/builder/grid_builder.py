@@ -38,7 +38,6 @@ class Prediction:
 
     @property
     def meets(self) -> bool:
-        """Tell whether every target is met."""
         return self.worst_share <= 1.0
 
     def evidence(self) -> dict[str, Any]:

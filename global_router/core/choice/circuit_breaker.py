@@ -85,7 +85,6 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """Return the state as of the last call with a time."""
         return self._state
 
     def use(self, settings: CircuitBreakerSettings) -> None:

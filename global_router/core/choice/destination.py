@@ -49,7 +49,6 @@ class Destination:
 
     @property
     def wanted(self) -> str:
-        """Return the pool that the request should go to."""
         return self.selection.pool if self.spill is None else self.spill.pool
 
     @property

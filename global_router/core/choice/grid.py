@@ -52,7 +52,6 @@ class Reading:
 
     @property
     def clamped(self) -> bool:
-        """Tell whether the value lies outside the axis, in whose outermost cell it then is."""
         return not self.axis.minimum <= self.value <= self.axis.maximum
 
     def explanation(self) -> dict[str, Any]:

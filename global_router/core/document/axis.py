@@ -65,7 +65,6 @@ class AxisKind:
 
     @property
     def hint_header(self) -> str:
-        """Return the header with which a target is asked for."""
         return f"x-{self.name}-target-ms"
 
 
@@ -108,7 +107,6 @@ class Axis:
 
     @property
     def name(self) -> AxisName:
-        """Return the name of what it measures."""
         return self.kind.name
 
     @property
@@ -117,7 +115,6 @@ class Axis:
         return self.kind.unit
 
     def index(self, value: float) -> int:
-        """Return the cell of a finite value."""
         return cell_index(value, self.minimum, self.maximum, self.resolution)
 
     def bounds(self, index: int) -> tuple[float, float]:

@@ -70,11 +70,9 @@ class Translation:
         return any(place[: len(absent)] == absent for absent in self.absent)
 
     def error(self, path: JsonPath, text: str) -> None:
-        """Note what is wrong."""
         self.problems.append(Problem(path, text))
 
     def warning(self, path: JsonPath, text: str) -> None:
-        """Note what is odd."""
         self.problems.append(Problem(path, text, Severity.WARNING))
 
 

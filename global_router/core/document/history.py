@@ -65,12 +65,10 @@ class DocumentHistory:
 
     @property
     def current(self) -> Revision:
-        """Return the revision in force."""
         return self._kept[-1]
 
     @property
     def kept(self) -> tuple[Revision, ...]:
-        """Return the revisions that rollback can reach, and the one in force, last."""
         return tuple(self._kept)
 
     def propose(self, text: bytes | str, source: str, time_ms: int) -> Reload:

@@ -49,7 +49,6 @@ class GhostCache:
         self._made = 0
 
     def __len__(self) -> int:
-        """Return how many granules there are."""
         return len(self._refs)
 
     def begin(self, granules: Sequence[int], now_ms: float) -> int:

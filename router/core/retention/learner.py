@@ -387,7 +387,6 @@ class RetentionLearner:
             self._rests[worker] = rest
 
     def abandon(self, worker: WorkerKey, dispatch_id: str, blocks: int | None = None) -> None:
-        """Hear that the router has taken a prompt off a worker, and how many blocks it had there."""
         self.end(worker, dispatch_id, self._now_ms, blocks)
 
     def drop(self, worker: WorkerKey) -> None:
@@ -495,7 +494,6 @@ class RetentionLearner:
         self._outputs, self._output_tokens = state.outputs, state.output_tokens
 
     def __len__(self) -> int:
-        """Return how many granules are known."""
         return sum(len(chapter.history) for chapter in self._chapters.values())
 
     # -- within ----------------------------------------------------------------------------------------------------

@@ -61,7 +61,6 @@ class PrefixHistory:
         self._next = 0
 
     def __len__(self) -> int:
-        """Return how many granules are known."""
         return len(self._run_of)
 
     def find(self, granules: Sequence[int]) -> list[tuple[int, Run, int]]:
@@ -125,7 +124,6 @@ class PrefixHistory:
                 del run_of[granule]
 
     def runs(self) -> list[Run]:
-        """Return all runs, those that came last longest ago first."""
         return list(self._runs.values())
 
     def restore(self, runs: Sequence[Run]) -> None:

@@ -61,7 +61,6 @@ class Told:
 
     @property
     def query(self) -> dict[str, str]:
-        """The same in a URL."""
         return {} if self.timeout_ms is None else {"timeout_ms": str(self.timeout_ms)}
 
 

@@ -53,7 +53,6 @@ class Conversion:
     remarks: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """Return the values as the file that Helm reads."""
         return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
 
 

@@ -133,7 +133,6 @@ class HelpedCommand(TyperCommand):
         return first_sentence(self.help or "")
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page."""
         formatter.write(help_page(self, ctx, formatter.width))
 
 
@@ -141,11 +140,9 @@ class HelpedGroup(TyperGroup):
     """A group of commands whose help is a :func:`help_page`."""
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        """Return what its commands are for."""
         return first_sentence(self.help or "")
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page."""
         formatter.write(help_page(self, ctx, formatter.width))
 
 

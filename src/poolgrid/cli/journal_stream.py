@@ -75,7 +75,6 @@ class CommandConnection:
             await self.nats.open()
 
     def wait(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Have something done on the loop and wait for it."""
         return wait_from_thread(self.loop, work, "journal in a stream", timeout_s)
 
 
@@ -94,7 +93,6 @@ class JournalInStream(StreamDirectory):
         super().__init__(stream)
 
     def is_in_use(self) -> bool:
-        """Tell whether a consolidator writes this journal now."""
         return self._connection.wait(read_leader(self._connection.nats), CONNECT_TIMEOUT_S)[1] is not None
 
 

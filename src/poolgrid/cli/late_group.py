@@ -66,7 +66,6 @@ class LateGroup(HelpedGroup):
         self.commands = LateCommands(self.modules)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names without making the commands."""
         return list(self.commands)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:

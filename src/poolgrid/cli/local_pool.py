@@ -302,21 +302,17 @@ class UpSettings(EventPlaneSettings):
 
     @property
     def has_fronts(self) -> bool:
-        """Return whether the pool is in front of servers that run already."""
         return bool(self.front or self.front_prefill or self.front_decode)
 
     def fronts(self) -> dict[str, tuple[str, ...]]:
-        """Return the servers' URLs by what their workers do."""
         return {"aggregated": self.front, "prefill": self.front_prefill, "decode": self.front_decode}
 
     @property
     def real(self) -> bool:
-        """Return whether the workers have an engine that needs GPUs."""
         return self.engine != "simulated"
 
     @property
     def warms_up(self) -> bool:
-        """Return whether requests are sent before the pool is called ready."""
         return self.real if self.warm_up is None else self.warm_up
 
     @property
@@ -352,7 +348,6 @@ class UpSettings(EventPlaneSettings):
 
     @property
     def log_choice(self) -> LogChoice:
-        """How this command and its parts write their logs."""
         return LogChoice(self.log_level, self.log_format, default="warning")
 
     def router_arguments(self) -> list[str]:

@@ -41,7 +41,6 @@ class ForFish(of_typer.FishComplete):
     """``value<tab>what it is for``."""
 
     def format_completion(self, item: Any) -> str:
-        """Return the line of a completion."""
         return f"{item.value}\t{described(item)}" if item.help else str(item.value)
 
     def complete(self) -> str:

@@ -68,7 +68,6 @@ class FeedFollower(JournalFollower[FeedReader]):
         return behind or int(self._subscription is not None and self._subscription.has_more)
 
     def loading(self) -> list[LoadingWorker]:
-        """Return the workers that still load, as the consolidator was told."""
         return self._loading.workers(self._clock.monotonic_ms())
 
     async def start(self) -> None:

@@ -13,7 +13,6 @@ class ConsolidatorHealth:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its journal is open and can be written."""
         return self._service.ready
 
     @property

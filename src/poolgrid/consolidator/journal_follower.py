@@ -68,21 +68,17 @@ class JournalFollower(ABC, Generic[R]):
 
     @property
     def next_offset(self) -> int:
-        """Return the offset of the next record."""
         return self._reader.next_offset
 
     def behind(self) -> int:
-        """Return how much, at least, is missing of what is known to be there."""
         return self._reader.behind
 
     @property
     def holes(self) -> int:
-        """Return how often something was missed."""
         return self._reader.holes
 
     @property
     def snapshots(self) -> int:
-        """Return how many snapshots were taken."""
         return self._reader.snapshots
 
     def resync(self) -> None:

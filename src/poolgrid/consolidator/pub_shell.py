@@ -89,12 +89,10 @@ class PubShell(ABC):
 
     @property
     def key(self) -> WorkerKey:
-        """Return the worker rank that it speaks about."""
         return self.source.key
 
     @property
     def shown_state(self) -> str:
-        """Return the state of the stream in a word."""
         return self._followed.health[0].name.lower()
 
     def row(self) -> dict[str, object]:
@@ -129,11 +127,9 @@ class PubShell(ABC):
         self._sockets.pause()
 
     def resume(self) -> None:
-        """Go on."""
         self._sockets.resume()
 
     def close(self) -> None:
-        """Close the sockets."""
         self._sockets.close()
 
     def _open(self) -> None:
@@ -205,7 +201,6 @@ class EngineShell(PubShell):
         return self._follower.degraded or self.refused is not None or self._follower.state is SourceState.ABSENT
 
     def start(self) -> None:
-        """Connect and begin to receive."""
         self._open()
 
     def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
@@ -252,7 +247,6 @@ class FurtherShell(PubShell):
 
     @property
     def shown_state(self) -> str:
-        """Return the state of the stream in a word."""
         return super().shown_state if self._further.is_followed else WAITING
 
     @property

@@ -382,12 +382,10 @@ class ConsolidatorService:
 
     @property
     def started(self) -> bool:
-        """Say whether the state is recovered and the sockets are bound."""
         return self._core is not None
 
     @property
     def ready(self) -> bool:
-        """Say whether the service is started and its journal takes records."""
         return self._core is not None and not self._stopping and not self._writer.stalled and not self._broken
 
     @property
@@ -415,7 +413,6 @@ class ConsolidatorService:
 
     @property
     def offset(self) -> int:
-        """Return the offset of the next record."""
         return self.core.pool.offset
 
     def subscribe(self, listener: PoolListener) -> Callable[[], None]:
@@ -451,7 +448,6 @@ class ConsolidatorService:
         return self._sources
 
     def lags_ms(self) -> dict[WorkerKey, int]:
-        """Return the event lag of every worker rank."""
         return self.core.lags_ms()
 
     def blocks_by_tier(self) -> dict[str, int]:
@@ -711,7 +707,6 @@ class ConsolidatorService:
         self._after("keepalive", min(wait_ms, self.settings.feed_keep_alive_ms), self._keepalive)
 
     def loading(self) -> list[LoadingWorker]:
-        """Return the workers that still load, by their own words."""
         return self._loading.workers(self._clock.monotonic_ms())
 
     def _note_loading(self, worker: LoadingWorker) -> None:

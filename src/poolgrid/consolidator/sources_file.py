@@ -43,7 +43,6 @@ class Publisher(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> WorkerKey:
-        """Return the worker rank."""
         return WorkerKey(WorkerId(self.worker_id), self.dp_rank)
 
 

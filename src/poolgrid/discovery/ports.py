@@ -23,7 +23,6 @@ class Scope(NamedTuple):
     component: str = ""
 
     def holds(self, namespace: str, component: str) -> bool:
-        """Tell whether a process is of interest."""
         return self.namespace in ("", namespace) and self.component in ("", component)
 
 

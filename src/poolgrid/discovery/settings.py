@@ -139,5 +139,4 @@ class NamesSettings(NatsSettings):
 
     @property
     def has_names(self) -> bool:
-        """Return whether processes find each other by names."""
         return self.names != "none"

@@ -49,7 +49,6 @@ class GroupFleetSource:
 
     @property
     def columns(self) -> Mapping[str, Sequence[str]]:
-        """Return the names of the columns of each table, without the key."""
         return self._source.columns
 
     # -- for those who look here ---------------------------------------------------------------------------------------

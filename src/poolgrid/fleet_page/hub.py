@@ -64,7 +64,6 @@ class FleetHub:
 
     @property
     def is_looking(self) -> bool:
-        """Tell whether pictures are being made."""
         return self._looking is not None
 
     def check_room(self) -> None:

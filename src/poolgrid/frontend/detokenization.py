@@ -107,7 +107,6 @@ class WindowDetokenizer:
         return self._advance(text)
 
     def flush(self) -> str:
-        """Return the text of the tokens that were waited for."""
         return self._advance(self._text(self._window))
 
     def _advance(self, text: str) -> str:
@@ -143,7 +142,6 @@ class MarkedDetokenizer:
         return text + self._inside.feed(token_ids[begin:])
 
     def flush(self) -> str:
-        """Return what an unfinished character at the end comes to."""
         return self._inside.flush()
 
 

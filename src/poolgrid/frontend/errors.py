@@ -46,7 +46,6 @@ class RequestError(Exception):
 
     @property
     def is_refusal(self) -> bool:
-        """Return whether it is one of the refusals that have a header and a metric of their own."""
         return self.status in REFUSAL_STATUSES
 
     @property
@@ -58,7 +57,6 @@ class RequestError(Exception):
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
     def body(self) -> bytes:
-        """Return the JSON object that is both the response body and the data of an error event in a stream."""
         return msgspec.json.encode(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )

@@ -210,7 +210,6 @@ class GuideCheck:
 
     @property
     def waiting(self) -> int:
-        """Return how many guides wait for their turn."""
         return sum(map(len, self._queues.values()))
 
     async def check(self, guide: Guide, param: str, domain: CacheDomain | None) -> None:

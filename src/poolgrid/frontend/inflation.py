@@ -61,7 +61,6 @@ class Inflation:
         self._spent_ms = 0.0
 
     def result(self) -> bytes:
-        """Return what came out."""
         return b"".join(self._parts)
 
     def advance(self, steps: int | None = None, left: Callable[[], bool] = lambda: False) -> bool:

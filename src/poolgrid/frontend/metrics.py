@@ -308,7 +308,6 @@ class TokenizationCollector(Collector):
         self._shown: tuple[InferenceBackend, ModelForms] | None = None
 
     def show(self, backend: InferenceBackend, forms: ModelForms) -> None:
-        """Read from these from now on."""
         self._shown = backend, forms
 
     def collect(self) -> Iterator[Metric]:

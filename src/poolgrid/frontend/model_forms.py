@@ -59,7 +59,6 @@ class ModelForms:
         self._forms: dict[str, ModelForm] = {}
 
     def loads(self, name: str) -> bool:
-        """Return whether this server has loaded a model of that name."""
         return self._models.get(name) is not None
 
     def of(self, served: ServedModel) -> ModelForm | None:

@@ -39,7 +39,6 @@ class Reading:
         """Log probabilities of text that the parser still holds."""
 
     def read(self, text: str, ended: bool) -> list[Piece]:
-        """Take new text and return its pieces."""
         return taken_apart(self.parser, text, ended)
 
 

@@ -46,7 +46,6 @@ class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
     def chunk(
         self, index: int, text: str, logprobs: Sequence[PlacedLogprobs] = (), finish_reason: str | None = None
     ) -> bytes:
-        """Return the events of new text."""
         return self._events(self._take(text, finish_reason))
 
     def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:

@@ -204,7 +204,6 @@ class Job:
 
     @property
     def prompt_param(self) -> str:
-        """Return the field that the prompt came from."""
         return "messages" if self.chat else "prompt"
 
     def forget_prompt(self) -> None:

@@ -25,10 +25,8 @@ class Prompt:
 
     @property
     def isl(self) -> int:
-        """Return its length in tokens."""
         return len(self.token_ids) // TOKEN_BYTES
 
     @property
     def media_items(self) -> tuple[MediaItem, ...]:
-        """Return its media, each with its place."""
         return () if self.multimodal is None else self.multimodal.items

@@ -101,7 +101,6 @@ class Lookup(msgspec.Struct):
 
     @property
     def text_bytes(self) -> int:
-        """Return about how much text is still to be tokenized."""
         return sum(len(text) if text.isascii() else 3 * len(text) for text in self.texts)
 
 
@@ -239,7 +238,6 @@ class PromptEncoder:
         return packed
 
     def clear(self) -> None:
-        """Forget all segments."""
         self._caches.clear()
 
     @property

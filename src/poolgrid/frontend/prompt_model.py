@@ -157,7 +157,6 @@ class PromptModel:
         return self.encoder.complete(lookup)
 
     def tokenizes_fast(self) -> bool:
-        """Return whether a fast tokenizer does the work."""
         return self.encoder is not None and not self.encoder.slow_because
 
     def decode(self, packed: bytes) -> str:

@@ -96,7 +96,6 @@ class AnswerEncoder:
         self._counts: Callable[[int], Mapping[str, int]] | None = None
 
     def count_in_chunks(self, counts: Callable[[int], Mapping[str, int]]) -> None:
-        """Have each chunk carry the usage so far of its choice, by index, in place of null."""
         self._counts = counts
 
     def _end_of_chunk(self, index: int) -> bytes:
@@ -110,15 +109,12 @@ class AnswerEncoder:
         return b"data: " + _encode(self._envelope)[:-1] + b',"choices":['
 
     def begin(self) -> bytes:
-        """Return what a stream begins with, before there is any output."""
         return b""
 
     def end(self, counts: dict[str, Any]) -> bytes:
-        """Return what a complete stream ends with."""
         return self.usage_chunk(counts) + DONE if self._include_usage else DONE
 
     def error(self, error: RequestError) -> bytes:
-        """Return the event that ends a stream in which something went wrong."""
         return b"data: " + error.body() + b"\n\n"
 
     def role(self, index: int) -> bytes:
@@ -161,7 +157,6 @@ class AnswerEncoder:
         return _encode(answer)
 
     def logprobs(self, placed: Sequence[PlacedLogprobs]) -> dict[str, Any]:
-        """Return log probabilities in the form of the endpoint."""
         return self._chat_logprobs(placed) if self._chat else self._completion_logprobs(placed)
 
     def _choice(self, output: SequenceOutput) -> dict[str, Any]:

@@ -57,7 +57,6 @@ class SegmentCache:
 
     @property
     def used_bytes(self) -> int:
-        """Return about how much memory the segments take."""
         return self._kept.used
 
     def follow(self, text: str, begin: int, delimiters: tuple[str, ...], salt: str, parts: list[bytes]) -> int:

@@ -123,7 +123,6 @@ class SequenceOutput:
 
     @property
     def matched_stop(self) -> str | None:
-        """Return the stop string that ended the sequence."""
         return None if self._stops is None else self._stops.matched
 
     def waits_for_end(self) -> bool:

@@ -40,7 +40,6 @@ class StreamHead:
 
     @property
     def is_sent(self) -> bool:
-        """Return whether the head is out, and what the body begins with too."""
         return self._sent and (self._task is None or self._task.done())
 
     async def before(self, body: bytes) -> bytes:

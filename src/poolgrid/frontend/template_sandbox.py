@@ -188,7 +188,6 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters["_built"] = self._built
 
     def begin(self, max_chars: int, limit_s: float) -> None:
-        """Begin a rendering in this thread."""
         self._local.spent = _Spent(max_chars * PRODUCED_FACTOR, self._monotonic() + limit_s, self._monotonic)
 
     def handle_exception(self, source: str | None = None) -> NoReturn:

@@ -82,7 +82,6 @@ class Tools:
 
     @property
     def custom(self) -> frozenset[str]:
-        """Return the names of the functions that stand for custom tools."""
         return frozenset(name for name, tool in self.client_tools.items() if tool.kind == "custom")
 
     def add_usual(self, tool: dict[str, Any]) -> bool:

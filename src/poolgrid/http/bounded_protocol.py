@@ -177,7 +177,6 @@ class BoundedProtocol(HeldConnection):
         self.begin()
 
     def begin(self) -> None:
-        """Begin the request whose head is whole."""
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -207,7 +206,6 @@ class BoundedProtocol(HeldConnection):
             self.finish()
 
     def finish(self) -> None:
-        """Go on with the request whose body is whole."""
         super().on_message_complete()
 
     def _settle(self) -> None:

@@ -211,7 +211,6 @@ class HeldConnection(HttpToolsProtocol):
         return self._unsent_bytes < before
 
     def abort(self) -> None:
-        """End the connection now."""
         self.transport.abort()
 
     # -- ends ----------------------------------------------------------------------------------------------------------

@@ -213,7 +213,6 @@ class Connection(asyncio.Protocol):
                 self._fault = error  # raised through the parser it would lose its kind
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
         self._complete = True
 
 

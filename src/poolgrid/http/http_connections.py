@@ -72,7 +72,6 @@ class Queue(dict[Held, float]):
     """Connections in the order of their coming, with the time of it."""
 
     def first(self) -> Held | None:
-        """Return the one that has been in here longest."""
         return next(iter(self), None)
 
 
@@ -127,12 +126,10 @@ class HttpConnections:
 
     @property
     def count(self) -> int:
-        """Return how many connections are open."""
         return self._count
 
     @property
     def refused(self) -> dict[str, int]:
-        """Return how many were refused, by reason."""
         return self._refused.by_label()
 
     # -- coming and going ----------------------------------------------------------------------------------------------
@@ -253,7 +250,6 @@ class InvalidRequests:
 
     @property
     def count(self) -> int:
-        """Return how many there were."""
         return int(self._count.value)
 
     def note(self, sender: str, now_s: float) -> None:

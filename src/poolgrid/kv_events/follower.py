@@ -178,7 +178,6 @@ class PubFollower:
 
     @property
     def position(self) -> Position:
-        """Return how far the engine is known to have come in the life that was heard last."""
         return (self._next, self._digest) if self._next else self._past
 
     def count_undecodable(self) -> None:

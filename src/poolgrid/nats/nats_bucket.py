@@ -39,12 +39,10 @@ class Bucket(NamedTuple):
 
     @property
     def stream(self) -> str:
-        """Return the name of its stream."""
         return f"KV_{self.name}"
 
     @property
     def subject(self) -> str:
-        """Return what its keys begin with."""
         return f"$KV.{self.name}."
 
 

@@ -44,7 +44,6 @@ class ForeignMessages:
         self._counter: Counter | None = None
 
     def count_in(self, registry: CollectorRegistry) -> None:
-        """Have what is found from now on counted in a registry."""
         self._counter = foreign_counter(registry)
 
     def skipped(self, stream: str, sequence: int, why: object) -> None:

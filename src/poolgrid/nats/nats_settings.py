@@ -88,5 +88,4 @@ class EventPlaneSettings(NatsSettings):
 
     @property
     def on_nats(self) -> bool:
-        """Return whether the journal is a JetStream stream."""
         return self.event_plane == "nats"

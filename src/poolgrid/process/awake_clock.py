@@ -116,7 +116,6 @@ class AwakeClock:
         self._timer = asyncio.get_running_loop().call_later(self._beat_ms / 1000, self._beat)
 
     def wall_ms(self) -> int:
-        """Return Unix time in milliseconds."""
         return _time_ns() // 1_000_000 if self._is_systems else self._clock.wall_ms()
 
     def monotonic_ms(self) -> float:
@@ -131,7 +130,6 @@ class AwakeClock:
         self._time.hold(self._monotonic_ms())
 
     def go_on(self) -> None:
-        """Go on."""
         self._time.go_on(self._monotonic_ms())
 
 

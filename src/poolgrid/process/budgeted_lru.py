@@ -67,7 +67,6 @@ class BudgetedLru(Generic[K, V]):
         return key in self._kept
 
     def __iter__(self) -> Iterator[K]:
-        """Iterate over the keys, the one used longest ago first."""
         return iter(self._kept)
 
     def __len__(self) -> int:

@@ -27,7 +27,6 @@ class SystemClock:
     """The machine's clock."""
 
     def wall_ms(self) -> int:
-        """Return Unix time in milliseconds."""
         return _time_ns() // 1_000_000
 
     def monotonic_ms(self) -> float:

@@ -104,7 +104,6 @@ class Counter(_Instrument):
     """What is counted with every request adds to it here: a call costs as much as ten additions."""
 
     def inc(self, amount: float = 1) -> None:
-        """Add to it."""
         self.value += amount
 
     def by_label(self) -> dict[str, int]:
@@ -144,19 +143,15 @@ class Gauge(_Instrument):
         super().__init__(name, documentation, labelnames, registry=registry)
 
     def inc(self, amount: float = 1) -> None:
-        """Add to it."""
         self.value += amount
 
     def dec(self, amount: float = 1) -> None:
-        """Take from it."""
         self.value -= amount
 
     def set(self, value: float) -> None:
-        """Replace it."""
         self.value = value
 
     def set_function(self, function: Callable[[], float]) -> None:
-        """Ask this function at every scrape."""
         self._function = function
 
     def collect(self) -> Iterator[Metric]:

@@ -90,11 +90,9 @@ class LineFormatter(logging.Formatter):
         return super().formatMessage(record)
 
     def formatException(self, ei: ExceptionInfo) -> str:  # noqa: N802
-        """Return a traceback, set apart."""
         return _set_apart(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802
-        """Return a stack, set apart."""
         return _set_apart(super().formatStack(stack_info))
 
 

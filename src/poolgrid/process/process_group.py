@@ -84,7 +84,6 @@ class GroupPlace:
         return self.directory / f"{index}.sock"
 
     def mark(self, index: int) -> Path:
-        """Return the file that says that a member is ready."""
         return self.directory / f"{index}.ready"
 
 
@@ -227,7 +226,6 @@ class _Collected(Collector):
         self._families = families
 
     def collect(self) -> list[Metric]:
-        """Return them."""
         return self._families
 
 

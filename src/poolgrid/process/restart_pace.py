@@ -44,5 +44,4 @@ class RestartPace:
 
     @property
     def is_loud(self) -> bool:
-        """Whether it died so often that somebody should look."""
         return self.deaths >= DEATHS_LOUD

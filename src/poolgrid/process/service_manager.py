@@ -47,7 +47,6 @@ class ServiceManager:
         return cls(address, int(microseconds) / 1e6 if is_watched else None)
 
     def tell_ready(self) -> None:
-        """Say that the process does its work from now on."""
         self._tell(b"READY=1")
 
     def tell_stopping(self) -> None:

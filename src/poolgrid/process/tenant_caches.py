@@ -72,7 +72,6 @@ class TenantCaches(Generic[C]):
             self._forget()
 
     def __iter__(self) -> Iterator[C]:
-        """Iterate over the caches that there are."""
         return iter(list(self._parts.values()))
 
     def _begun(self, tenant: str, shares: CacheShares) -> C | None:

@@ -60,7 +60,6 @@ class TerminalTable:
 
     @property
     def width(self) -> int:
-        """Return how wide it is with all columns."""
         return self._width(range(len(self.headings)))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -24,7 +24,6 @@ class Heard(Value):
         """Whether the client had no token before."""
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.dispatch, self.delta, self.first)
 
 
@@ -38,7 +37,6 @@ class Cancel(Value):
         self.dispatch = dispatch
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.dispatch,)
 
 
@@ -52,7 +50,6 @@ class Release(Value):
         self.dispatch = dispatch
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.dispatch,)
 
 
@@ -69,7 +66,6 @@ class Avoid(Value):
         self.for_good = for_good
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.dispatch, self.why, self.for_good)
 
 
@@ -85,7 +81,6 @@ class Full(Value):
         """``None`` = the worker did not report a time."""
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.dispatch, self.retry_after_ms)
 
 
@@ -101,7 +96,6 @@ class Blame(Value):
         self.why = why
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.dispatch, self.happened, self.why)
 
 
@@ -116,7 +110,6 @@ class Crowded(Value):
         self.booked_tokens = booked_tokens
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.dispatch, self.booked_tokens)
 
 
@@ -136,7 +129,6 @@ class PlaceNext(Value):
         """Whether it moves because its worker had no room: nothing has failed."""
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.why, self.after, self.moved, self.for_room)
 
 
@@ -152,7 +144,6 @@ class End(Value):
         """Whether a worker ended it, rather than something that happened to it."""
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         return (self.last, self.by_worker)
 
 

@@ -94,15 +94,12 @@ class InFlight:
         self._on_link.setdefault(dispatch.endpoint, {})[dispatch.id] = machine
 
     def holds(self, endpoint: str) -> bool:
-        """Tell whether requests have legs on a link."""
         return bool(self._on_link.get(endpoint))
 
     def endpoints(self) -> list[str]:
-        """Return the links on which requests have legs."""
         return list(self._on_link)
 
     def under_way(self, endpoint: str) -> list[str]:
-        """Return the ids of the legs on a link."""
         return list(self._on_link.get(endpoint, _NOBODY))
 
     def on_tokens(self, link: Link, deltas: Iterator[TokenDelta]) -> bool:

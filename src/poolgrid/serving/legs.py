@@ -88,7 +88,6 @@ class LegPlan:
 
     @property
     def wants_decode(self) -> bool:
-        """Return whether a decode leg comes next."""
         return self.prefill_params is not None
 
     @property
@@ -104,7 +103,6 @@ class LegPlan:
 
     @property
     def legs(self) -> tuple[Dispatch, ...]:
-        """Return every dispatch that a worker still has something of."""
         return tuple(leg for leg in (self.current, self.kept, self.encoded) if leg is not None)
 
     def find(self, dispatch_id: str) -> Dispatch | None:
@@ -121,7 +119,6 @@ class LegPlan:
 
     @property
     def next_dispatch_id(self) -> str:
-        """Return the id that the next dispatch will have."""
         return dispatch_id(self.request.request_id, self.dispatches)
 
     def begin(

@@ -51,7 +51,6 @@ class PromptPaths:
 
     @property
     def used_bytes(self) -> int:
-        """Return about how much memory stretches and prompts take."""
         return self._known.used + self._recent.used_bytes
 
     def path(

@@ -45,7 +45,6 @@ class RecentPrompt:
 
     @property
     def size_bytes(self) -> int:
-        """Return about how much memory it takes."""
         return len(self.token_ids) + HASH_BYTES * len(self.path) + ENTRY_OVERHEAD_BYTES
 
 
@@ -60,7 +59,6 @@ class RecentPrompts:
 
     @property
     def used_bytes(self) -> int:
-        """Return about how much memory the prompts take."""
         return self._by_use.used
 
     def beginning_of(self, token_ids: bytes, block_size: int, seed: int) -> RecentPrompt | None:

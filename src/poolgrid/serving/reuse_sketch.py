@@ -115,5 +115,4 @@ class ReuseSketch:
 
     @property
     def used_bytes(self) -> int:
-        """Return about how much memory it uses, at most its budget."""
         return self._young.used_bytes + self._old.used_bytes

@@ -25,7 +25,6 @@ class TenantPaths:
 
     @property
     def used_bytes(self) -> int:
-        """Return about how much memory all of them take."""
         return sum(paths.used_bytes for paths in self._caches)
 
     @property

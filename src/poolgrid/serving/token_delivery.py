@@ -58,7 +58,6 @@ class TokenDelivery:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the client was given."""
         return len(self.output) // 4
 
     async def next(self, until_end: bool = False) -> list[StreamDelta]:

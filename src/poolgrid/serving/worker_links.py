@@ -121,7 +121,6 @@ class WorkerLinks:
         return link if link.is_up else None
 
     def get(self, endpoint: str) -> Link | None:
-        """Return a link that is there."""
         return self._links.get(endpoint)
 
     def check(self) -> None:
@@ -146,7 +145,6 @@ class WorkerLinks:
                     waiter.set_result(None)
 
     def __len__(self) -> int:
-        """Return the number of links."""
         return len(self._links)
 
     def _open(self, endpoint: str) -> WorkerLink | None:

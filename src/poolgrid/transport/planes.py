@@ -199,7 +199,6 @@ class PlaneSocket(zmq.Socket[bytes]):
 
     @property
     def watched(self) -> bool:
-        """Whether its handshakes are watched."""
         return self._events is not None
 
     def watch_as_client(self, what: str) -> None:

@@ -95,7 +95,6 @@ class StreamConversation(asyncio.Protocol):
                 self.write(out[0] if len(out) == 1 else b"".join(out))
 
     def pause_writing(self) -> None:
-        """Refuse to send."""
         self.is_full = True
 
     def resume_writing(self) -> None:

@@ -16,7 +16,6 @@ class StreamDealer(StreamClient):
     """Connected, or being connected again."""
 
     def __init__(self, host: str, port: int, owner: DealerOwner) -> None:
-        """Begin to connect, on the running loop."""
         super().__init__(host, port, DEALER, owner, owner.on_frame)
 
     def send(self, frame: bytes) -> bool:

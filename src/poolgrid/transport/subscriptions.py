@@ -55,7 +55,6 @@ class Subscriptions:
 
     @property
     def has_readers(self) -> bool:
-        """Tell whether anybody hears the topic, as far as was looked."""
         return bool(self._wanted)
 
     def start(self) -> None:

@@ -185,7 +185,6 @@ class Session:
         return messages
 
     def _too_large(self) -> ZmtpError:
-        """Return what is said of a message that grows beyond what is held of one."""
         return ZmtpError(
             f"reading a message: {len(self._message)} frames and {self._message_bytes:,} bytes, and it is not "
             f"whole; allowed are {MESSAGE_FRAMES_MAX} and {self._frame_bytes_max:,} bytes; the connection is closed"

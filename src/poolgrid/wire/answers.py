@@ -368,7 +368,6 @@ class PoolRow(Answer, frozen=True, kw_only=True):
     """Those of a pool that is found by name, the oldest first."""
 
     def roles(self) -> list[RoleRow]:
-        """Return the figures of all its workers."""
         return [role for model in self.models for role in model.roles.values()]
 
 

@@ -195,7 +195,6 @@ class EventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def worker(self) -> WorkerKey:
-        """The routing target that the events are about."""
         return WorkerKey(WorkerId(self.worker_id), self.dp_rank)
 
 
@@ -216,5 +215,4 @@ class JournalRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def worker(self) -> WorkerKey:
-        """The routing target that the events are about."""
         return WorkerKey(WorkerId(self.worker_id), self.dp_rank)

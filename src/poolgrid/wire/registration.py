@@ -66,7 +66,6 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.life.startswith(UNKNOWN_START) else int(self.life[:16], 16) // 1_000_000
 
     def name(self, endpoint: str) -> EndpointName:
-        """Return the name of one of its endpoints."""
         return EndpointName(self.namespace, self.component, endpoint)
 
 

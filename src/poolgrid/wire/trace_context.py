@@ -53,12 +53,10 @@ class TracePlace(NamedTuple):
 
     @property
     def is_sampled(self) -> bool:
-        """Return whether somebody keeps the trace."""
         return bool(self.flags & SAMPLED)
 
     @property
     def traceparent(self) -> str:
-        """Return it as it is written."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.flags & 0xFF:02x}"
 
 

@@ -12,13 +12,10 @@ class Value:  # noqa: PLW1641 - nobody looks one up
     __slots__ = ()
 
     def parts(self) -> tuple[Any, ...]:
-        """Return all of it, in the order in which it is given."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
-        """Compare parts, of the same kind."""
         return isinstance(other, Value) and type(self) is type(other) and self.parts() == other.parts()
 
     def __repr__(self) -> str:
-        """Return how it is made."""
         return f"{type(self).__name__}{self.parts()}"

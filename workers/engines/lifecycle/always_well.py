@@ -10,12 +10,10 @@ class AlwaysWell:
 
     @property
     def unhealthy_reason(self) -> str:
-        """It is always well."""
         return ""
 
     @property
     def is_silent(self) -> bool:
-        """It always answers."""
         return False
 
     def observe_health(self, changed: Callable[[], None]) -> None:

@@ -41,7 +41,6 @@ class RankLoad:
         return len(self._entries) - self._kept
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the blocks that a sequence of so many tokens fills."""
         return -(-tokens // self._block_size)
 
     def entered(self, request_id: str, prompt_tokens: int, computes: bool) -> None:

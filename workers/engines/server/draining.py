@@ -63,15 +63,12 @@ class DrainedEvents(CacheEvents):
         self._began = False
 
     def cached_blocks(self, dp_rank: int) -> int:
-        """Return how many device blocks are claimed."""
         return self._translator.blocks_on(Tier.DEVICE)
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
-        """Return what was told of the cache."""
         return self._translator.restate()
 
     def is_current(self) -> bool:
-        """Whether the server has been asked and answered."""
         return self._began and not self._failed
 
     def describe(self) -> dict[str, object]:
@@ -91,7 +88,6 @@ class DrainedEvents(CacheEvents):
         }
 
     def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
-        """Begin to read."""
         self._reading = supervised(lambda: self._read(tell), "drain of cache events")
 
     def close(self) -> None:

@@ -107,7 +107,6 @@ class CacheEvents:
     """What follows the cache of every rank; this one follows nothing."""
 
     def cached_blocks(self, dp_rank: int) -> int:
-        """Return how many device blocks of a rank are claimed."""
         return 0
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
@@ -115,11 +114,9 @@ class CacheEvents:
         return []
 
     def is_current(self) -> bool:
-        """Whether all that was published has been read."""
         return True
 
     def describe(self) -> dict[str, object]:
-        """Return the state for people."""
         return {}
 
     def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
@@ -251,7 +248,6 @@ class ServerEngine:
 
     @property
     def dp_size(self) -> int:
-        """How many ranks the server has."""
         return self._dp_size
 
     @property

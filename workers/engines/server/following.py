@@ -28,7 +28,6 @@ class FollowedEvents(CacheEvents):
         self._ranks: list[RankEvents] = []
 
     def cached_blocks(self, dp_rank: int) -> int:
-        """Return how many device blocks of a rank are claimed."""
         return self._ranks[dp_rank].told.count_on(Tier.DEVICE) if self._ranks else 0
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
@@ -36,11 +35,9 @@ class FollowedEvents(CacheEvents):
         return self._ranks[dp_rank].told.restate() if self._ranks else []
 
     def is_current(self) -> bool:
-        """Whether all that was published has been read."""
         return all(each.is_current for each in self._ranks)
 
     def describe(self) -> dict[str, object]:
-        """Return the state of every rank."""
         return {"events": [each.describe() for each in self._ranks]}
 
     def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:

@@ -21,7 +21,6 @@ class PendingReport:
     decode_tokens: int = 0
 
     def of_rank(self, dp_rank: int) -> list[AnyEvent]:
-        """Return the events of a rank, which is then part of the report."""
         return self.events.setdefault(dp_rank, [])
 
     def __bool__(self) -> bool:

@@ -111,7 +111,6 @@ class RankEvents:
             raise ValueError(f"following cache events at {self._source.endpoint!r} failed: {error}") from None
 
     def close(self) -> None:
-        """Stop following."""
         self._sockets.close()
 
     def _on_effects(self, effects: Sequence[PubEffect]) -> None:

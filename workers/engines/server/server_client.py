@@ -109,5 +109,4 @@ class ServerClient:
             raise
 
     def close(self) -> None:
-        """Close the connections that are idle."""
         self.http.close()

@@ -221,7 +221,6 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         return self
 
     def serves(self) -> tuple[str, str]:
-        """Return the model and the role that the worker will have, as far as is known before the server is asked."""
         return self.served_model_name or self.model_path or self.model_source, self.role
 
     def loads(self) -> str | None:

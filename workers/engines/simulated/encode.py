@@ -88,15 +88,12 @@ class SimulatedEncodeEngine(AlwaysWell):
 
     @property
     def dp_size(self) -> int:
-        """One rank."""
         return 1
 
     def describe(self) -> dict[str, object]:
-        """Return what is on offer."""
         return {"tensor_transport": self._transfer.kind, "kept_embeddings": len(self._kept)}
 
     def load(self, dp_rank: int = 0) -> LoadReported:
-        """Return the statistics now."""
         return LoadReported(len(self._running), len(self._waiting), 0, 0, 0, 0)
 
     def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:

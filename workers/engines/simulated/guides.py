@@ -122,9 +122,7 @@ class _Guide:
         return mask
 
     def accept(self, token_id: int) -> bool:
-        """Go on after a token."""
         return bool(self._matcher.consume_token(token_id))
 
     def why(self) -> str:
-        """Return what the matcher says is wrong."""
         return error_of(self._matcher)[:ERROR_CHARS_MAX]

@@ -86,7 +86,6 @@ class RealTimeSimulatedEngine(AlwaysWell):
 
     @property
     def dp_size(self) -> int:
-        """One rank."""
         return 1
 
     def describe(self) -> dict[str, object]:
@@ -175,7 +174,6 @@ class RealTimeSimulatedEngine(AlwaysWell):
         self._take(request, embeddings=list(tensors))
 
     def offer(self, transfer_id: str) -> KvOffered:
-        """Return what is kept for a transfer, and keep it for the time-out from now on."""
         return self._core.offer(transfer_id, self._clock.monotonic_ms())
 
     def release(self, transfer_id: str) -> None:
@@ -188,11 +186,9 @@ class RealTimeSimulatedEngine(AlwaysWell):
         return self._core.load()
 
     def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
-        """Return what the cache really holds, asked of the engine itself."""
         return self._core.resident_blocks()
 
     def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
-        """Return everything in the cache, as reports have told it up to now."""
         return self._translator.restate()
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:

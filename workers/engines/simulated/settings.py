@@ -197,7 +197,6 @@ class SimulatedWorkerSettings(TensorSettings):
 
     @property
     def token_ids(self) -> int:
-        """How many token ids there are, as far as the settings say."""
         return self.vocabulary_size or VOCABULARY_SIZE_DEFAULT
 
     def vocabulary(self, words: tuple[int, ...] = ()) -> Vocabulary:

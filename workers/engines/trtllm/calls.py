@@ -101,7 +101,6 @@ class TrtllmCalls:
 
     @property
     def takes_retention(self) -> bool:
-        """Whether the engine can be told how long the blocks of a request stay."""
         return self._library.kv_cache_retention is not None and "kv_cache_retention_config" in self._accepted
 
     def plan(self, request: Generate) -> Plan | None:

@@ -28,11 +28,9 @@ class EmbeddingOffers:
         transfer.on_gone(self._on_gone)
 
     def __contains__(self, request_id: str) -> bool:
-        """Tell whether something of a request is kept."""
         return request_id in self._kept
 
     def __len__(self) -> int:
-        """Return of how many requests something is kept."""
         return len(self._kept)
 
     def offer(self, request_id: str, tensors: Sequence[HostTensor]) -> list[CarriedTensor]:

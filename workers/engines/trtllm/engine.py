@@ -293,7 +293,6 @@ class TrtllmEngine:
 
     @property
     def takes_retention(self) -> bool:
-        """Whether the engine can be told how long the blocks of a request stay."""
         return self._calls.takes_retention
 
     @property
@@ -326,7 +325,6 @@ class TrtllmEngine:
 
     @property
     def loras(self) -> tuple[str, ...]:
-        """Names of the adapters."""
         return tuple(self._calls.adapters)
 
     @property

@@ -113,7 +113,6 @@ class TrtllmFeed:
         await self._reader.has_begun.wait()
 
     def silent_ms(self, now_ms: float) -> float:
-        """Return for how long reading has been inside one call of the engine."""
         return self._reader.silent_ms(now_ms)
 
     def restate(self, rank: int) -> list[BlocksStored]:

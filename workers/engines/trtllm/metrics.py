@@ -163,7 +163,6 @@ class TrtllmMetrics:
             self._blocks.labels(str(rank), tier.name.lower()).set(blocks)
 
     def observe_iteration(self, statistics: EngineStatistics) -> None:
-        """Count an engine iteration."""
         self._iteration_seconds.labels(str(statistics.rank)).observe(statistics.iteration_latency_ms / 1e3)
 
     def observe_load(self, statistics: EngineStatistics) -> None:

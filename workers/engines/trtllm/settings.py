@@ -197,12 +197,10 @@ class TrtllmSettings(Settings):
 
     @property
     def role(self) -> Role:
-        """What this worker does with a request."""
         return ROLES[self.disaggregation_mode]
 
     @property
     def model_name(self) -> str:
-        """Model name as clients write it."""
         return self.served_model_name or self.model_path
 
     @property

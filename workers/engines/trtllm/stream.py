@@ -64,11 +64,9 @@ class EngineStream:
         return self._ranks[rank].told.restate()
 
     def blocks_on(self, rank: int, tier: Tier) -> int:
-        """Return how many blocks of a tier were told of."""
         return self._ranks[rank].told.count_on(tier)
 
     def describe(self) -> list[dict[str, object]]:
-        """Return the state of every rank."""
         return [each.describe() for each in self._ranks]
 
     async def open(self) -> None:

@@ -117,7 +117,6 @@ class JetStreamMessages:
 
     @property
     def connection(self) -> NatsConnection:
-        """Return the connection."""
         return self._connection
 
     async def facts(self) -> StreamFacts:
@@ -340,7 +339,6 @@ class JetStreamJournal(JetStreamMessages):
     # Records
 
     async def remove_before(self, sequence: int) -> None:
-        """Remove the messages before one."""
         await self._purge(self.name, seq=sequence)
 
     async def listen(self, on_message: Callable[[StoredMessage], None], on_connected: Callable[[], None]) -> None:
@@ -511,7 +509,6 @@ class ThreadedMessages:
 
     @property
     def name(self) -> str:
-        """Return the name of the stream."""
         return self._stream.name
 
     @property
@@ -520,7 +517,6 @@ class ThreadedMessages:
         return self._stream.connection.body_bytes_max
 
     def facts(self) -> StreamFacts:
-        """Return the stream as its leader knows it."""
         return self._wait(self._stream.facts())
 
     def append(
@@ -530,7 +526,6 @@ class ThreadedMessages:
         self._wait(self._stream.append(messages, last_sequence, begins, own_sequence))
 
     def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on."""
         return self._wait(self._stream.read(from_sequence, limit))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -552,27 +547,21 @@ class ThreadedStream(ThreadedMessages):
         self._wait(self._journal.open())
 
     def remove_before(self, sequence: int) -> None:
-        """Remove the messages before one."""
         self._wait(self._journal.remove_before(sequence))
 
     def positions(self) -> list[int]:
-        """Return the next sequence of each router that follows."""
         return self._wait(self._journal.positions())
 
     def snapshots(self) -> list[Anchor]:
-        """Return the snapshots that are kept, oldest first."""
         return self._wait(self._journal.snapshots())
 
     def put_snapshot(self, anchor: Anchor, content: bytes) -> None:
-        """Keep a snapshot."""
         self._wait(self._journal.put_snapshot(anchor, content))
 
     def get_snapshot(self, anchor: Anchor) -> bytes:
-        """Return the content of a snapshot."""
         return self._wait(self._journal.get_snapshot(anchor))
 
     def remove_snapshot(self, anchor: Anchor) -> None:
-        """Remove a snapshot."""
         self._wait(self._journal.remove_snapshot(anchor))
 
     def close(self) -> None:
@@ -591,19 +580,15 @@ class RouterStream:
         await self._journal.listen(on_message, on_connected)
 
     async def facts(self) -> StreamFacts:
-        """Return the stream as its leader knows it."""
         return await self._journal.facts()
 
     async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on."""
         return await self._journal.read(from_sequence, limit)
 
     async def snapshots(self) -> list[Anchor]:
-        """Return the snapshots that are kept, oldest first."""
         return await self._journal.snapshots()
 
     async def get_snapshot(self, anchor: Anchor) -> bytes:
-        """Return the content of a snapshot."""
         return await self._journal.get_snapshot(anchor)
 
     async def note_position(self, sequence: int) -> None:
@@ -611,5 +596,4 @@ class RouterStream:
         await self._journal.note_position(self._router, sequence)
 
     async def close(self) -> None:
-        """Stop listening."""
         await self._journal.close()

@@ -36,7 +36,6 @@ class PosixDisk:
             leftover.unlink()
 
     def names(self) -> list[str]:
-        """Return the names of all files, sorted."""
         return _names(self.directory)
 
     def size(self, name: str) -> int:
@@ -61,7 +60,6 @@ class PosixDisk:
             view = view[os.write(self._appending[1], view) :]
 
     def truncate(self, name: str, size: int) -> None:
-        """Cut a file."""
         os.truncate(self.directory / name, size)
 
     def sync(self, name: str) -> None:
@@ -91,7 +89,6 @@ class PosixDisk:
         return size
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
         (self.directory / name).unlink()
 
     def close(self) -> None:
@@ -152,23 +149,18 @@ class ReadOnlyDirectory:
         return _read(self.directory / name, at, length)
 
     def append(self, name: str, data: bytes) -> None:
-        """Refuse."""
         raise self._refusal(name)
 
     def truncate(self, name: str, size: int) -> None:
-        """Refuse."""
         raise self._refusal(name)
 
     def sync(self, name: str) -> None:
-        """Refuse."""
         raise self._refusal(name)
 
     def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
-        """Refuse."""
         raise self._refusal(name)
 
     def remove(self, name: str) -> None:
-        """Refuse."""
         raise self._refusal(name)
 
     def close(self) -> None:

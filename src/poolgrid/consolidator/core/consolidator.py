@@ -200,7 +200,6 @@ class Consolidator:
     # Turns
 
     def begin(self, now: Now) -> Turn:
-        """Open a turn."""
         return Turn(now)
 
     def finish(self, turn: Turn) -> None:
@@ -445,7 +444,6 @@ class Consolidator:
             self.note_stream(worker.key, WORKER_SOURCE, StreamState.LIVE, "", turn)
 
     def lags_ms(self) -> dict[WorkerKey, int]:
-        """Return, per rank, how long its last batch took from its clock to ours."""
         return {key: link.lag_ms for key, link in self._links.items()}
 
     # The one way in for batches

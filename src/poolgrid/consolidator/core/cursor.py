@@ -78,7 +78,6 @@ class Cursor:
         return Verdict.BACKWARDS if next_seq < self.next_seq else Verdict.GAP
 
     def advance(self) -> None:
-        """Move behind the batch that was wanted."""
         self.next_seq += 1
 
     def begin(self, epoch: int) -> None:

@@ -141,7 +141,6 @@ class FurtherSource:
 
     @property
     def is_followed(self) -> bool:
-        """Say whether the worker is a member."""
         return self._follower is not None
 
     @property
@@ -183,7 +182,6 @@ class FurtherSource:
         return self._count(self._follower.connected(now_ms, wall_ms), wall_ms)
 
     def disconnected(self, now_ms: float) -> list[EventBatch | AskReplay]:
-        """The connection is gone."""
         return [] if self._follower is None else self._count(self._follower.disconnected(now_ms), 0)
 
     def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> list[EventBatch | AskReplay]:

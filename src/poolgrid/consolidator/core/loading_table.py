@@ -24,7 +24,6 @@ class LoadingTable:
         self._said[worker.worker_id] = (now_ms, worker)
 
     def replace(self, workers: Sequence[LoadingWorker], now_ms: float) -> None:
-        """Keep what another table says."""
         self._said = {worker.worker_id: (now_ms, worker) for worker in workers}
 
     def workers(self, now_ms: float) -> list[LoadingWorker]:

@@ -200,7 +200,6 @@ class FrozenPool:
     workers: list[FrozenWorker]
 
     def states(self) -> list[WorkerState]:
-        """Return the workers without their blocks, in a fixed order."""
         return [worker.entry.state for worker in self.workers]
 
     def visible_chains(self) -> Iterator[tuple[int, BlockChain]]:

@@ -88,7 +88,6 @@ class Presence:
         return sorted({source for tier in self._tiers for source in tier})
 
     def holds(self, sequence_hash: int, tier: Tier = Tier.DEVICE) -> bool:
-        """Say whether a block is visible on a tier."""
         return any(sequence_hash in held for held in self._tiers[tier].values())
 
     # What a source claims
@@ -255,7 +254,6 @@ class Presence:
     # Dumps
 
     def freeze(self) -> Frozen:
-        """Return a copy, made in one go."""
         return [(tier, source, held.copy()) for tier in Tier for source, held in self._tiers[tier].items()]
 
     def freeze_in_place(self) -> Frozen:

@@ -117,7 +117,6 @@ class ShardedMap(Generic[V]):
         self.shards[first:end] = [part for part in parts for _ in range(width)]
 
     def _deepen(self) -> None:
-        """Tell shards apart by more leading bits than before."""
         self._spread(SPLIT_BITS)
 
     def _spread(self, bits: int) -> None:
@@ -179,5 +178,4 @@ class ShardedMap(Generic[V]):
         return entries
 
     def size_bytes(self) -> int:
-        """Return what the shards take, without keys and values."""
         return sys.getsizeof(self.shards) + sum(sys.getsizeof(shard) for shard in self.each_shard())

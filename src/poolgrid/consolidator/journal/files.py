@@ -200,7 +200,6 @@ class FileJournal:
 
     @property
     def in_memory(self) -> bool:
-        """Return False."""
         return False
 
     @property
@@ -212,12 +211,10 @@ class FileJournal:
 
     @property
     def next_offset(self) -> int:
-        """Return the offset of the next record."""
         return self._next
 
     @property
     def oldest_offset(self) -> int:
-        """Return the offset of the oldest record still kept."""
         return self._segments[0].first if self._segments else self._next
 
     def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
@@ -362,7 +359,6 @@ class FileJournal:
             self._remove(snapshot_file.name_of(offset))
 
     def write_snapshot(self, frozen: FrozenPool) -> None:
-        """Make and keep a snapshot in one go."""
         self.keep_snapshot(frozen.offset, self.snapshot_parts(frozen))
 
     def keep_newest_snapshot(self) -> None:
@@ -377,7 +373,6 @@ class FileJournal:
 
     @property
     def crowded(self) -> bool:
-        """Say whether there is more than twice of what retention keeps."""
         return self.sizes()[1] > CROWDED * self._settings.retention_bytes
 
     @property

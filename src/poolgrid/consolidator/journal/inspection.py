@@ -57,7 +57,6 @@ class Survey:
 
     @property
     def bytes(self) -> int:
-        """Return the size of everything."""
         return sum(segment.bytes for segment in self.segments) + sum(snapshot.bytes for snapshot in self.snapshots)
 
 

@@ -23,7 +23,6 @@ class MemoryJournal:
 
     @property
     def in_memory(self) -> bool:
-        """Return True."""
         return True
 
     @property
@@ -33,12 +32,10 @@ class MemoryJournal:
 
     @property
     def next_offset(self) -> int:
-        """Return the offset of the next record."""
         return self._next
 
     @property
     def oldest_offset(self) -> int:
-        """Return the offset of the oldest record still kept."""
         return self._next - len(self._records)
 
     def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
@@ -86,7 +83,6 @@ class MemoryJournal:
 
     @property
     def snapshot_due(self) -> bool:
-        """Return False."""
         return False
 
     def retain(self, now_ms: int) -> int:

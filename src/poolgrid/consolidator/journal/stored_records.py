@@ -93,7 +93,6 @@ class StoredRecord:
 
     @property
     def record(self) -> JournalRecord:
-        """Return the record, without what is unknown."""
         return self.understood.record
 
 

@@ -173,7 +173,6 @@ class StreamHistory(MessageHistory):
         return self._last_where(facts, lambda message: first_offset_of(message) <= offset)
 
     def newest_before(self, time_ms: int, facts: StreamFacts) -> StoredMessage | None:
-        """Return the first piece of the last body that was written before a wall-clock time."""
         return self._last_where(facts, lambda message: created_ms_of(message) < time_ms)
 
     def _last_where(self, facts: StreamFacts, holds: Callable[[StoredMessage], bool]) -> StoredMessage | None:

@@ -214,7 +214,6 @@ class StreamJournal:
 
     @property
     def in_memory(self) -> bool:
-        """Return False."""
         return False
 
     @property
@@ -226,12 +225,10 @@ class StreamJournal:
 
     @property
     def next_offset(self) -> int:
-        """Return the offset of the next record."""
         return self._done
 
     @property
     def oldest_offset(self) -> int:
-        """Return the offset of the oldest record still kept."""
         return self._oldest
 
     def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
@@ -464,7 +461,6 @@ class StreamJournal:
         self._whole.discard(anchor)
 
     def write_snapshot(self, frozen: FrozenPool) -> None:
-        """Make and keep a snapshot in one go."""
         self.keep_snapshot(frozen.offset, list(self.snapshot_parts(frozen)))
 
     @property
@@ -561,7 +557,6 @@ class StreamJournal:
         return self._facts.messages, self._facts.bytes
 
     def close(self) -> None:
-        """Let go of the stream."""
         self._stream.close()
 
 

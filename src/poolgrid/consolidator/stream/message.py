@@ -106,7 +106,6 @@ class Body:
 
     @property
     def next_offset(self) -> int:
-        """Return the offset behind the last record."""
         return self.first_offset + len(self.payloads)
 
 
@@ -202,7 +201,6 @@ class Chain:
 
     @property
     def unfinished(self) -> bool:
-        """Say whether pieces of a body are still to come."""
         return bool(self._pieces)
 
     def take(self, message: StoredMessage) -> bytes | None:

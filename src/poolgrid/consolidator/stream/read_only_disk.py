@@ -44,23 +44,18 @@ class ReadOnlyDisk(ABC):
         return content
 
     def append(self, name: str, data: bytes) -> None:
-        """Refuse."""
         self._refuse(name)
 
     def truncate(self, name: str, size: int) -> None:
-        """Refuse."""
         self._refuse(name)
 
     def sync(self, name: str) -> None:
-        """Refuse."""
         self._refuse(name)
 
     def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
-        """Refuse."""
         self._refuse(name)
 
     def remove(self, name: str) -> None:
-        """Refuse."""
         self._refuse(name)
 
     def close(self) -> None:  # noqa: B027 - there is nothing to close, here and for all below

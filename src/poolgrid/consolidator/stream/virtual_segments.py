@@ -47,7 +47,6 @@ class StreamDirectory(ReadOnlyDisk):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the size of the stream as its servers count it."""
         return self._facts.bytes
 
     def _cut(self, facts: StreamFacts) -> list[_Window]:
@@ -72,7 +71,6 @@ class StreamDirectory(ReadOnlyDisk):
         return windows
 
     def names(self) -> list[str]:
-        """Return the names of all files, sorted."""
         return sorted([*self._windows, *self._snapshots])
 
     def _read(self, name: str) -> bytes:

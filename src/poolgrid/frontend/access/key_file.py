@@ -59,7 +59,6 @@ class Key(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, frozen
 
     @property
     def id(self) -> str:
-        """Return the short name of the key."""
         return self.hash.removeprefix(HASH_PREFIX)[:KEY_ID_DIGITS]
 
 

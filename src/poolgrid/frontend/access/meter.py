@@ -64,11 +64,9 @@ class OwnCell:
         """Do nothing."""
 
     def bucket(self, rate: Rate) -> Bucket:
-        """Return a bucket as it is."""
         return self._buckets[rate]
 
     def store(self, rate: Rate, bucket: Bucket) -> None:
-        """Replace a bucket."""
         self._buckets[rate] = bucket
 
     def elsewhere(self) -> int:

@@ -169,11 +169,9 @@ class SharedCells:
             self._words[word + 1] = bucket.per_minute
 
     def elsewhere(self, record: int) -> int:
-        """Return what other processes have in flight."""
         return sum(self._counts[record::RECORDS]) - self._counts[self._first + record]
 
     def publish(self, record: int, in_flight: int) -> None:
-        """Say what this process has in flight."""
         self._counts[self._first + record] = in_flight
 
 
@@ -228,7 +226,6 @@ class SharedCell:
             self._cells.store(self._record, rate, bucket)
 
     def elsewhere(self) -> int:
-        """Return the requests in flight in other processes."""
         return 0 if self._record is None else self._cells.elsewhere(self._record)
 
     def publish(self, in_flight: int) -> None:

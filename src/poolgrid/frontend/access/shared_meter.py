@@ -105,7 +105,6 @@ class SharedMeter(Meter):
         return verdict
 
     def end(self, rules: Tenant, output_tokens: int, now_ms: float) -> None:
-        """Count a request out, and charge its output."""
         super().end(self._of_share(rules), output_tokens, now_ms)
 
     def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, Bucket, float]]:

@@ -89,7 +89,6 @@ class Tenants:
 
     @property
     def accounts(self) -> dict[str, Account]:
-        """The accounts by tenant, in the order of the file."""
         return self._accounts
 
     def use(self, document: KeyDocument, now_ms: float) -> None:
@@ -184,7 +183,6 @@ class Caller:
         return self.account.meter.standing(self._rules, now_ms)
 
     def end(self, now_ms: float) -> None:
-        """Count a request out, and charge its output."""
         self.account.meter.end(self._rules, self._output_tokens, now_ms)
 
     def may_use(self, model: str) -> bool:
@@ -241,7 +239,6 @@ class Caller:
 
     @property
     def used(self) -> tuple[int, int]:
-        """Return the prompt and output tokens of the request."""
         return self._prompt_tokens, self._output_tokens
 
 

@@ -28,7 +28,6 @@ class Bucket(NamedTuple):
     """Its rate, and its size; 0.0 = nobody took anything yet."""
 
     def used(self, now_ms: float) -> float:
-        """Return how much is missing to full."""
         return max(0.0, self.full_at_ms - now_ms) / MINUTE_MS * self.per_minute
 
     def resized(self, per_minute: float, now_ms: float) -> Bucket:

@@ -48,5 +48,4 @@ class MediaRefused(Exception):
 
     @property
     def status(self) -> int:
-        """Return the HTTP status of the code."""
         return STATUS_BY_CODE[self.code]

@@ -48,7 +48,6 @@ class MessagesForm:
         parser: OutputParser | None,
         call_ids: CallIds,
     ) -> MessagesEncoder:
-        """Return the encoder of the answer."""
         return MessagesEncoder(
             self.body, request_id=name_of(request_ids[0]), isl=isl, model=model, parser=parser, call_ids=call_ids
         )
@@ -104,7 +103,6 @@ class MessagesEncoder(PieceEncoder[Event]):
         }
 
     def begin(self) -> bytes:
-        """Return the event of a message that has begun."""
         return self._events([{"type": "message_start", "message": self._message}])
 
     def end(self, counts: dict[str, Any]) -> bytes:
@@ -119,7 +117,6 @@ class MessagesEncoder(PieceEncoder[Event]):
         )
 
     def error(self, error: RequestError) -> bytes:
-        """Return the event that ends a stream in which something went wrong."""
         return b"event: error\ndata: %s\n\n" % escape_line_ends(ANTHROPIC.error_body(error, self._request_id))
 
     def _complete(self, counts: dict[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,9 @@ class CustomCalls:
         self._held: list[str] | None = None
 
     def feed(self, text: str) -> list[Piece]:
-        """Take new text and return what is certain now."""
         return self._converted(self._parser.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return what was held back."""
         return [*self._converted(self._parser.finish()), *self._released()]
 
     def _converted(self, pieces: list[Piece]) -> list[Piece]:

@@ -169,7 +169,6 @@ class OutputFormat:
         return frozenset(markers)
 
     def active(self, tools: ToolUse | None) -> bool:
-        """Return whether answers to a request need a parser at all."""
         return bool(self.reasoning) or (tools is not None and (bool(self.tools) or tools.guided))
 
     def parser(

@@ -181,7 +181,6 @@ class FurtherReasoning:
         return self._taken()
 
     def call(self) -> None:
-        """Report that a call stands here in the content."""
         self._fresh = True
 
     def finish(self) -> list[Piece]:

@@ -42,7 +42,6 @@ class ReasoningAndCalls:
         """Whether the reasoning is read as if it had ended: it held a call, and more than can be held back."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Take new text and return what is certain now."""
         return joined_pieces(self._through(self._reasoning.feed(text)))
 
     def finish(self) -> list[Piece]:

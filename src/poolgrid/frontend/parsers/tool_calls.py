@@ -83,7 +83,6 @@ class ToolCalls:
 
     @property
     def beginnings(self) -> tuple[str, ...]:
-        """Return the markers with which calls begin."""
         return self._markers
 
     def feed(self, text: str) -> list[Piece]:
@@ -290,11 +289,9 @@ class SomeCalls:
         """Whether the call that began last is passed on."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Take new text and return what is certain now."""
         return self._kept(self._calls.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return what was held back."""
         return self._kept(self._calls.finish())
 
     def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:

@@ -94,7 +94,6 @@ class ResponsesEncoder(PieceEncoder[Event]):
         }
 
     def begin(self) -> bytes:
-        """Return the events of a response that has begun."""
         return self._events(
             [("response.created", {"response": self.response}), ("response.in_progress", {"response": self.response})]
         )

@@ -170,7 +170,6 @@ class ResponsesForm:
 
     @property
     def counts_reasoning(self) -> bool:
-        """Return that the end of an answer counts the tokens of its reasoning."""
         return True
 
     def encoder(

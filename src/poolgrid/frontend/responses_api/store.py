@@ -83,7 +83,6 @@ class KeptResponse:
 
     @property
     def size(self) -> int:
-        """Return what it takes of the budget."""
         return len(self.input) + len(self.output) + len(self.response) + ENTRY_BYTES
 
 

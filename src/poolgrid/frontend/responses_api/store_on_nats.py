@@ -114,7 +114,6 @@ class NatsResponseStore:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether responses can be kept now."""
         return self._has_bucket and not self._connection.out_of_reach_ms(self._clock.monotonic_ms())
 
     def start(self) -> None:

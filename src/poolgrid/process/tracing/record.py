@@ -117,7 +117,6 @@ class TraceRecord:
         return f"{self.root.place.trace_id:032x}"
 
     def now_ms(self) -> float:
-        """Return the time."""
         return self._now_ms()
 
     def begin(
@@ -153,7 +152,6 @@ class TraceRecord:
         return span
 
     def context(self, span: SpanRecord) -> TraceContext:
-        """Return a span for a message to another process."""
         return TraceContext(span.place.traceparent, self.tracestate)
 
     def end(self, error: str = "") -> None:

@@ -44,5 +44,4 @@ class Sampler:
         return (self._bits(64) or 1) << 64 | lower, SAMPLED
 
     def span_id(self) -> int:
-        """Return an id for a span."""
         return self._bits(64) or 1

@@ -80,7 +80,6 @@ class Tracing:
         self._sink.take(record, self._clock.monotonic_ms())
 
     def close(self) -> None:
-        """Send what is left, for a bounded time."""
         self._sink.close()
 
 

@@ -69,16 +69,13 @@ class AdmissionQueue(Generic[T]):
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of the waiting requests, resumed ones left out."""
         return self._prompt_tokens
 
     def waiting(self, lane: str) -> bool:
-        """Tell whether anybody waits in a lane, resumed requests included."""
         return lane in self._lanes or lane in self._resumed_in
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether nobody waits."""
         return not (self._lanes or self._resumed)
 
     def has_room(self, request: QueuedRequest[T], requests_max: int) -> bool:
@@ -192,7 +189,6 @@ class AdmissionQueue(Generic[T]):
         return list(self._resumed.values())
 
     def lanes(self) -> list[str]:
-        """Return the lanes in which somebody waits."""
         return list(self._lanes)
 
     def head(self, lane: str) -> QueuedRequest[T] | None:
@@ -216,7 +212,6 @@ class AdmissionQueue(Generic[T]):
                     yield from backlog.waiting()
 
     def __len__(self) -> int:
-        """Return how many requests wait, resumed ones included."""
         return self._requests + len(self._resumed)
 
     def _key(self, request: QueuedRequest[T]) -> float:

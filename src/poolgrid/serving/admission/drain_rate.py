@@ -19,12 +19,10 @@ class DrainRate:
         self._finished_ms: deque[float] = deque(maxlen=DRAIN_WINDOW)
 
     def finished(self, now_ms: float) -> None:
-        """Note that a request left a worker."""
         self._finished_ms.append(now_ms)
 
     @property
     def is_measured(self) -> bool:
-        """Tell whether enough requests finished to know a rate."""
         return len(self._finished_ms) >= 2
 
     def retry_after_s(self, ahead: int, now_ms: float) -> float:

@@ -107,7 +107,6 @@ class Exchange(http_client.Exchange):
 
     @property
     def text(self) -> str:
-        """The whole answer."""
         return "".join(self.texts)
 
     def take_header(self, name: bytes, value: bytes) -> None:
@@ -217,5 +216,4 @@ class Client:
         return exchange
 
     def close(self) -> None:
-        """Close the idle connections."""
         self._http.close()

@@ -119,7 +119,6 @@ class PromptMaker:
         return tokens
 
     def tokens_json(self, request: PlannedRequest) -> bytes:
-        """Return the prompt as a JSON array of token ids."""
         return b"[" + b",".join([self._tokens_json(block_id, count) for block_id, count in _spans(request)]) + b"]"
 
     def text(self, request: PlannedRequest, overhead: bool = False) -> str:

@@ -155,7 +155,6 @@ class BenchSettings(Settings):
 
     @property
     def converses(self) -> bool:
-        """Whether requests have something in common that was planned here."""
         return self.trace is None and (self.turns > 1 or self.shared_prefix > 0)
 
     @property
@@ -165,10 +164,8 @@ class BenchSettings(Settings):
 
     @property
     def compares(self) -> bool:
-        """Whether more than one endpoint is measured."""
         return bool(self.against) or len(self.policies) > 1
 
     @property
     def rounds_run(self) -> int:
-        """How often everything is run."""
         return self.rounds or (COMPARISON_ROUNDS if self.compares else 1)

@@ -85,7 +85,6 @@ class Distribution:
         return self.largest
 
     def summary(self) -> Summary:
-        """Return the numbers that a report shows."""
         return Summary(self.mean, self.percentile(50), self.percentile(90), self.percentile(99))
 
 

@@ -41,7 +41,6 @@ class EngineServer:
         self._clock = clock
 
     def close(self) -> None:
-        """Close the connections of questions."""
         self._asked.close()
 
     # What it says of itself

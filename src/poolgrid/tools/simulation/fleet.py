@@ -56,7 +56,6 @@ class FleetPool:
 
     @property
     def cost_per_hour(self) -> float:
-        """Return what the whole pool costs per hour."""
         return sum(worker.cost_per_hour for worker in self.workers)
 
 
@@ -174,7 +173,6 @@ class GridPools:
         return self._place[there.wanted]
 
     def first_token(self, request_id: str, ttft_ms: float, now: float) -> None:
-        """Let the closed loop have the TTFT."""
         self._observe(request_id, "ttft", ttft_ms, now)
 
     def finished(self, request_id: str, itl_ms: float | None, now: float) -> None:

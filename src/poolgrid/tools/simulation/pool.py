@@ -211,12 +211,10 @@ class SimulatedPool:
 
     @property
     def projections(self) -> Sequence[Projection]:
-        """Return what each router knows."""
         return self._projections
 
     @property
     def projection(self) -> Projection:
-        """Return what the first router knows."""
         return self._projections[0]
 
     def best_overlap_tokens(self, request: SimulatedRequest) -> int:
@@ -237,7 +235,6 @@ class SimulatedPool:
 
     @property
     def holds(self) -> bool:
-        """Tell whether any request waits at a router."""
         return any(self._held)
 
     def place_held(self, now: float) -> list[int]:

@@ -42,5 +42,4 @@ class TtftTargets:
         return cls(tuple(values), told)
 
     def of(self, request_id: str) -> float:
-        """Return the target of a request."""
         return self.values_ms[stable_u64(f"ttft target of {request_id}") % len(self.values_ms)]

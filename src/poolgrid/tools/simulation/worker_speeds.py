@@ -75,7 +75,6 @@ class ChangingTiming:
         return self._model.prefill_ms(new_tokens) / self.speed
 
     def decode_ms(self, used_share: float) -> float:
-        """Return the time of one decode step."""
         return self._model.decode_ms(used_share) / self.speed
 
 

@@ -67,7 +67,6 @@ class WantedServer:
 
     @property
     def options(self) -> dict[str, str]:
-        """The options among the arguments."""
         return options_in(self.arguments)
 
     def unless_given(self, option: str, *value: str) -> tuple[str, ...]:

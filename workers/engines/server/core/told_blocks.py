@@ -20,7 +20,6 @@ class ToldBlocks:
         return any(self._held.values())
 
     def count_on(self, tier: Tier) -> int:
-        """Return how many blocks a tier holds."""
         return len(self._held[tier])
 
     def apply(self, events: Iterable[AnyEvent]) -> None:

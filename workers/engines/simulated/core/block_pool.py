@@ -97,7 +97,6 @@ class BlockPool:
 
     @property
     def active_blocks(self) -> int:
-        """Device blocks that requests hold."""
         return len(self._refs) - len(self._idle) - len(self._idle_kept) + self._private
 
     @property

@@ -88,7 +88,6 @@ class WireRecorder:
         seed: int,
         media: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Note a chain of new device blocks."""
         self._facts.stored(parent, hashes, Tier.DEVICE)
 
     def removed(self, hashes: Sequence[int], tier: Tier) -> None:
@@ -96,11 +95,9 @@ class WireRecorder:
         self._facts.removed(hashes, tier)
 
     def moved(self, links: Sequence[Link], source: Tier, target: Tier) -> None:
-        """Note blocks that changed tier."""
         self._facts.moved(links, source, target)
 
     def take(self) -> list[CacheEvent]:
-        """Return the events since the last call."""
         return self._facts.take()
 
 

@@ -128,7 +128,6 @@ class StepOutcome:
 
     @property
     def duration_ms(self) -> float:
-        """How long the work takes."""
         return self.ended_ms - self.started_ms
 
 
@@ -186,7 +185,6 @@ class SimulatedEngine:
 
     @property
     def kept_transfers(self) -> int:
-        """Requests whose blocks are kept for a decode worker."""
         return len(self._scheduler.kept)
 
     @property
@@ -202,7 +200,6 @@ class SimulatedEngine:
 
     @property
     def steps(self) -> int:
-        """Engine steps since the beginning."""
         return self._steps
 
     def submit(

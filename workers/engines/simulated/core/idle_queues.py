@@ -33,7 +33,6 @@ class IdleQueues:
         return len(self._priority)
 
     def __iter__(self) -> Iterator[int]:
-        """Go through them, those with the usual priority left out."""
         return iter(self._priority)
 
     def __contains__(self, sequence_hash: int) -> bool:

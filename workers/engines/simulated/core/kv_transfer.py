@@ -64,7 +64,6 @@ class TransferModel:
             raise ValueError(f"modelling transfers: gigabytes_per_s is {self.gigabytes_per_s}, allowed are above 0")
 
     def duration_ms(self, moved_bytes: int) -> float:
-        """Return how long it takes to move that much."""
         return self.latency_ms + moved_bytes / (self.gigabytes_per_s * 1e6)
 
 

@@ -76,7 +76,6 @@ class Vocabulary:
 
     @property
     def span(self) -> int:
-        """How many ordinary tokens there are."""
         return len(self.words) or self.size - self.first_token_id
 
     def token(self, draw: int) -> int:

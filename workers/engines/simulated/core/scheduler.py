@@ -43,7 +43,6 @@ class Scheduler:
 
     @property
     def running_count(self) -> int:
-        """Sequences that have a place in the batch."""
         return len(self.prefilling) + len(self.decoding) + len(self.transferring)
 
     def computed(self) -> Iterator[Sequence]:

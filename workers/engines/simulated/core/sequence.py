@@ -169,7 +169,6 @@ class Sequence:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens to compute that a waiting sequence stands for."""
         return 0 if self.stage is Stage.DECODE else self.target
 
     def emitted_at(self, decode_steps: int) -> int:
@@ -179,7 +178,6 @@ class Sequence:
         return self.base_emitted
 
     def held_blocks(self) -> int:
-        """Return the blocks that the sequence occupies, shared ones included."""
         return self.shared + self.private
 
     def blocks_to_prefill(self) -> int:
@@ -223,7 +221,6 @@ class Sequence:
         return self.retention.of_blocks(self.block_size, start, end, self.isl - self._emitted_before)
 
     def media_of(self, first_block: int, end_block: int) -> Mapping[int, TypingSequence[int]]:
-        """Return the media that touch a range of blocks, by position in the range."""
         return {at - first_block: hashes for at, hashes in self.touched.items() if first_block <= at < end_block}
 
     def tokens(self, first_block: int, end_block: int) -> bytes:

@@ -107,7 +107,6 @@ class EngineArguments:
 
     @property
     def backend(self) -> str:
-        """The backend that is started."""
         return cast(str, self.values.get("backend") or PYTORCH)
 
     @property

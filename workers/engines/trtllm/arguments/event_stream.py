@@ -34,7 +34,6 @@ class EventStream:
     topic: str = ""
 
     def of_rank(self, rank: int) -> tuple[str, str]:
-        """Return the endpoint and the replay endpoint of a rank, as one connects to them."""
         return _of_rank(self.endpoint, rank), _of_rank(self.replay_endpoint, rank) if self.replay_endpoint else ""
 
 

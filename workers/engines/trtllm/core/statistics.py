@@ -68,7 +68,6 @@ class EngineStatistics(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def paused_requests(self) -> int:
-        """Requests that gave up their blocks and wait to go on."""
         return self.batch.num_paused_requests if self.batch is not None else 0
 
 

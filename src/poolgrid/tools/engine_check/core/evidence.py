@@ -116,7 +116,6 @@ class Evidence(msgspec.Struct, frozen=True):
     version: int = RECORD_VERSION
 
     def to_json(self) -> bytes:
-        """Return the record."""
         return msgspec.json.encode(self)
 
     @classmethod

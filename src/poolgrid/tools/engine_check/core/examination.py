@@ -38,7 +38,6 @@ class Examination:
 
     @property
     def faults(self) -> int:
-        """Return how many findings keep the events from being used."""
         return sum(finding.severity is Severity.FAULT for finding in self.findings)
 
 

@@ -31,7 +31,6 @@ class ExpectedPath:
 
     @property
     def probe(self) -> Probe:
-        """Return the probe."""
         return self.exchange.probe
 
     def reusable_blocks(self, block_size: int) -> int:

@@ -64,12 +64,10 @@ class PlanLimits:
 
     @property
     def blocks(self) -> int:
-        """Return how many whole blocks the longer prompts have."""
         return max(2, min(PROMPT_BLOCKS, (self.prompt_tokens_max - 1) // (2 * self.block_size)))
 
     @property
     def output_tokens(self) -> int:
-        """Return how many tokens are asked for."""
         return self.block_size + 2 if self.block_size + 2 <= OUTPUT_TOKENS_MAX else 4
 
 

@@ -33,7 +33,6 @@ class ReuseFigures:
 
     @property
     def equal(self) -> int:
-        """Return how many predictions were right."""
         return sum(each.predicted == each.reported for each in self.comparisons)
 
 

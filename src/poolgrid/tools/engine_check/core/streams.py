@@ -36,7 +36,6 @@ class RankStream:
     """What was heard live, with what the replay has in place of what was lost."""
 
     def said(self) -> Iterator[tuple[int, SaidMessage]]:
-        """Yield what could be read, with its place among all that was heard."""
         return ((each.number, each.said) for each in self.whole if each.said is not None)
 
     def stored(self) -> Iterator[tuple[int, SaidMessage, SaidStored]]:

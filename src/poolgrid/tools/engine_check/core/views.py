@@ -96,7 +96,6 @@ class ChainView:
                     self._blocks.pop(name, None)
 
     def knows(self, name: int) -> bool:
-        """Return whether a block of this name is stored."""
         return name in self._blocks
 
     def path_of(self, event: SaidStored) -> list[ChainBlock]:
