@@ -12,15 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
-import typer
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,  # noqa: TID251
     HistogramMetricFamily,
     Metric,
 )
-from typer.core import TyperGroup
 
 from lab.website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, without_table
 from lab.website.metrics_tables import PAGES as METRICS_PAGES
@@ -44,8 +43,8 @@ DOCS = ROOT / "docs"
 BESIDE = ("pool_configs", "engine_configs", "launch", "tests/data")
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / name / "README.md" for name in BESIDE)])
 
-_group = typer.main.get_command(app)
-assert isinstance(_group, TyperGroup)
+_group = app
+assert isinstance(_group, click.Group)
 COMMANDS = _group.commands
 
 
@@ -141,7 +140,7 @@ def _printed_commands() -> Iterator[tuple[str, str]]:
 def test_every_printed_command_parses(where: str, line: str) -> None:
     arguments = list(itertools.takewhile(lambda word: word != ">", shlex.split(line, comments=True)))
     command: Any = _group
-    while isinstance(command, TyperGroup):
+    while isinstance(command, click.Group):
         name = arguments.pop(0)
         assert name.startswith("-") or name in command.commands, f"{where}: poolgrid {line}: {name} is no command"
         if name.startswith("-"):

@@ -10,14 +10,11 @@ import threading
 from pathlib import Path
 
 import pytest
-import typer
 from pydantic import ValidationError
-from typer.core import TyperGroup
 
-from poolgrid.cli.bench import plan, run_bench
-from poolgrid.cli.bench_pools import settings_of
 from poolgrid.cli.local_pool import UpSettings
-from poolgrid.cli.main import app
+from poolgrid.tools.bench.command import plan, run_bench
+from poolgrid.tools.bench.pools import settings_of
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.bench.trace import TraceError
 from tests.bench.fake_endpoint import FakeEndpoint, serving
@@ -319,16 +316,6 @@ class TestSettings:
 
         assert BenchSettings.model_fields[name].description
         assert f"`{flag}`" in BENCH_PAGE
-
-
-@pytest.mark.parametrize("option", ["--duration-s", "--duration"])
-def test_a_duration_is_given_with_its_unit_in_the_name_and_still_without(option: str) -> None:
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-
-    context = group.commands["bench"].make_context("bench", [option, "30"])
-
-    assert context.params["duration_s"] == 30
 
 
 def test_every_json_key_is_documented() -> None:

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.drain import Told, drain, left_on, without_anybody
 from poolgrid.cli.main import app

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.consolidator.adapters.posix_disk import PosixDisk
@@ -146,7 +146,7 @@ def test_export_writes_json_lines_and_says_what_it_wrote(directory: Path, tmp_pa
     assert [json.loads(line) for line in out.read_text().splitlines()] == lines("cat", directory)
     assert told == {"out": str(out), "format": "jsonl", "records": 40, "bytes": out.stat().st_size}
     assert run("export", directory, "--out", out, "--format", "jsonl").startswith(f"40 records in {out}, ")
-    assert "allowed are jsonl and parquet" in run("export", directory, "--out", out, "--format", "csv", status=2)
+    assert "is not one of 'jsonl', 'parquet'" in run("export", directory, "--out", out, "--format", "csv", status=2)
 
 
 def test_export_writes_parquet(directory: Path, tmp_path: Path) -> None:

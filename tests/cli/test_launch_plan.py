@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 from rich.console import Console
-from typer.testing import CliRunner
 
 from poolgrid.cli.gpus import GpusMissing
 from poolgrid.cli.launch_plan import (

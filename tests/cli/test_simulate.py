@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
 from poolgrid.cli.main import app
-from poolgrid.cli.simulate import result_table
 from poolgrid.tools.simulation.pool import SIMULATED_POLICIES
+from poolgrid.tools.simulation.simulate_command import result_table
 from tests.simulation.builders import CONVERSATION
 
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
+from poolgrid.cli.command_line import command
 from poolgrid.cli.main import app
 from poolgrid.cli.options import with_settings
 from poolgrid.router.settings import RouterSettings
@@ -176,11 +176,10 @@ def test_tune_works_on_recorded_traffic_and_refuses_too_little_of_it(recording: 
 def router_settings(*arguments: str, env: dict[str, str] | None = None, status: int = 0) -> RouterSettings:
     """What a router would run with."""
     seen: list[RouterSettings] = []
-    one = typer.Typer()
 
-    @one.command()
+    @command()
     @with_settings(RouterSettings, from_file=True)
-    def command(settings: RouterSettings) -> None:
+    def one(settings: RouterSettings) -> None:
         """Keep the settings."""
         seen.append(settings)
 

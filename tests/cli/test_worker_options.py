@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.commands import worker as worker_command
 from poolgrid.cli.commands.worker import OF_ROUTERS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan

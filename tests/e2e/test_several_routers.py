@@ -11,7 +11,7 @@ from functools import partial
 import httpx
 import pytest
 
-from poolgrid.cli.bench import bench
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import MODEL, PLAIN, Verifier
@@ -71,7 +71,7 @@ def test_two_routers_share_the_load_and_end_with_the_same_true_index(routers: li
     settings = BenchSettings(
         url=routers[0].url, trace=TRACE, requests=REQUESTS, speed=40, length_scale=0.25, osl_max=32
     )
-    report = bench(settings, verify=Verifier(settings, PLAIN))
+    report = measure_one(settings, verify=Verifier(settings, PLAIN))
     assert other.wait(WAIT_TIMEOUT_S) == 0, "every request through the other router was served"
 
     assert_unharmed(report)

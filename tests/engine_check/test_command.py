@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.cli.engine_check import AREAS, run_engine_check
+from poolgrid.tools.engine_check.command import AREAS, run_engine_check
 from poolgrid.tools.engine_check.core.finding import Kind
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.core.timing import TableTiming

@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from poolgrid.cli.bench import bench
 from poolgrid.cli.main import app
 from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, StreamShape
 from poolgrid.consolidator.stream.message import Outgoing, empty_body
@@ -32,6 +31,7 @@ from poolgrid.consolidator.stream.ports import StreamUnavailable
 from poolgrid.nats.nats_connection import NatsConnection
 from poolgrid.nats.nats_settings import EventPlaneSettings
 from poolgrid.process.clock import SystemClock
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
@@ -116,7 +116,7 @@ def _load_until(done: threading.Event, url: str) -> tuple[int, int]:
     while not done.is_set():
         settings = BenchSettings(url=url, requests=REQUESTS, concurrency=(8,), isl=600, osl=48)
         verifier = Verifier(settings)
-        report = bench(settings, verify=verifier)
+        report = measure_one(settings, verify=verifier)
         assert_unharmed(report)
         requests += report.requests
         verified += verifier.checked

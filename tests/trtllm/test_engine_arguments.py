@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
+from poolgrid.cli.command_line import command
 from poolgrid.cli.options import with_settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
@@ -225,11 +225,10 @@ def test_a_fault_that_follows_from_what_the_run_requires_says_so() -> None:
 
 def test_settings_are_options_and_only_those_that_were_given_count_as_given() -> None:
     made: list[EngineArguments] = []
-    application = typer.Typer()
 
-    @application.command()
+    @command()
     @with_settings(TrtllmSettings)
-    def worker(settings: TrtllmSettings) -> None:
+    def application(settings: TrtllmSettings) -> None:
         made.append(resolve(settings))
 
     done = CliRunner().invoke(

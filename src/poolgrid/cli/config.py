@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from poolgrid.cli.command_line import print_json
 from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph, is_graph_deployment
-from poolgrid.cli.json_output import print_json
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
 from poolgrid.global_router.core.document.canonical_text import document_text, json_text

@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import typer
 from pydantic.fields import FieldInfo
-from typer.core import TyperGroup
 
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
@@ -274,8 +272,9 @@ def _top() -> str:
         if parameter.name == "help":
             continue
         variable = f"`{parameter.envvar}`" if parameter.envvar else "none"
-        default = "off" if parameter.default is False else f"`{parameter.default}`"
-        lines.append(f"| `{parameter.opts[0]}` | {variable} | {default} | {parameter.help} |")
+        default = f"`{parameter.default}`" if parameter.to_info_dict()["default"] else "off"
+        text = parameter.help.partition(" [default:")[0]
+        lines.append(f"| `{parameter.opts[0]}` | {variable} | {default} | {text} |")
     return "\n".join([*lines, ""])
 
 
@@ -289,9 +288,7 @@ def command_options(command: str) -> dict[str, str]:
 
 
 def _parameters(command: str) -> list[Any]:
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup), "the application has commands"
-    return list(group.commands[command].params)
+    return list(app.commands[command].params)
 
 
 def shown_default(field: FieldInfo) -> str:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
 
+import click
 import httpx
 import msgspec
-import typer
 
-from poolgrid.cli.api_key import api_key_headers, key_hint
-from poolgrid.cli.json_output import print_json
+from poolgrid.cli.command_line import print_json
+from poolgrid.cli.router_client import api_key_headers, key_hint
 from poolgrid.process.figures import counted
 from poolgrid.transport.security import is_loopback
 from poolgrid.wire.answers import WorkerList, WorkerRow
@@ -107,7 +107,7 @@ async def _at(url: str, headers: dict[str, str], work: Callable[[httpx.AsyncClie
         async with httpx.AsyncClient(base_url=base, timeout=TIMEOUT_S, headers=headers, verify=checked) as client:
             return await work(client)
     except (DrainFailed, httpx.InvalidURL) as error:
-        typer.echo(f"draining at {url}: {error}", err=True)
+        click.echo(f"draining at {url}: {error}", err=True)
         return 1
 
 
@@ -121,7 +121,7 @@ async def _drain(client: httpx.AsyncClient, names: Sequence[str], told: Told, as
         )
     workers = list(names) or known
     for lost in without_anybody(rows, workers):
-        typer.echo(f"nobody else serves {lost}: what does not finish in time has nowhere to go in this pool", err=True)
+        click.echo(f"nobody else serves {lost}: what does not finish in time has nowhere to go in this pool", err=True)
     for worker in workers:
         await _tell(client, f"{WORKERS_PATH}/{quote(worker, safe='')}/drain", told)
 
@@ -149,7 +149,7 @@ async def _finish(left: Left, workers: Sequence[str], told: Told, as_json: bool)
         print_json({"workers": [{"worker_id": each, "left": remaining.get(each)} for each in workers]})
     else:
         for worker in workers:
-            typer.echo(f"{worker}: {remaining.get(worker, 'drained')}")
+            click.echo(f"{worker}: {remaining.get(worker, 'drained')}")
     return 1 if remaining and told.wait_s else 0
 
 

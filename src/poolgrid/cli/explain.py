@@ -18,8 +18,8 @@ from rich.markup import escape
 from rich.text import Text
 from rich.tree import Tree
 
-from poolgrid.cli.api_key import api_key_headers, key_hint
-from poolgrid.cli.json_output import print_json
+from poolgrid.cli.command_line import print_json
+from poolgrid.cli.router_client import api_key_headers, key_hint
 from poolgrid.process.figures import counted, number
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (

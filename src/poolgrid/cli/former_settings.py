@@ -12,6 +12,7 @@ FORMER_SETTINGS: dict[str, str] = {
     # workers: TensorRT-LLM
     # workers: servers and the simulated engine
     # up, bench, simulate, engine-check, model, journal
+    "bench --duration": "use --duration-s.",
 }
 """Option as it was typed, such as ``--feed-interval-ms``, to one sentence: the new option, or the fixed value.
 

@@ -23,7 +23,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from poolgrid.cli.api_key import api_key_headers, key_hint
+from poolgrid.cli.command_line import FORMAT_HELP, LEVEL_HELP, LogChoice
 from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import (
     ANY,
@@ -36,10 +36,10 @@ from poolgrid.cli.launch_plan import (
     plan_real,
     simulated_limits,
 )
-from poolgrid.cli.log_options import FORMAT_HELP, LEVEL_HELP, LogChoice
 from poolgrid.cli.options import arguments_of, environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
+from poolgrid.cli.router_client import api_key_headers, key_hint
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.nats.nats_settings import EventPlaneSettings

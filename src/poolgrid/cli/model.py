@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
+import click
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -22,7 +22,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from poolgrid.cli.json_output import print_json
+from poolgrid.cli.command_line import print_json
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import counted, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
@@ -70,12 +70,12 @@ def fetch(wanted: Wanted, cache_dir: Path | None, progress_lines: bool, as_json:
             fetching = Fetching(cache, source, name, progress, wanted.limits, wanted.exclude, wanted.check)
             manifest = fetching.run()
     except (ModelCacheError, Ended) as error:
-        typer.echo(str(error) or "ended before the model was whole", err=True)
+        click.echo(str(error) or "ended before the model was whole", err=True)
         return 1
     if as_json:
         print_json({"path": str(path), **_row(manifest)})
     else:
-        typer.echo(str(path))
+        click.echo(str(path))
     return 0
 
 
@@ -99,16 +99,16 @@ def verify(names: list[str], cache_dir: Path | None, as_json: bool) -> int:
             if as_json:
                 continue
             for each in wrong:
-                typer.echo(f"{cache.path(name) / each.path}: {each.problem}", err=True)
+                click.echo(f"{cache.path(name) / each.path}: {each.problem}", err=True)
             if not wrong:
-                typer.echo(f"{name}: {counted(len(manifest.files), 'file')} as fetched, {size(manifest.total_bytes)}")
+                click.echo(f"{name}: {counted(len(manifest.files), 'file')} as fetched, {size(manifest.total_bytes)}")
     except ModelCacheError as error:
-        typer.echo(str(error), err=True)
+        click.echo(str(error), err=True)
         return 1
     if as_json:
         print_json(rows)
     elif not rows:
-        typer.echo(f"{cache.directory} has no model", err=True)
+        click.echo(f"{cache.directory} has no model", err=True)
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
@@ -123,7 +123,7 @@ def show(cache_dir: Path | None, as_json: bool) -> int:
                 whole.append(manifest)
         partials = cache.partials()
     except ModelCacheError as error:
-        typer.echo(str(error), err=True)
+        click.echo(str(error), err=True)
         return 1
     if as_json:
         print_json(
@@ -151,7 +151,7 @@ def show(cache_dir: Path | None, as_json: bool) -> int:
     if table.rows:
         terminal().print(table)
     else:
-        typer.echo(f"{cache.directory} has no model", err=True)
+        click.echo(f"{cache.directory} has no model", err=True)
     return 0
 
 
@@ -231,7 +231,7 @@ class _PipedWords:
             self._phase, self._done, self._total = name, 0, total_bytes
             self._told_ms = self._clock.monotonic_ms()
             if total_bytes:
-                typer.echo(f"{self._name}: {PHASES[name]}, {size(total_bytes)}", err=True)
+                click.echo(f"{self._name}: {PHASES[name]}, {size(total_bytes)}", err=True)
 
     def moved(self, count: int) -> None:
         with self._lock:
@@ -241,6 +241,6 @@ class _PipedWords:
                 return
             self._told_ms = now
             done = percent(self._done / self._total if self._total else None)
-            typer.echo(
+            click.echo(
                 f"{self._name}: {PHASES[self._phase]}, {size(self._done)} of {size(self._total)} ({done})", err=True
             )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import typer
+import click
 from rich.console import Console
 
+from poolgrid.cli.command_line import print_json
 from poolgrid.cli.journal_directory import (
     UsageError,
     journal_errors,
@@ -20,7 +21,6 @@ from poolgrid.cli.journal_directory import (
     progress_bar,
     survey_bytes,
 )
-from poolgrid.cli.json_output import print_json
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.process.figures import counted
 from poolgrid.router.decision_journal.opening import policy_of
@@ -59,7 +59,7 @@ def replay(directory: str, decisions: str | None, strict: bool, as_json: bool) -
                 _print(console, name, outcome)
     if identical == 0 and status == 0:
         status = 1
-        typer.echo("no decision could be derived", err=True)
+        click.echo("no decision could be derived", err=True)
     if as_json:
         print_json({"identical": status == 0, **answer})
     return status

@@ -22,7 +22,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from poolgrid.cli.api_key import api_key_headers, key_hint
+from poolgrid.cli.router_client import api_key_headers, key_hint
 from poolgrid.process import lifecycle
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds, number, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal

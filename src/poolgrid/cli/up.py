@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from poolgrid.cli.json_output import print_json
+from poolgrid.cli.command_line import print_json
 from poolgrid.cli.launch_plan import show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, planned_parts
 from poolgrid.cli.part import PartFailed

@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import click
 
-import typer
+from poolgrid.cli.command_line import as_json, command, router_url
+from poolgrid.cli.router_client import KEY_NOTE
 
-from poolgrid.cli.api_key import KEY_NOTE
-from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.json_output import AsJson
-
-app = CommandLine()
+SECONDS = click.FloatRange(0, 86_400)
 
 
-@app.command(epilog=KEY_NOTE)
+@command(epilog=KEY_NOTE)
+@click.argument("workers", nargs=-1, help="Workers to drain, as `top` names them.")
+@router_url("Router of the pool they are in.")
+@click.option("--all", "every", is_flag=True, help="Drain every worker of the pool.")
+@click.option(
+    "--worker-url", help="Drain the one worker whose health is here, without a router; on its own machine only."
+)
+@click.option(
+    "--timeout-s",
+    type=SECONDS,
+    help="Running requests may take so many seconds to finish; then other workers continue them. By default each "
+    "worker's --drain-timeout-ms.",
+)
+@click.option(
+    "--wait-s",
+    type=SECONDS,
+    default=600.0,
+    help="Wait so many seconds until nothing is left; 0 = do not wait. [default: 600]",
+)
+@as_json
 def drain(
-    workers: Annotated[list[str] | None, typer.Argument(help="Workers to drain, as `top` names them.")] = None,
-    url: Annotated[
-        str, typer.Option(help="Router of the pool they are in.", envvar="POOLGRID_URL")
-    ] = "http://127.0.0.1:8000",
-    every: Annotated[bool, typer.Option("--all", help="Drain every worker of the pool.")] = False,
-    worker_url: Annotated[
-        str | None,
-        typer.Option(help="Drain the one worker whose health is here, without a router; on its own machine only."),
-    ] = None,
-    timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=86_400,
-            help="Running requests may take so many seconds to finish; then other workers go on with them. By default "
-            "each worker's --drain-timeout-ms.",
-        ),
-    ] = None,
-    wait_s: Annotated[
-        float, typer.Option(min=0, max=86_400, help="Wait so many seconds until nothing is left; 0 = do not wait.")
-    ] = 600.0,
-    as_json: AsJson = False,
+    workers: tuple[str, ...],
+    url: str,
+    every: bool,
+    worker_url: str | None,
+    timeout_s: float | None,
+    wait_s: float,
+    as_json: bool,
 ) -> None:
     """Take workers out of use: they take nothing new, finish or hand over what they have, and may be ended then."""
     from poolgrid.cli import drain as draining
 
-    names = list(dict.fromkeys(workers or []))
+    names = list(dict.fromkeys(workers))
     if bool(names) + every + (worker_url is not None) != 1:
-        raise typer.BadParameter("name workers, or give --all, or --worker-url: exactly one of the three")
+        raise click.BadParameter("name workers, or give --all, or --worker-url: exactly one of the three")
     told = draining.Told(None if timeout_s is None else round(1000 * timeout_s), wait_s)
     if worker_url is not None:
-        raise typer.Exit(draining.drain_here(worker_url, told, as_json))
-    from poolgrid.cli.named_url import found_url
+        raise SystemExit(draining.drain_here(worker_url, told, as_json))
+    from poolgrid.cli.router_client import found_url
 
-    raise typer.Exit(draining.drain(found_url(url), names, told, as_json))
+    raise SystemExit(draining.drain(found_url(url), names, told, as_json))

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import click
 
-import typer
-
-from poolgrid.cli.api_key import KEY_NOTE
-from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.json_output import AsJson
-
-app = CommandLine()
+from poolgrid.cli.command_line import as_json, command, router_url
+from poolgrid.cli.router_client import KEY_NOTE
 
 
-@app.command(epilog=KEY_NOTE)
-def explain(
-    request_id: Annotated[
-        str,
-        typer.Argument(help="The x-request-id or the id of an answer, with or without its index, or what `top` shows."),
-    ],
-    url: Annotated[
-        str, typer.Option(help="Router or global router that served it.", envvar="POOLGRID_URL")
-    ] = "http://127.0.0.1:8000",
-    journal: Annotated[
-        str | None,
-        typer.Option(
-            help="Read recorded decisions instead of asking a router: of a data_dir, or "
-            "nats://HOST:PORT/POOL of a pool on NATS."
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@command(epilog=KEY_NOTE)
+@click.argument(
+    "request_id", help="The x-request-id or the id of an answer, with or without its index, or what `top` shows."
+)
+@router_url("Router or global router that served it.")
+@click.option(
+    "--journal",
+    help="Read recorded decisions instead of asking a router: of a data_dir, or nats://HOST:PORT/POOL.",
+)
+@as_json
+def explain(request_id: str, url: str, journal: str | None, as_json: bool) -> None:
     """Explain why a request went where it went: every candidate, every cost term, who was passed over and why."""
     from poolgrid.cli.explain import explain as run_explain
     from poolgrid.cli.explain import explain_from_journal
 
     if journal is not None:
-        raise typer.Exit(explain_from_journal(request_id, journal, as_json))
-    from poolgrid.cli.named_url import found_url
+        raise SystemExit(explain_from_journal(request_id, journal, as_json))
+    from poolgrid.cli.router_client import found_url
 
-    raise typer.Exit(run_explain(request_id, found_url(url), as_json))
+    raise SystemExit(run_explain(request_id, found_url(url), as_json))

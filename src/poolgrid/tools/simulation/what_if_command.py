@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
-import typer
+import click
 
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
 from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
-from poolgrid.cli.json_output import cannot_write, json_text, print_json
-from poolgrid.cli.recording import Stage, load_recording
+from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, Retention
+from poolgrid.tools.simulation.recording import Stage, load_recording
 from poolgrid.tools.simulation.settings import WhatIfSettings
 from poolgrid.tools.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
 from poolgrid.tools.simulation.variants import Variant, run_variant
@@ -28,7 +29,17 @@ _RETENTIONS: tuple[Retention, ...] = get_args(Retention)
 _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
 
 
-def what_if(directory: str, settings: WhatIfSettings) -> int:
+@command()
+@with_settings(WhatIfSettings, renamed={"as_json": "--json"})
+@click.argument(
+    "directory", help="Directory of the pool's journal with decisions (a data_dir), or nats://HOST:PORT/POOL."
+)
+def what_if(settings: WhatIfSettings, directory: str) -> None:
+    """Play recorded traffic on simulated engines under the recorded settings and under others, and compare."""
+    raise SystemExit(run_what_if(directory, settings))
+
+
+def run_what_if(directory: str, settings: WhatIfSettings) -> int:
     """Play recorded traffic under each variant; return the exit status."""
     with journal_errors("trying other settings"):
         _check_outputs(settings)
@@ -40,7 +51,7 @@ def what_if(directory: str, settings: WhatIfSettings) -> int:
                 result = run_variant(stage.workload, variant, stage.workers, stage.limits, stage.timing, on_progress)
             reports[variant.name] = result.report
         for remark in stage.remarks:
-            typer.echo(remark, err=True)
+            click.echo(remark, err=True)
         report = report_of(stage, settings.speed, reports)
         if settings.as_json:
             print_json(report)

@@ -18,9 +18,9 @@ import httpx
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from poolgrid.cli.bench_pools import PoolsFailed, open_pools
-from poolgrid.cli.json_output import cannot_write, json_text, print_json
-from poolgrid.cli.named_url import url_of
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.router_client import API_KEY_VARIABLE, url_of
 from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import unless
@@ -28,6 +28,7 @@ from poolgrid.process.terminal_table import terminal
 from poolgrid.tools.bench import schedule
 from poolgrid.tools.bench.client import Client, RequestFailed, Target
 from poolgrid.tools.bench.conversations import ConversationShape, plan_conversations
+from poolgrid.tools.bench.pools import PoolsFailed, open_pools
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
 from poolgrid.tools.bench.run_logs import RunLogs
 from poolgrid.tools.bench.runner import Planned, RequestShape, Result, Verify, run
@@ -406,9 +407,18 @@ def measure(
     return made.series()
 
 
-def bench(settings: BenchSettings, *, verify: Verify | None = None, progress_console: Console | None = None) -> Report:
+def measure_one(
+    settings: BenchSettings, *, verify: Verify | None = None, progress_console: Console | None = None
+) -> Report:
     """Measure one endpoint at one concurrency and return the report; raises what ``measure`` raises."""
     return measure(settings, verify=verify, progress_console=progress_console).points[0].report
+
+
+@command(epilog=f"An endpoint that takes API keys gets the one of --api-key ({API_KEY_VARIABLE}).")
+@with_settings(BenchSettings, renamed={"as_json": "--json"})
+def bench(settings: BenchSettings) -> None:
+    """Measure any OpenAI endpoint: closed loop, open loop (--rate), or the replay of a trace (--trace)."""
+    raise SystemExit(run_bench(settings))
 
 
 def run_bench(settings: BenchSettings) -> int:

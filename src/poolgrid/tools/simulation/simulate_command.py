@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from poolgrid.cli.json_output import cannot_write, json_text, print_json
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.core.cost_weights import CostWeights
@@ -26,6 +28,14 @@ from poolgrid.tools.simulation.workload import build_workload
 from poolgrid.workers.core.shipped_timing import timing_model
 from poolgrid.workers.core.timing import TableError
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+
+
+@command()
+@with_settings(SimulationSettings, renamed={"as_json": "--json"})
+@click.argument("trace", type=click.Path(path_type=Path), help="Mooncake-format trace (JSON lines).")
+def simulate(settings: SimulationSettings, trace: Path) -> None:
+    """Play a trace through the router core and simulated engines in virtual time, per policy."""
+    raise SystemExit(run_simulation(trace, settings))
 
 
 def run_simulation(trace: Path, settings: SimulationSettings) -> int:

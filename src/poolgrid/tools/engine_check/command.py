@@ -14,8 +14,9 @@ import zmq
 from rich.console import Console
 from rich.text import Text
 
-from poolgrid.cli.api_key import API_KEY_VARIABLE, api_key_headers
-from poolgrid.cli.json_output import cannot_write, json_text, print_json
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.router_client import API_KEY_VARIABLE, api_key_headers
 from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds
@@ -83,6 +84,13 @@ AREAS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
 """The rows of the table: which findings belong to which."""
 
 STYLES = {Severity.FAULT: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+
+
+@command()
+@with_settings(EngineCheckSettings, renamed={"as_json": "--json"})
+def engine_check(settings: EngineCheckSettings) -> None:
+    """Check an engine server's cache events, or measure its step times."""
+    raise SystemExit(run_engine_check(settings))
 
 
 def run_engine_check(settings: EngineCheckSettings) -> int:
