@@ -79,7 +79,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "wire",
         "process",
         "router.core",
-        "global_router.core",
         "workers.core",
         "workers.engines.simulated.core",
         "tools.bench.trace",

@@ -17,9 +17,9 @@ from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import Choice, Predicted, make_policy
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.tools.bench.trace import read_trace
+from poolgrid.tools.simulation.conditions import SpeedChange, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.worker_speeds import SpeedChange, WorkerSpeeds
 from poolgrid.tools.simulation.workload import build_workload
 from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits

@@ -48,7 +48,7 @@ def pool() -> Iterator[Process]:
 
 def test_the_trace_runs_with_every_text_right_and_far_more_reuse_than_round_robin(pool: Process) -> None:
     def replay(url: str) -> Report:
-        settings = BenchSettings(url=url, trace=TRACE, requests=TRACE_REQUESTS, speed=40, length_scale=0.25, osl_max=48)
+        settings = BenchSettings(url=url, trace=TRACE, requests=TRACE_REQUESTS, speed=40, length_scale=0.25, osl=48)
         return measure_one(settings, verify=Verifier(settings))
 
     aware = replay(pool.url)

@@ -29,7 +29,12 @@ def server() -> Iterator[NatsServer]:
 @pytest.fixture(scope="module")
 def pool(server: NatsServer) -> Iterator[Process]:
     plane = ("--event-plane", "nats", "--nats-url", server.url, "--consolidators", "2")
-    options = ("--consolidator-option", "leader-lease-s=1", "--router-option", "decision-stream-bytes=16777216")
+    options = (
+        "--part-option",
+        "consolidator.leader-lease-s=1",
+        "--part-option",
+        "router.decision-stream-bytes=16777216",
+    )
     with running_pool(*plane, *options, workers=1) as up:
         yield up
 

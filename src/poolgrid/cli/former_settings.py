@@ -12,7 +12,70 @@ FORMER_SETTINGS: dict[str, str] = {
     # workers: TensorRT-LLM
     # workers: servers and the simulated engine
     # up, bench, simulate, engine-check, model, journal
+    "--front": "use --backend-url URL.",
+    "--front-prefill": "use --backend-url prefill=URL.",
+    "--front-decode": "use --backend-url decode=URL.",
+    "--prefill-engine-args": "use --engine-args prefill=FILE.",
+    "--decode-engine-args": "use --engine-args decode=FILE.",
+    "--encode-engine-args": "use --engine-args encode=FILE.",
+    "--router-option": "use --part-option router.NAME=VALUE.",
+    "--consolidator-option": "use --part-option consolidator.NAME=VALUE.",
+    "--worker-option": "use --part-option worker.NAME=VALUE.",
+    "--prefill-option": "use --part-option prefill.NAME=VALUE.",
+    "--decode-option": "use --part-option decode.NAME=VALUE.",
+    "--encode-option": "use --part-option encode.NAME=VALUE.",
+    "--worker-gpus": "use --gpus worker=LIST.",
+    "--prefill-gpus": "use --gpus prefill=LIST.",
+    "--decode-gpus": "use --gpus decode=LIST.",
+    "--encode-gpus": "use --gpus encode=LIST.",
+    "--restarts-max": "a real engine's worker is given up after 3 deaths in a row, a simulated one never.",
+    "--stop-timeout-s": "a worker with a real engine has 60 s to end, a simulated one 10 s.",
+    "--warm-up": "a pool with a real engine is warmed up before it is ready, a simulated one is not.",
+    "--no-warm-up": "a pool with a real engine is warmed up before it is ready, a simulated one is not.",
+    "up --retention": "use --part-option router.retention=learned.",
+    "up --queue-limit": "use --part-option router.queue-limit=N, or global-router.queue-limit=N with --pools.",
+    "up --isolate-tenants": "use --part-option router.isolate-tenants, or global-router.isolate-tenants with --pools.",
+    "up --access-log": "use --part-option router.access-log, or global-router.access-log with --pools.",
+    "up --blocks-per-worker": "use --part-option worker.total-kv-blocks=N.",
+    "up --max-sequence-length": "use --part-option worker.max-sequence-length=N.",
+    "up --output-tokens-mean": "use --part-option worker.output-tokens-mean=N.",
+    "up --output-tokens-stddev": "use --part-option worker.output-tokens-stddev=N.",
     "bench --duration": "use --duration-s.",
+    "--against": "give --url several endpoints, separated by commas.",
+    "bench --api-key": "set POOLGRID_API_KEY.",
+    "bench --text": "use --endpoint text.",
+    "bench --isl-max": "use --isl, which cuts the prompts of a replay.",
+    "bench --osl-max": "use --osl, which cuts the answers of a replay.",
+    "--arrivals": "the arrivals of an open loop are a Poisson process.",
+    "--max-in-flight": "at most 900 requests are in flight.",
+    "bench --connect-timeout-s": "a connection has 10 s.",
+    "bench --request-timeout-s": "an answer has 600 s.",
+    "--token-id-min": "prompts have token ids from 16 to 255.",
+    "--token-id-max": "prompts have token ids from 16 to 255.",
+    "bench --plot": "draw the JSON of --out with a tool of your choice.",
+    "what-if --plot": "draw the JSON of --out with a tool of your choice.",
+    "simulate --prefill-weight": "it is 1: only the ratio to the other weights counts.",
+    "simulate --device-weight": "it is 1; poolgrid what-if --overlap-weight varies it.",
+    "--host-blocks-per-worker": "simulated engines of a trace have no host tier.",
+    "simulate --max-batch-size": "it is the simulated engine's default.",
+    "simulate --max-num-tokens": "it is the simulated engine's default.",
+    "--separate-routers": "lab/benchmarks compares routers without a shared stream.",
+    "simulate --crowding-retries": "it is the router's default.",
+    "simulate --hold-limit-ms": "it is the router's default.",
+    "--slowdowns": "use --worker-speeds, which holds for the whole run.",
+    "--ttft-targets-ms": "lab/benchmarks measures how many targets are met.",
+    "--hide-targets": "lab/benchmarks measures how many targets are met.",
+    "--search-share": "tune searches on the first 60 % of the requests.",
+    "engine-check --topic": "all topics are heard.",
+    "engine-check --salt": "probes with a cache_salt are always sent.",
+    "engine-check --no-salt": "probes with a cache_salt are always sent.",
+    "--prompt-tokens-max": "the longest probe has 2,048 tokens.",
+    "--token-ids-below": "probes have token ids from 256 to 3,999.",
+    "engine-check --timeout-s": "an answer has 60 s.",
+    "--settle-ms": "the events of a probe are complete when none came for 300 ms.",
+    "--lengths": "prompts of 16, 64, 256, 1,024, 4,096 and 16,384 tokens are measured.",
+    "--repeats": "five prompts of each length are measured.",
+    "--measure-timeout-s": "the measurement ends after 600 s with the points it has.",
 }
 """Option as it was typed, such as ``--feed-interval-ms``, to one sentence: the new option, or the fixed value.
 
@@ -34,7 +97,8 @@ def former_setting(command: str, words: Iterable[str], environment: Mapping[str,
     for entry in FORMER_SETTINGS:
         of_command, _, option = entry.rpartition(" ")
         variable = "POOLGRID_" + option[2:].replace("-", "_").upper()
-        if of_command in ("", command) and variable in environment:
+        # The variable of an option that one command lost may be meant for another command.
+        if not of_command and variable in environment:
             return f"{option} ({variable}): removed, {FORMER_SETTINGS[entry]}"
     return ""
 

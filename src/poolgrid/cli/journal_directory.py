@@ -20,7 +20,6 @@ from poolgrid.consolidator.journal.record_rows import ParquetUnavailable
 from poolgrid.consolidator.ports import Disk
 from poolgrid.nats.nats_settings import SCHEMES
 from poolgrid.router.decision_journal.reader import decision_directories
-from poolgrid.tools.simulation.variant_plot import PlottingUnavailable
 
 STREAM_SCHEMES = tuple(f"{scheme}://" for scheme in SCHEMES)
 """How the name of a stream begins."""
@@ -38,7 +37,7 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
     except JournalCorrupt as error:
         click.echo(str(error), err=True)
         raise SystemExit(1) from None
-    except (NotKept, ParquetUnavailable, PlottingUnavailable) as error:
+    except (NotKept, ParquetUnavailable) as error:
         click.echo(str(error), err=True)
         raise SystemExit(1) from None
     except (UsageError, NotADirectoryError) as error:

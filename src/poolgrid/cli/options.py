@@ -10,9 +10,9 @@ import difflib
 import functools
 import tomllib
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import click
 from click.core import ParameterSource
@@ -92,6 +92,22 @@ def with_settings(
     return decorate
 
 
+def parsed_options(model: type[Settings], words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a model that a command line gives, by name; raises ``click.ClickException``."""
+
+    def command(**values: Any) -> None:
+        """Take the options."""
+
+    made = click.command()(_with([_option(name, field) for name, field in model.model_fields.items()], command))
+    context = made.make_context("options", list(words))
+    given = _given(context.params, model.model_fields)
+    return {name: value for name, value in given.items() if _is_typed(context, name)}
+
+
+def _is_typed(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def with_chosen_settings(
     choice: type[Settings], models: Mapping[str, type[Settings]]
 ) -> Callable[[Decorated], Decorated]:
@@ -117,7 +133,7 @@ def with_chosen_settings(
             chosen = getattr(_build(choice, {} if picked is None else {selector: picked}), selector)
             model = models[chosen]
             for name in set(given) - set(model.model_fields):
-                if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                if _is_typed(click.get_current_context(), name):
                     _refuse_option(name, f"{option_name(selector)} {chosen}", model)
             rest = {name: value for name, value in values.items() if name not in fields}
             return function(_build(model, given), **rest)
@@ -141,6 +157,7 @@ def _given(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
 
 def _read_settings(path: Path, fields: Mapping[str, FieldInfo], command: str) -> dict[str, Any]:
     """Return the settings of a file; ends the command with status 2 when it cannot be used."""
+    found: dict[str, Any] = {}
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -151,14 +168,14 @@ def _read_settings(path: Path, fields: Mapping[str, FieldInfo], command: str) ->
         fault = "is not TOML that can be read: it is nested too deeply"
     else:
         unknown = sorted(set(found) - set(fields))
-        if not unknown:
-            return found
         removed = [line for name in unknown if (line := former_name(command, name))]
-        fault = removed[0] if removed else f"{unknown[0]!r} is no setting of this command"
-    return _refuse(f"--settings-file {path}: {fault}; nothing was started")
+        fault = next(iter([*removed, *(f"{name!r} is no setting of this command" for name in unknown)]), "")
+    if fault:
+        _refuse(f"--settings-file {path}: {fault}; nothing was started")
+    return found
 
 
-def _refuse(*lines: str) -> Any:
+def _refuse(*lines: str) -> NoReturn:
     """End the command with status 2."""
     for line in lines:
         click.echo(line, err=True)
@@ -283,4 +300,4 @@ def _build(model: type[S], values: Mapping[str, Any], renamed: Mapping[str, str]
             where = option_name(place, renamed) if place else "options"
             got = f" (got {fault['input']!r})" if place and fault["type"] != "missing" else ""
             faults.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}{got}")
-    return _refuse(*faults)
+    _refuse(*faults)

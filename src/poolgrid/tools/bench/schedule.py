@@ -10,12 +10,6 @@ from poolgrid.tools.bench.prompt import PlannedRequest
 from poolgrid.wire.hashing import stable_u64
 
 
-def fixed(rate: float) -> Iterator[float]:
-    """Yield arrival times at equal distances, ``rate`` a second, the first at 0."""
-    for number in itertools.count():
-        yield number * 1000.0 / rate
-
-
 def poisson(rate: float, seed: int) -> Iterator[float]:
     """Yield the arrival times of a Poisson process, ``rate`` a second on average."""
     generator = random.Random(seed)

@@ -27,7 +27,7 @@ from poolgrid.tools.engine_check.core.evidence import Evidence, RecordError
 from poolgrid.tools.engine_check.core.examination import Examination, examine
 from poolgrid.tools.engine_check.core.finding import Finding, Kind, Severity
 from poolgrid.tools.engine_check.core.timing_points import timing_table
-from poolgrid.tools.engine_check.measuring import Measurement
+from poolgrid.tools.engine_check.measuring import MEASURE_TIMEOUT_S, REPEATS, Measurement
 from poolgrid.tools.engine_check.server import EngineServer
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.engines.server.server_client import ServerError
@@ -83,6 +83,9 @@ AREAS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
 )
 """The rows of the table: which findings belong to which."""
 
+TIMEOUT_S = 60.0
+"""How long an answer may take."""
+
 STYLES = {Severity.FAULT: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
@@ -130,7 +133,7 @@ async def _ask(settings: EngineCheckSettings, errors: Console) -> int:
             errors.print(Text(words, style="dim"))
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=settings.concurrency)
-    async with httpx.AsyncClient(timeout=settings.timeout_s, headers=api_key_headers(), limits=limits) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=api_key_headers(), limits=limits) as client:
         context = zmq.Context()
         server = None
         try:
@@ -171,15 +174,14 @@ async def _measure(
     source = (
         f"Measured by poolgrid engine-check over HTTP: {facts.kind} {facts.version}, model {facts.model}, "
         f"{kv_tokens:,} tokens of KV, up to {settings.concurrency} requests at a time; prefill is the median time to "
-        f"the first token of {settings.repeats} prompts less {measured.overhead_ms:.2f} ms for a request without work, "
+        f"the first token of {REPEATS} prompts less {measured.overhead_ms:.2f} ms for a request without work, "
         "decode the median over requests of the mean time between tokens."
     )
     table = timing_table(measured, source)
     _keep(path, json_text(table).encode())
     if measurement.cut_short:
         errors.print(
-            f"measuring: --measure-timeout-s {settings.measure_timeout_s:g} was over; the table has the points until "
-            "then",
+            f"measuring: {MEASURE_TIMEOUT_S:g} s were over; the table has the points until then",
             markup=False,
         )
     if settings.as_json:

@@ -1,33 +1,26 @@
-"""Run a simulation and print what it found."""
+"""`poolgrid simulate`: a trace under several policies, in virtual time."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, policy_named
-from poolgrid.tools.bench.trace import TraceError, read_trace
+from poolgrid.tools.simulation.conditions import SpeedError, WorkerSpeeds
 from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedPool
+from poolgrid.tools.simulation.recording import load_trace
 from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.settings import SimulationSettings
-from poolgrid.tools.simulation.ttft_targets import TargetError, TtftTargets
-from poolgrid.tools.simulation.worker_speeds import SpeedError, WorkerSpeeds
-from poolgrid.tools.simulation.workload import build_workload
-from poolgrid.workers.core.shipped_timing import timing_model
-from poolgrid.workers.core.timing import TableError
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 
 
 @command()
@@ -35,113 +28,68 @@ from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 @click.argument("trace", type=click.Path(path_type=Path), help="Mooncake-format trace (JSON lines).")
 def simulate(settings: SimulationSettings, trace: Path) -> None:
     """Play a trace through the router core and simulated engines in virtual time, per policy."""
-    raise SystemExit(run_simulation(trace, settings))
+    with journal_errors("simulating"):
+        _simulate(trace, settings)
 
 
-def run_simulation(trace: Path, settings: SimulationSettings) -> int:
-    """Simulate each policy on a trace; return the exit status."""
-    errors = Console(stderr=True)
-    names = [name.strip() for name in settings.policy.split(",") if name.strip()]
-    weights = CostWeights(
-        prefill_weight=settings.prefill_weight,
-        queue_weight=settings.queue_weight,
-        decode_weight=settings.decode_weight,
-        device_weight=settings.device_weight,
-    )
-    chosen: dict[str, Policy] = {}
-    for name in names or [""]:
-        if name not in SIMULATED_POLICIES and ":" not in name:
-            allowed = f"{', '.join(SIMULATED_POLICIES)}, or module:Class"
-            errors.print(f"simulating: policy {name!r} is unknown, allowed are {allowed}", markup=False)
-            return 2
-        try:
-            chosen[name] = policy_named(name, weights, settings.temperature)
-        except PolicyError as error:
-            errors.print(f"simulating: {error}", markup=False)
-            return 2
-    try:
-        rows = read_trace(trace, settings.requests)
-        timing = timing_model(settings.timing, settings.timing_table)
-        targets = TtftTargets.parse(settings.ttft_targets_ms, not settings.hide_targets)
-        speeds = WorkerSpeeds.parse(settings.worker_speeds, settings.slowdowns, settings.workers)
-    except (TraceError, TableError, SpeedError, TargetError, OSError) as error:
-        errors.print(f"simulating: {error}", markup=False)
-        return 2
+def _simulate(trace: Path, settings: SimulationSettings) -> None:
+    """Simulate each policy on a trace; raises ``UsageError``."""
+    policies = _policies(settings)
     if fault := cannot_write(settings.out):
-        errors.print(f"simulating: --out: {fault}; nothing was simulated", markup=False)
-        return 2
-    workload = build_workload(rows, settings.speed, settings.block_size)
-    roomy = workload.total_tokens // settings.block_size + 2 * len(rows) + 1
+        raise UsageError(f"--out: {fault}; nothing was simulated")
+    stage = load_trace(trace, settings, settings.block_size)
+    workload = stage.workload
     try:
-        limits = EngineLimits(
-            block_size=settings.block_size,
-            total_kv_blocks=settings.blocks_per_worker or roomy,
-            host_kv_blocks=settings.host_blocks_per_worker,
-            max_batch_size=settings.max_batch_size,
-            max_num_tokens=settings.max_num_tokens,
-            max_sequence_length=workload.longest + 1,
-            max_waiting_requests=len(rows),
+        speeds = WorkerSpeeds.parse(settings.worker_speeds)
+    except SpeedError as error:
+        raise UsageError(str(error)) from None
+    routers = RouterFleet(settings.routers, settings.event_delay_ms, retention=settings.retention)
+    reports = {}
+    for name, policy in policies.items():
+        pool = SimulatedPool(
+            workload,
+            policy,
+            stage.workers,
+            stage.limits,
+            stage.timing,
+            routers=routers,
+            speeds=None if speeds == WorkerSpeeds() else speeds,
         )
-    except ValueError as error:
-        errors.print(f"simulating: {error}", markup=False)
-        return 2
-    if limits.total_kv_blocks * limits.block_size < workload.longest:
-        errors.print(
-            f"simulating: blocks_per_worker is {limits.total_kv_blocks}, the longest request needs "
-            f"{-(-workload.longest // limits.block_size)}",
-            markup=False,
-        )
-        return 2
-    policies = {}
-    with Progress(
-        TextColumn("{task.description:12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=errors,
-        disable=not sys.stderr.isatty(),
-    ) as progress:
-        for name, policy in chosen.items():
-            task = progress.add_task(name, total=len(workload.requests))
-            pool = SimulatedPool(
-                workload,
-                policy,
-                settings.workers,
-                limits,
-                timing,
-                routers=RouterFleet(
-                    settings.routers,
-                    settings.event_delay_ms,
-                    settings.separate_routers,
-                    settings.crowding_retries,
-                    settings.retention,
-                    settings.hold_limit_ms,
-                ),
-                speeds=None if speeds == WorkerSpeeds() else speeds,
-                targets=targets,
-            )
-            result = pool.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
-            policies[name] = policy_report(result, settings.workers)
+        with progress_bar(name, len(workload.requests), as_bytes=False) as on_progress:
+            reports[name] = policy_report(pool.run(on_progress), stage.workers)
     report = {
         "trace": trace.name,
         "requests": len(workload.requests),
-        "workers": settings.workers,
+        "workers": stage.workers,
         "routers": settings.routers,
         "event_delay_ms": settings.event_delay_ms,
         "retention": settings.retention,
         "speed": settings.speed,
         "block_size": settings.block_size,
-        "blocks_per_worker": limits.total_kv_blocks,
+        "blocks_per_worker": stage.limits.total_kv_blocks,
         "ideal_cached_token_ratio": workload.ideal_cached_token_ratio,
-        "policies": policies,
+        "policies": reports,
     }
     if settings.as_json:
         print_json(report)
     else:
-        terminal().print(result_table(workload.ideal_cached_token_ratio, policies))
+        terminal().print(result_table(workload.ideal_cached_token_ratio, reports))
     if settings.out is not None:
         settings.out.write_text(json_text(report), encoding="utf-8")
-    return 0
+
+
+def _policies(settings: SimulationSettings) -> dict[str, Policy]:
+    weights = CostWeights(queue_weight=settings.queue_weight, decode_weight=settings.decode_weight)
+    policies: dict[str, Policy] = {}
+    for name in [each.strip() for each in settings.policy.split(",") if each.strip()] or [""]:
+        if name not in SIMULATED_POLICIES and ":" not in name:
+            allowed = f"{', '.join(SIMULATED_POLICIES)}, or module:Class"
+            raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}")
+        try:
+            policies[name] = policy_named(name, weights, settings.temperature)
+        except PolicyError as error:
+            raise UsageError(str(error)) from None
+    return policies
 
 
 def result_table(ideal: float, policies: Mapping[str, Mapping[str, Any]]) -> TerminalTable:

@@ -24,6 +24,9 @@ from poolgrid.tools.simulation.variants import Variant, VariantResult, run_varia
 from poolgrid.tools.simulation.what_if_command import difference_table, report_of
 from poolgrid.tools.simulation.workload import Workload
 
+SEARCH_SHARE = 0.6
+"""Share of the requests, the earliest, to search on; the rest is held back."""
+
 REQUESTS_MIN = 20
 """Fewer requests in either part say nothing about a 99th percentile, or about anything."""
 
@@ -48,7 +51,7 @@ def run_tune(source: str, settings: TuneSettings) -> int:
         else:
             stage = load_trace(Path(source), settings, settings.block_size)
         count = len(stage.workload.requests)
-        cut = int(count * settings.search_share)
+        cut = int(count * SEARCH_SHARE)
         if cut < REQUESTS_MIN or count - cut < REQUESTS_MIN:
             raise UsageError(
                 f"{counted(count, 'request')}, of which {cut:,} to search on: both parts need at least {REQUESTS_MIN}; "
@@ -172,7 +175,7 @@ def config_text(stage: Stage, settings: TuneSettings, chosen: Variant, verdict: 
         f"# {verdict}",
         f"# poolgrid tune {stage.name}: {counted(count, 'request')} on {counted(stage.workers, 'simulated worker')}, "
         f"objective {settings.objective}, {counted(settings.trials, 'trial')}, seed {settings.seed};",
-        f"# searched on the first {settings.search_share:.0%}, compared on the rest. Engines are a model: measure it.",
+        f"# searched on the first {SEARCH_SHARE:.0%}, compared on the rest. Engines are a model: measure it.",
     ]
     # How long blocks stay was not searched, and is the router's own affair.
     chosen_settings = {name: value for name, value in chosen.settings().items() if name != "retention"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any, get_args
 
 import click
@@ -18,11 +19,20 @@ from poolgrid.router.core.cost_weights import CostWeights
 from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, Retention
 from poolgrid.tools.simulation.recording import Stage, load_recording
 from poolgrid.tools.simulation.settings import WhatIfSettings
-from poolgrid.tools.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
 from poolgrid.tools.simulation.variants import Variant, run_variant
 
 VARIANTS_MAX = 64
 """Simulations of one command; more of them nobody compares by eye."""
+
+FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
+    (100.0, ("cached_token_ratio",)),
+    (1.0, ("ttft_ms", "mean")),
+    (1.0, ("ttft_ms", "p99")),
+    (1.0, ("itl_ms", "mean")),
+    (1.0, ("itl_ms", "p99")),
+    (1.0, ("worker_tokens_max_over_mean",)),
+)
+"""Factor of each column of the table, and the place of its figure in a report."""
 
 _RETENTIONS: tuple[Retention, ...] = get_args(Retention)
 
@@ -42,7 +52,8 @@ def what_if(settings: WhatIfSettings, directory: str) -> None:
 def run_what_if(directory: str, settings: WhatIfSettings) -> int:
     """Play recorded traffic under each variant; return the exit status."""
     with journal_errors("trying other settings"):
-        _check_outputs(settings)
+        if fault := cannot_write(settings.out):
+            raise UsageError(f"--out: {fault}; nothing was simulated")
         stage = load_recording(directory, settings)
         variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
@@ -59,27 +70,7 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
             terminal().print(difference_table(stage, reports))
         if settings.out is not None:
             settings.out.write_text(json_text(report), encoding="utf-8")
-        if settings.plot is not None:
-            count = counted(len(stage.workload.requests), "request")
-            write_plot(f"What if: {stage.name}, {count}", reports, settings.plot)
     return 0
-
-
-def _check_outputs(settings: WhatIfSettings) -> None:
-    for name, out in (("--out", settings.out), ("--plot", settings.plot)):
-        if fault := cannot_write(out):
-            raise UsageError(f"{name}: {fault}; nothing was simulated")
-    if settings.plot is not None:
-        if settings.plot.suffix not in (".html", ".png"):
-            raise UsageError(f"--plot {settings.plot}: its ending must be .html or .png; nothing was simulated")
-        if settings.plot.suffix == ".png":
-            try:
-                import matplotlib  # type: ignore[import-not-found,unused-ignore] # noqa: F401
-            except ImportError:
-                raise PlottingUnavailable(
-                    "drawing a PNG: matplotlib is not installed; pip install matplotlib (or the extra `plots`), or "
-                    "draw to .html; nothing was simulated"
-                ) from None
 
 
 def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
@@ -181,16 +172,20 @@ def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> 
         "milliseconds; spread: prompt tokens of the busiest worker over the mean",
     )
     if stage.measured is not None:
-        then = (number(factor * figures(stage.measured, keys)) for _, _, factor, keys in PANELS)
+        then = map(number, _figures(stage.measured))
         table.add("measured then", *then, style="dim")
     base: list[float] = []
     for name, report in reports.items():
-        values = [factor * figures(report, keys) for _, _, factor, keys in PANELS]
+        values = _figures(report)
         table.add(name, *map(number, values))
         if base:
             table.add("  compared", *(_change(value, before) for value, before in zip(values, base, strict=True)))
         base = base or values
     return table
+
+
+def _figures(report: Mapping[str, Any]) -> list[float]:
+    return [factor * float(reduce(lambda part, key: part[key], keys, report)) for factor, keys in FIGURES]  # type: ignore[arg-type]
 
 
 def _change(value: float, before: float) -> str:
