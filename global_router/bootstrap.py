@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,6 @@ import httpx
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.fleet_page.endpoints import open_fleet_page
-from poolgrid.fleet_page.served_seconds import open_served_seconds
 from poolgrid.frontend.app import create_app
 from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
@@ -30,7 +29,6 @@ from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
-from poolgrid.global_router.fleet_source import GlobalFleetSource
 from poolgrid.global_router.http_api import add_global_router_endpoints, decisions_of
 from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
 from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
@@ -41,6 +39,7 @@ from poolgrid.http.http_server import open_server
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.plugins import is_installed
 from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.process.tracing.opening import open_tracing
@@ -111,6 +110,10 @@ def _pool_headers(path: Path | None) -> dict[str, str]:
     if not key:
         raise ValueError(f"reading pool_api_key: {path} is empty; put an operator's key of the pools there")
     return {"authorization": f"Bearer {key}"}
+
+
+FLEET_PAGE = "poolgrid.fleet_page.opening"
+"""A module that an installation may lack."""
 
 
 async def serve(
@@ -199,11 +202,11 @@ async def serve(
             has_keys=frontend.api_keys is not None,
         )
         of_page: dict[str, LoopAnswer] = {}
-        if frontend.fleet_page:
-            served = open_served_seconds(opened, app.served, clock)
+        if frontend.fleet_page and is_installed(FLEET_PAGE):
             namespace = settings.namespace if settings.has_names else ""
-            source = GlobalFleetSource(service, client, awake, served, place, namespace)
-            of_page = open_fleet_page(opened, app, source, frontend, clock, member)
+            of_page = import_module(FLEET_PAGE).open_global_page(
+                opened, app, frontend, service, client, namespace, clock, awake, member
+            )
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group, {**of_page, **decisions.answers()})

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
@@ -17,9 +18,6 @@ from prometheus_client import CollectorRegistry
 from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.fleet_page.endpoints import open_fleet_page
-from poolgrid.fleet_page.playback.player import Player
-from poolgrid.fleet_page.served_seconds import open_served_seconds
 from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.group_decisions import GroupDecisions
@@ -30,6 +28,7 @@ from poolgrid.http.http_server import open_server
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.plugins import is_installed, plugin
 from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
 from poolgrid.process.tasks import detached, unless
 from poolgrid.process.tracing.opening import open_tracing
@@ -48,8 +47,6 @@ from poolgrid.router.drain_endpoint import add_drain_endpoint
 from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener
-from poolgrid.router.fleet_source import RouterFleetSource
-from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.health import Completeness
 from poolgrid.router.http_api import (
     add_index_endpoint,
@@ -91,6 +88,11 @@ class Endpoints(NamedTuple):
     """Where global routers ask for workers."""
     ext_proc: str = ""
     """Where gateways ask for endpoints; empty where they cannot."""
+
+
+FLEET_PAGE = "poolgrid.fleet_page.opening"
+ENDPOINT_PICKER = "poolgrid.router.endpoint_picker.opening"
+"""Modules that an installation may lack."""
 
 
 async def serve(
@@ -171,11 +173,10 @@ async def serve(
             has_keys=frontend.api_keys is not None,
         )
         of_page: dict[str, LoopAnswer] = {}
-        if frontend.fleet_page:
-            player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=member is not None)
-            served = open_served_seconds(opened, app.served, clock)
-            source = RouterFleetSource(settings, service.view, watch, player, served, place)
-            of_page = open_fleet_page(opened, app, source, frontend, clock, member)
+        if frontend.fleet_page and is_installed(FLEET_PAGE):
+            of_page = import_module(FLEET_PAGE).open_router_page(
+                opened, app, settings, frontend, consolidator, embedded, service, state, clock, member
+            )
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, {**of_page, **decisions.answers()})
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
@@ -193,9 +194,10 @@ async def serve(
         ext_proc = ""
         if settings.ext_proc_port is not None:
             # Late: it brings gRPC, which most routers have no use for.
-            from poolgrid.router.endpoint_picker.opening import open_endpoint_picker
-
-            ext_proc = await open_endpoint_picker(opened, settings, frontend, app, service, state, registry, awake)
+            picker = plugin(ENDPOINT_PICKER, f"ext_proc_port {settings.ext_proc_port}")
+            ext_proc = await picker.open_endpoint_picker(
+                opened, settings, frontend, app, service, state, registry, awake
+            )
         if member is not None:
             member.set_ready(True)
         offset = state.projection.next_offset
@@ -324,12 +326,6 @@ async def _register(
             "query": reachable(embedded.query_endpoint),
         }
         await names.register(CONSOLIDATOR, settings.router_id, planes)
-
-
-def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:
-    kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
-    # A data_dir beside a stream has no journal in it, only decisions.
-    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, consolidator.blocks_per_worker_max)
 
 
 def _add_endpoints(

@@ -11,7 +11,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from poolgrid.cli.configuration_page import SECTIONS
+from lab.website.configuration_page import SECTIONS
 from tests.exported_metrics import exported
 
 ROOT = Path(__file__).parents[1]

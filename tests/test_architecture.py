@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serving": ("wire", "process", "transport", "inference"),
     "consolidator.core": ("wire", "kv_events"),
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "nats", "discovery"),
-    "fleet_page": ("wire", "process", "frontend", "consolidator"),
+    "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
     "router.core": ("wire", "consolidator.core.sharded_map"),
     "router": (
         "wire",
@@ -52,7 +52,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "frontend",
         "serving",
         "consolidator",
-        "fleet_page",
     ),
     "global_router.core": ("wire",),
     "global_router": (
@@ -65,7 +64,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "discovery",
         "frontend",
         "serving",
-        "fleet_page",
     ),
     "workers.core": ("wire", "kv_events"),
     "workers.engines.simulated.core": ("wire", "kv_events", "workers.core"),

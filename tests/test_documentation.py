@@ -21,9 +21,9 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from lab.website.configuration_page import SECTIONS, command_options, pages, table
 from lab.website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, without_table
 from lab.website.metrics_tables import PAGES as METRICS_PAGES
-from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
 from poolgrid.process.instruments import GaugeFamily
 from poolgrid.process.settings import Settings
@@ -58,7 +58,7 @@ def code_blocks(text: str, language: str) -> list[str]:
 @needs_checkout
 @pytest.mark.parametrize(("path", "text"), pages().items(), ids=lambda value: getattr(value, "name", ""))
 def test_what_pages_say_of_settings_is_what_the_settings_say(path: Path, text: str) -> None:
-    assert path.read_text() == text, "run: python -m poolgrid.cli.configuration_page"
+    assert path.read_text() == text, "run: python -m lab.website.configuration_page"
 
 
 @needs_checkout
@@ -86,7 +86,7 @@ def test_every_settings_model_has_a_table() -> None:
     found = {model for model in _settings_models() if not model.__module__.startswith(COMMANDS_OF_OTHER_PAGES)}
 
     assert found <= shown, (
-        f"add to src/poolgrid/cli/configuration_page.py: {sorted(model.__name__ for model in found - shown)}"
+        f"add to lab/website/configuration_page.py: {sorted(model.__name__ for model in found - shown)}"
     )
 
 

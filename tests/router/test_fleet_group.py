@@ -15,6 +15,8 @@ from poolgrid.fleet_page import group_source
 from poolgrid.fleet_page.group_source import GroupFleetSource
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture
+from poolgrid.fleet_page.router_source import COLUMNS, RouterFleetSource
+from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.clock import SystemClock
@@ -22,8 +24,6 @@ from poolgrid.process.process_group import GroupMember, GroupPlace
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest
-from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
-from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.serving.admission.queue_view import QueueView
 from tests.ui.large_pool import BLOCK_SIZE, LargePool
 
@@ -196,7 +196,7 @@ def test_who_is_asked_watches_as_long_as_somebody_looks_anywhere(
 
 
 def test_turns_that_siblings_did_not_ask_for_in_time_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.router.fleet_watch.TURNS_BYTES_MAX", 3 * 16)
+    monkeypatch.setattr("poolgrid.fleet_page.router_watch.TURNS_BYTES_MAX", 3 * 16)
     pool = LargePool(1, 1.0)
     watch = FleetWatch(pool.state, has_siblings=True)
     watch.begin()

@@ -99,7 +99,7 @@ class LateCommands(UserDict[str, Any]):
             try:
                 module = importlib.import_module(found)
             except ModuleNotFoundError as error:
-                if not f"{found}.".startswith(f"{error.name}."):
+                if not (error.name or "").startswith("poolgrid."):
                     raise
                 raise click.UsageError(f"{name}: not installed (there is no {error.name})") from None
             found = self.data[name] = getattr(module, name.replace("-", "_"))

@@ -1,6 +1,6 @@
 """Writes what the pages say of settings: ``docs/configuration.md``, and the marked tables of other pages.
 
-``python -m poolgrid.cli.configuration_page`` writes them; a test fails while a committed page differs. A table stands
+``python -m lab.website.configuration_page`` writes them; a test fails while a committed page differs. A table stands
 between ``<!-- settings: Model OtherModel -->`` and ``<!-- /settings -->``, and holds the settings that these models
 declare.
 """
@@ -26,8 +26,7 @@ from poolgrid.http.http_settings import HttpSettings, ServerSettings
 from poolgrid.nats.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.settings import Settings
 from poolgrid.process.tracing.settings import TraceSettings
-from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
-from poolgrid.router.settings import RouterSettings
+from poolgrid.router.settings import EndpointPickerSettings, RouterSettings
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
@@ -35,7 +34,7 @@ from poolgrid.transport.security import SecuritySettings
 from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
 from poolgrid.workers.settings import WorkerProcessSettings
 
-SOURCE_ROOT = Path(__file__).resolve().parents[3]
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
 DOCS = SOURCE_ROOT / "docs"
 
 BOUNDS = (
@@ -171,7 +170,7 @@ MODELS: Mapping[str, type[Settings]] = {model.__name__: model for section in SEC
 HEAD = """\
 # Configuration
 
-<!-- Generated: python -m poolgrid.cli.configuration_page -->
+<!-- Generated: python -m lab.website.configuration_page -->
 
 These are the settings of every command, made from the code that reads them. `poolgrid COMMAND --help` lists the same
 options.

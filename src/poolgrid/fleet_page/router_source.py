@@ -13,13 +13,13 @@ from poolgrid.fleet_page.group_source import by_time, one_queue
 from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission.queue_view import QueueView
 from poolgrid.wire.answers import QueueRow, RequestExplanation
