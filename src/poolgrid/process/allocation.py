@@ -53,7 +53,7 @@ and is none now is given back within 20 s."""
 BUSY_INTERVAL_S = 60.0
 """Between two times that a busy process gives its holes back: 40 ms of a minute are less than a thousandth."""
 
-IDLE_CPU_SHARE = 0.25
+IDLE_CPU_SHARE = 0.5
 """Of one core: a process that used less since the last look has the time to give holes back."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
