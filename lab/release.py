@@ -1,8 +1,8 @@
 """Build and check a release: ``python -m lab.release build`` and ``python -m lab.release check v0.1.0``.
 
-``build`` writes to ``build/release``: the sdist, the wheel, ``sbom.json`` (CycloneDX, of the wheel's own dependencies),
-``NOTES.md`` (the version's section of CHANGELOG.md) and ``SHA256SUMS``. ``check`` compares a tag with the version of the
-package, the chart and the changelog. Needs the extra ``release``.
+``build`` writes to ``build/release``: the sdist, the wheel, ``sbom.json`` (CycloneDX, of the wheel and its dependencies),
+``NOTES.md`` (the version's section of CHANGELOG.md) and ``SHA256SUMS``. ``check`` compares a tag with the version of
+the package, the chart and the changelog. Needs the extra ``release``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ def faults(tag: str) -> list[str]:
     found = []
     if tag != f"v{__version__}":
         found.append(f"the tag is {tag}, the package's version is {__version__} (src/poolgrid/__init__.py)")
-    for field in ("version", "appVersion"):
-        if chart[field] != __version__:
-            found.append(
-                f"{CHART.relative_to(ROOT)}: {field} is {chart[field]}, the package's version is {__version__}"
-            )
+    where = CHART.relative_to(ROOT)
+    fields = [field for field in ("version", "appVersion") if chart[field] != __version__]
+    found += [f"{where}: {field} is {chart[field]}, the package's version is {__version__}" for field in fields]
     if not text:
         found.append(f"CHANGELOG.md: no section ## [{__version__}]")
     elif text.count("\n") > NOTES_LINES_MAX:
