@@ -1,6 +1,6 @@
 """Build and check a release: ``python -m lab.release build`` and ``python -m lab.release check v0.1.0``.
 
-``build`` writes to ``build/release``: the sdist, the wheel, ``sbom.json`` (CycloneDX, of the wheel and its dependencies),
+``build`` writes to ``build/release``: the sdist, the wheel, ``sbom.json`` (CycloneDX, of the wheel with dependencies),
 ``NOTES.md`` (the version's section of CHANGELOG.md) and ``SHA256SUMS``. ``check`` compares a tag with the version of
 the package, the chart and the changelog. Needs the extra ``release``.
 """
