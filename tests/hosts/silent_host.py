@@ -14,10 +14,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from poolgrid.transport import reconnecting
-from poolgrid.transport.dealer import Dealer
-from poolgrid.transport.dealer_choice import connect_dealer
+from poolgrid.transport.dealer import Dealer, ZmqDealer, connect_dealer
 from poolgrid.transport.planes import PlaneContext, PlaneMetrics
-from poolgrid.transport.zmq_dealer import ZmqDealer
 from tests.hosts.network import is_inside, make_hosts, run_inside
 
 TIMEOUT_S = 30.0
