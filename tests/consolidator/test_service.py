@@ -23,7 +23,6 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from poolgrid.consolidator import metrics
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.bootstrap import create
 from poolgrid.consolidator.core import presence
 from poolgrid.consolidator.core.feed_reader import FeedEffect, FeedState
@@ -32,6 +31,7 @@ from poolgrid.consolidator.feed_follower import FeedFollower
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.files import records_of, verify
 from poolgrid.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.consolidator.sources_file import load_sources

@@ -42,8 +42,8 @@ from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed,
 from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.nats.nats_settings import EventPlaneSettings
 from poolgrid.process.figures import counted
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import HeldPorts
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
