@@ -8,6 +8,7 @@ FORMER_SETTINGS: dict[str, str] = {
     # router, global router, admission
     # front end: HTTP, tenants, media, tracing
     # consolidator, feed, discovery, NATS
+    "--decision-stream-bytes": "Decisions are recorded in the router's --data-dir, also with --event-plane nats.",
     # workers: common
     # workers: TensorRT-LLM
     # workers: servers and the simulated engine

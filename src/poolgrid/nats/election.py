@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter
 
-from poolgrid.consolidator.adapters.jetstream import JetStreamJournal
 from poolgrid.consolidator.http_api import ConsolidatorHealth
 from poolgrid.consolidator.journal.errors import JournalFenced
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.nats.nats_leader import LeaderLease
+from poolgrid.nats.jetstream import JetStreamJournal
+from poolgrid.nats.leader import LeaderLease
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Gauge
 from poolgrid.process.tasks import unless

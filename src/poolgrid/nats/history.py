@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.stored_records import Understood, understand
-from poolgrid.consolidator.stream.message import (
+from poolgrid.consolidator.journal.framing import SEGMENT_MAGIC, file_header, frame
+from poolgrid.consolidator.journal.stored_records import SUFFIX, Understood, understand
+from poolgrid.nats.message import (
     PIECES_MAX,
     Body,
     BrokenChain,
@@ -24,7 +25,7 @@ from poolgrid.consolidator.stream.message import (
     first_offset_of,
     open_body,
 )
-from poolgrid.consolidator.stream.ports import Anchor, StreamFacts, StreamUnavailable
+from poolgrid.nats.ports import Anchor, Readable, StreamFacts, StreamUnavailable
 from poolgrid.wire.errors import DecodeError
 
 READ_MESSAGES = 256
@@ -32,35 +33,6 @@ READ_MESSAGES = 256
 
 LAGGING_ATTEMPTS = 50
 """How often a message that must be there is asked for again, a replica that answers being behind the others."""
-
-
-class ReadableMessages(Protocol):
-    """As much of a stream as reading its messages takes."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of the stream."""
-        ...
-
-    def facts(self) -> StreamFacts:
-        """Return the stream as whoever orders it knows it."""
-        ...
-
-    def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on; none only when none is there (yet)."""
-        ...
-
-
-class Readable(ReadableMessages, Protocol):
-    """As much of a journal's stream as reading takes."""
-
-    def snapshots(self) -> list[Anchor]:
-        """Return the snapshots that are kept, oldest first."""
-        ...
-
-    def get_snapshot(self, anchor: Anchor) -> bytes:
-        """Return the content of a snapshot, checked."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,39 +56,43 @@ def corrupt(name: str, sequence: int, offset: int, detail: str) -> JournalCorrup
     )
 
 
-class MessageHistory:
-    """Reads the messages of one stream."""
+class StreamHistory:
+    """Reads a journal's stream."""
 
-    def __init__(self, stream: ReadableMessages) -> None:
-        self._source = stream
+    def __init__(self, stream: Readable) -> None:
+        self._stream = stream
+        self.report: list[str] = []
+        """What reading found, for the log."""
+        self.unknown: dict[str, int] = {}
+        """Kinds of records and events that a later version wrote and were passed over, and how many of each."""
 
     def message(self, sequence: int) -> StoredMessage:
         """Return the message at a sequence that must be there."""
         for _ in range(LAGGING_ATTEMPTS):
-            found = self._source.read(sequence, 1)
+            found = self._stream.read(sequence, 1)
             if found:
                 if found[0].sequence != sequence:
-                    raise corrupt(self._source.name, sequence, 0, f"the next message there is {found[0].sequence}")
+                    raise corrupt(self._stream.name, sequence, 0, f"the next message there is {found[0].sequence}")
                 return found[0]
-        raise StreamUnavailable(f"reading stream {self._source.name}: message {sequence} does not come")
+        raise StreamUnavailable(f"reading stream {self._stream.name}: message {sequence} does not come")
 
     def messages(self, from_sequence: int, to_sequence: int) -> Iterator[StoredMessage]:
         """Yield the messages up to and with ``to_sequence``, which must be there."""
         empty = 0
         while from_sequence <= to_sequence:
-            found = self._source.read(from_sequence, min(READ_MESSAGES, to_sequence - from_sequence + 1))
+            found = self._stream.read(from_sequence, min(READ_MESSAGES, to_sequence - from_sequence + 1))
             if not found:
                 empty += 1
                 if empty > LAGGING_ATTEMPTS:
                     raise StreamUnavailable(
-                        f"reading stream {self._source.name}: messages {from_sequence} to {to_sequence} do not come"
+                        f"reading stream {self._stream.name}: messages {from_sequence} to {to_sequence} do not come"
                     )
                 continue
             empty = 0
             for message in found:
                 if message.sequence != from_sequence:
                     raise corrupt(
-                        self._source.name,
+                        self._stream.name,
                         from_sequence,
                         0,
                         f"messages {from_sequence} to {message.sequence - 1} are missing",
@@ -155,18 +131,6 @@ class MessageHistory:
         """Return the first message that is not foreign; ``None`` when there is none."""
         messages = self.messages(facts.first_sequence, facts.last_sequence)
         return next((message for message in messages if not message.is_foreign), None)
-
-
-class StreamHistory(MessageHistory):
-    """Reads a journal's stream."""
-
-    def __init__(self, stream: Readable) -> None:
-        super().__init__(stream)
-        self._stream = stream
-        self.report: list[str] = []
-        """What reading found, for the log."""
-        self.unknown: dict[str, int] = {}
-        """Kinds of records and events that a later version wrote and were passed over, and how many of each."""
 
     def locate(self, offset: int, facts: StreamFacts) -> StoredMessage | None:
         """Return the first piece of the body that holds a record, or would hold it next; ``None`` when it is gone."""
@@ -278,3 +242,88 @@ class StreamHistory(MessageHistory):
         for kind in found.unknown:
             self.unknown[kind] = self.unknown.get(kind, 0) + 1
         return found
+
+
+SEGMENT_MESSAGES = 2048
+"""Messages that make a segment: half a gigabyte where each is as large as it gets, some megabytes where it is not."""
+
+SEGMENTS_KEPT = 4
+"""Segments whose content is kept, for who asks for their size and reads them then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    first_sequence: int
+    last_sequence: int
+    first_offset: int
+    created_ms: int
+
+
+class StreamDirectory:
+    """Implements ``poolgrid.consolidator.ports.ReadableDisk``: the stream as it was when this was made."""
+
+    def __init__(self, stream: Readable) -> None:
+        self._kept: dict[str, bytes] = {}
+        self._stream = stream
+        self._history = StreamHistory(stream)
+        self._facts = stream.facts()
+        self._windows = {f"{each.first_offset:020d}{SUFFIX}": each for each in self._cut(self._facts)}
+        self._snapshots: dict[str, Anchor] = {
+            snapshot_file.name_of(anchor.offset): anchor for anchor in self._history.usable_snapshots(self._facts)
+        }
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._facts.bytes
+
+    def _cut(self, facts: StreamFacts) -> list[_Window]:
+        """Return where segments begin, each with the first piece of a body; those without records are left out."""
+        starts = []
+        sequence = facts.first_sequence
+        while sequence <= facts.last_sequence:
+            for message in self._history.messages(sequence, facts.last_sequence):
+                if message.piece == 0 and not message.is_foreign:
+                    starts.append(message)
+                    break
+            sequence += SEGMENT_MESSAGES
+        windows: list[_Window] = []
+        for at, message in enumerate(starts):
+            last = starts[at + 1].sequence - 1 if at + 1 < len(starts) else facts.last_sequence
+            if windows and windows[-1].first_sequence == message.sequence:
+                windows.pop()
+            offset = first_offset_of(message)
+            if windows and windows[-1].first_offset == offset:
+                windows.pop()
+            windows.append(_Window(message.sequence, last, offset, created_ms_of(message)))
+        return windows
+
+    def names(self) -> list[str]:
+        return sorted([*self._windows, *self._snapshots])
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        return len(self._content(name))
+
+    def read(self, name: str, at: int, length: int) -> bytes:
+        """Return up to ``length`` bytes from position ``at``."""
+        return self._content(name)[at : at + length]
+
+    def _content(self, name: str) -> bytes:
+        content = self._kept.get(name)
+        if content is None:
+            content = self._kept[name] = self._read(name)
+            if len(self._kept) > SEGMENTS_KEPT:
+                del self._kept[next(iter(self._kept))]
+        return content
+
+    def _read(self, name: str) -> bytes:
+        anchor = self._snapshots.get(name)
+        if anchor is not None:
+            return self._stream.get_snapshot(anchor)
+        window = self._windows.get(name)
+        if window is None:
+            raise FileNotFoundError(errno.ENOENT, "is not in the stream", name)
+        entries = [file_header(SEGMENT_MAGIC, window.first_offset, window.created_ms)]
+        for _, body in self._history.bodies(Chain(), window.first_sequence, window.last_sequence):
+            entries += [frame(payload, offset) for offset, payload in enumerate(body.payloads, body.first_offset)]
+        return b"".join(entries)

@@ -25,11 +25,12 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from poolgrid.discovery.core.registry import Seen
-from poolgrid.discovery.core.slices import COMPONENT_LABEL, NAMESPACE_LABEL, EndpointSlice, decode_slices, seen_in
 from poolgrid.discovery.ports import NamesUnavailable, Scope
+from poolgrid.discovery.registry import Seen
+from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_client import Exchange, HttpClient, RequestFailed, bearer
 from poolgrid.http.http_target import Target
+from poolgrid.kubernetes.slices import COMPONENT_LABEL, NAMESPACE_LABEL, EndpointSlice, decode_slices, seen_in
 from poolgrid.process.clock import Clock
 from poolgrid.wire.registration import Registration
 
@@ -282,3 +283,10 @@ def _selector(scope: Scope) -> str:
     namespace = f"{NAMESPACE_LABEL}={scope.namespace}" if scope.namespace else NAMESPACE_LABEL
     component = f"{COMPONENT_LABEL}={scope.component}" if scope.component else COMPONENT_LABEL
     return f"{namespace},{component}"
+
+
+def open_store(settings: NamesSettings, clock: Clock) -> KubernetesNames:
+    """Return the registrations that a cluster has (entry point of ``poolgrid.discovery``)."""
+    api = settings.kubernetes_api or api_server()
+    account, namespaces = settings.kubernetes_account_dir, settings.kubernetes_namespace
+    return KubernetesNames(api, account, namespaces, clock, os.urandom(1)[0] / 255)

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
-from poolgrid.consolidator.stream.history import StreamHistory, corrupt
-from poolgrid.consolidator.stream.message import (
+from poolgrid.nats.history import StreamHistory, corrupt
+from poolgrid.nats.message import (
     BODY_BYTES,
     MESSAGE_BYTES,
     PIECES_MAX,
@@ -48,7 +48,7 @@ from poolgrid.consolidator.stream.message import (
     open_body,
     pieces,
 )
-from poolgrid.consolidator.stream.ports import (
+from poolgrid.nats.ports import (
     Anchor,
     OutOfTurn,
     RecordStream,

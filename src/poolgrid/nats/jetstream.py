@@ -18,13 +18,15 @@ import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
 
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.stream.message import (
+from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
+from poolgrid.nats.leader import BUCKET, bucket_stream, told_subject
+from poolgrid.nats.message import (
     Damaged,
     Outgoing,
     StoredMessage,
@@ -32,13 +34,12 @@ from poolgrid.consolidator.stream.message import (
     foreign_message,
     stored_message,
 )
-from poolgrid.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
-from poolgrid.nats.nats_connection import NatsConnection, NatsMessage, NatsUnavailable
-from poolgrid.nats.nats_leader import BUCKET, bucket_stream, told_subject
+from poolgrid.nats.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 from poolgrid.process.tasks import wait_from_thread
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 WRONG_LAST_SEQUENCE = (10071, 10164)
@@ -100,20 +101,23 @@ class StreamShape:
     """How large it may be and still take records: ``stream.journal.bytes_max_of`` what retention keeps."""
 
 
-class JetStreamMessages:
-    """Messages in a stream, each stored behind the one that its writer knows; belongs to the connection's loop.
+class JetStreamJournal:
+    """The journal of one pool, on a connection; belongs to its loop. What asks may raise ``StreamUnavailable``."""
 
-    What asks may raise ``StreamUnavailable``.
-    """
-
-    def __init__(self, connection: NatsConnection, name: str, subjects: str, begins: Callable[[bytes], bool]) -> None:
-        """``begins`` tells of the first piece of a body whether it is ours."""
+    def __init__(self, connection: NatsConnection, shape: StreamShape | None = None) -> None:
+        pool = connection.pool
         self._connection = connection
-        self.name = name
-        self._subjects = subjects
-        self._begins = begins
+        self.name = f"poolgrid-{pool}"
+        self._subjects = f"poolgrid.{pool}.journal"
         self._has_holes = False
         """Whether messages between the first and the last were removed, as far as is known."""
+        self._shape = shape or StreamShape()
+        self._stored_subjects = f"poolgrid.{pool}.stored.>"
+        self._objects = f"poolgrid-{pool}-snapshots"
+        self._objects_stream = f"OBJ_{self._objects}"
+        self._bucket_stream = bucket_stream(pool)
+        self._bucket = BUCKET.format(pool=pool)
+        self._subscription: Any = None
 
     @property
     def connection(self) -> NatsConnection:
@@ -202,7 +206,7 @@ class JetStreamMessages:
         subject = headers.get("Nats-Subject")
         if subject is not None and subject != self._subject_of(message.message_id):
             raise Damaged(f"{message.message_id[:80]!r} wrote it on {subject[:80]!r}")
-        if message.piece == 0 and not self._begins(body):
+        if message.piece == 0 and not begins_body(body):
             raise Damaged(f"its {len(body)} bytes begin with {body[:8]!r}")
         return message
 
@@ -257,21 +261,6 @@ class JetStreamMessages:
             return await self._connection.batch(stream, question)
         except NatsUnavailable as error:
             raise StreamUnavailable(str(error)) from error
-
-
-class JetStreamJournal(JetStreamMessages):
-    """The journal of one pool, on a connection; belongs to its loop. What asks may raise ``StreamUnavailable``."""
-
-    def __init__(self, connection: NatsConnection, shape: StreamShape | None = None) -> None:
-        pool = connection.pool
-        super().__init__(connection, f"poolgrid-{pool}", f"poolgrid.{pool}.journal", begins_body)
-        self._shape = shape or StreamShape()
-        self._stored_subjects = f"poolgrid.{pool}.stored.>"
-        self._objects = f"poolgrid-{pool}-snapshots"
-        self._objects_stream = f"OBJ_{self._objects}"
-        self._bucket_stream = bucket_stream(pool)
-        self._bucket = BUCKET.format(pool=pool)
-        self._subscription: Any = None
 
     # Making
 
@@ -498,102 +487,55 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= SEQUENCE_DIGITS_MAX
 
 
-class ThreadedMessages:
-    """``JetStreamMessages`` for threads, over a loop that goes on meanwhile."""
+class ThreadedStream:
+    """``RecordStream`` for threads, over a loop that goes on meanwhile: each call waits for the journal's own."""
 
-    def __init__(self, stream: JetStreamMessages, loop: asyncio.AbstractEventLoop) -> None:
-        self._stream = stream
+    def __init__(self, journal: JetStreamJournal, loop: asyncio.AbstractEventLoop) -> None:
+        self._journal = journal
         self._loop = loop
-        self._timeout_s = stream.connection.timeout_s * 20
+        self.name = journal.name
+        self._timeout_s = journal.connection.timeout_s * 20
         """Beyond every answer's own: many questions make an object."""
-
-    @property
-    def name(self) -> str:
-        return self._stream.name
+        self.open = self._waiting(journal.open)
+        self.facts = self._waiting(journal.facts)
+        self.append = self._waiting(journal.append)
+        self.read = self._waiting(journal.read)
+        self.remove_before = self._waiting(journal.remove_before)
+        self.positions = self._waiting(journal.positions)
+        self.snapshots = self._waiting(journal.snapshots)
+        self.put_snapshot = self._waiting(journal.put_snapshot)
+        self.get_snapshot = self._waiting(journal.get_snapshot)
+        self.remove_snapshot = self._waiting(journal.remove_snapshot)
 
     @property
     def body_bytes_max(self) -> int:
-        """Return how much of a body one message may hold."""
-        return self._stream.connection.body_bytes_max
-
-    def facts(self) -> StreamFacts:
-        return self._wait(self._stream.facts())
-
-    def append(
-        self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False, own_sequence: int | None = None
-    ) -> None:
-        """Store messages right behind ``last_sequence``."""
-        self._wait(self._stream.append(messages, last_sequence, begins, own_sequence))
-
-    def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        return self._wait(self._stream.read(from_sequence, limit))
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return wait_from_thread(self._loop, work, f"stream {self.name}", self._timeout_s)
-        except TimeoutError as error:
-            raise StreamUnavailable(f"stream {self.name}: no answer in {self._timeout_s:g} s") from error
-
-
-class ThreadedStream(ThreadedMessages):
-    """``stream.ports.RecordStream`` for threads."""
-
-    def __init__(self, journal: JetStreamJournal, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(journal, loop)
-        self._journal = journal
-
-    def open(self) -> None:
-        """Make what is not there yet."""
-        self._wait(self._journal.open())
-
-    def remove_before(self, sequence: int) -> None:
-        self._wait(self._journal.remove_before(sequence))
-
-    def positions(self) -> list[int]:
-        return self._wait(self._journal.positions())
-
-    def snapshots(self) -> list[Anchor]:
-        return self._wait(self._journal.snapshots())
-
-    def put_snapshot(self, anchor: Anchor, content: bytes) -> None:
-        self._wait(self._journal.put_snapshot(anchor, content))
-
-    def get_snapshot(self, anchor: Anchor) -> bytes:
-        return self._wait(self._journal.get_snapshot(anchor))
-
-    def remove_snapshot(self, anchor: Anchor) -> None:
-        self._wait(self._journal.remove_snapshot(anchor))
+        return self._journal.connection.body_bytes_max
 
     def close(self) -> None:
         """Do nothing: the connection is its owner's."""
 
+    def _waiting(self, call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+        def wait(*arguments: P.args, **named: P.kwargs) -> T:
+            try:
+                return wait_from_thread(self._loop, call(*arguments, **named), f"stream {self.name}", self._timeout_s)
+            except TimeoutError as error:
+                raise StreamUnavailable(f"stream {self.name}: no answer in {self._timeout_s:g} s") from error
+
+        return wait
+
 
 class RouterStream:
-    """``stream.ports.FollowedStream`` of one router."""
+    """``FollowedStream`` of one router."""
 
     def __init__(self, journal: JetStreamJournal, router: str) -> None:
         self._journal = journal
         self._router = router
-
-    async def listen(self, on_message: Callable[[StoredMessage], None], on_connected: Callable[[], None]) -> None:
-        """Hear of every message once it is stored."""
-        await self._journal.listen(on_message, on_connected)
-
-    async def facts(self) -> StreamFacts:
-        return await self._journal.facts()
-
-    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        return await self._journal.read(from_sequence, limit)
-
-    async def snapshots(self) -> list[Anchor]:
-        return await self._journal.snapshots()
-
-    async def get_snapshot(self, anchor: Anchor) -> bytes:
-        return await self._journal.get_snapshot(anchor)
+        self.listen = journal.listen
+        self.facts = journal.facts
+        self.read = journal.read
+        self.snapshots = journal.snapshots
+        self.get_snapshot = journal.get_snapshot
+        self.close = journal.close
 
     async def note_position(self, sequence: int) -> None:
-        """Say where this router is."""
         await self._journal.note_position(self._router, sequence)
-
-    async def close(self) -> None:
-        await self._journal.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from poolgrid.consolidator.stream.message import Outgoing, StoredMessage
+from poolgrid.nats.message import Outgoing, StoredMessage
 
 
 class StreamUnavailable(OSError):
@@ -40,16 +40,34 @@ class Anchor:
     """Of that message: another name there means that the snapshot is of a history that was lost."""
 
 
-class RecordStream(Protocol):
-    """A stream as its writer uses it, on threads: every call waits for its answer.
-
-    Each may raise ``StreamUnavailable``.
-    """
+class Readable(Protocol):
+    """As much of a journal's stream as reading it takes, on threads."""
 
     @property
-    def name(self) -> str:
-        """Return the name of the stream, for people."""
+    def name(self) -> str: ...
+
+    def facts(self) -> StreamFacts:
+        """Return the stream as its leader knows it."""
         ...
+
+    def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
+        """Return messages from a sequence on, as many as fit an answer; none only when none is there (yet).
+
+        They have no hole between them: where one was removed there is a foreign one.
+        """
+        ...
+
+    def snapshots(self) -> list[Anchor]:
+        """Return the snapshots that are kept, oldest first."""
+        ...
+
+    def get_snapshot(self, anchor: Anchor) -> bytes:
+        """Return the content of a snapshot, checked."""
+        ...
+
+
+class RecordStream(Readable, Protocol):
+    """A stream as its writer uses it, on threads: every call waits, and may raise ``StreamUnavailable``."""
 
     @property
     def body_bytes_max(self) -> int:
@@ -58,10 +76,6 @@ class RecordStream(Protocol):
 
     def open(self) -> None:
         """Make what is not there yet, and clear away what a writer that was killed left unfinished."""
-        ...
-
-    def facts(self) -> StreamFacts:
-        """Return the stream as whoever orders it knows it."""
         ...
 
     def append(
@@ -76,69 +90,38 @@ class RecordStream(Protocol):
         """
         ...
 
-    def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on, as many as fit an answer; none only when none is there (yet).
-
-        They have no hole between them: where one was removed there is a foreign one.
-        """
-        ...
-
-    def remove_before(self, sequence: int) -> None:
-        """Remove the messages before one."""
-        ...
+    def remove_before(self, sequence: int) -> None: ...
 
     def positions(self) -> list[int]:
         """Return the next sequence of each router that follows."""
-        ...
-
-    def snapshots(self) -> list[Anchor]:
-        """Return the snapshots that are kept, oldest first."""
         ...
 
     def put_snapshot(self, anchor: Anchor, content: bytes) -> None:
         """Keep a snapshot, so that it exists completely or not at all."""
         ...
 
-    def get_snapshot(self, anchor: Anchor) -> bytes:
-        """Return the content of a snapshot, checked."""
-        ...
+    def remove_snapshot(self, anchor: Anchor) -> None: ...
 
-    def remove_snapshot(self, anchor: Anchor) -> None:
-        """Remove a snapshot."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the stream."""
-        ...
+    def close(self) -> None: ...
 
 
 class FollowedStream(Protocol):
     """A stream as its readers use it, on an event loop. What asks may raise ``StreamUnavailable``."""
 
     async def listen(self, on_message: Callable[[StoredMessage], None], on_connected: Callable[[], None]) -> None:
-        """Hear of every message once it is stored, as long as the connection stands; returns when that is arranged."""
+        """Receive every message once it is stored, as long as the connection stands; returns when that is arranged."""
         ...
 
-    async def facts(self) -> StreamFacts:
-        """Return the stream as whoever orders it knows it."""
-        ...
+    async def facts(self) -> StreamFacts: ...
 
-    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on, as many as fit an answer; none only when none is there (yet)."""
-        ...
+    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]: ...
 
-    async def snapshots(self) -> list[Anchor]:
-        """Return the snapshots that are kept, oldest first."""
-        ...
+    async def snapshots(self) -> list[Anchor]: ...
 
-    async def get_snapshot(self, anchor: Anchor) -> bytes:
-        """Return the content of a snapshot, checked."""
-        ...
+    async def get_snapshot(self, anchor: Anchor) -> bytes: ...
 
     async def note_position(self, sequence: int) -> None:
-        """Say that messages from a sequence on are still needed here, for a while."""
+        """Keep messages from a sequence on for this reader, for a while."""
         ...
 
-    async def close(self) -> None:
-        """Let go of the stream."""
-        ...
+    async def close(self) -> None: ...

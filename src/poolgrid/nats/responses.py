@@ -25,10 +25,10 @@ import msgspec
 
 from poolgrid.frontend.responses_api.store import RETRY_AFTER_S, KeptResponse, Owner, Part
 from poolgrid.inference.ports import Refused
-from poolgrid.nats.nats_bucket import Bucket, key_of, make_bucket
-from poolgrid.nats.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
-from poolgrid.nats.nats_settings import NatsSettings
+from poolgrid.nats.bucket import Bucket, key_of, make_bucket
+from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.process.clock import Clock
+from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.process.tasks import cancel_all, end_process, supervised
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poolgrid.consolidator.core.feed_reader import Deliver, FeedState
-from poolgrid.consolidator.stream.message import BrokenChain, Chain, Damaged, StoredMessage, open_body
-from poolgrid.consolidator.stream.ports import Anchor, StreamFacts
+from poolgrid.nats.message import BrokenChain, Chain, Damaged, StoredMessage, open_body
+from poolgrid.nats.ports import Anchor, StreamFacts
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord

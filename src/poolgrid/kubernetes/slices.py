@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from poolgrid.discovery.core.registry import Seen
+from poolgrid.discovery.registry import Seen
 from poolgrid.wire.registration import UNKNOWN_START, Registration
 
 NAMESPACE_LABEL = "poolgrid/namespace"

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from poolgrid.cli.options import environment_name
-from poolgrid.consolidator.adapters.jetstream import (
+from poolgrid.nats.connection import NatsConnection
+from poolgrid.nats.history import StreamDirectory
+from poolgrid.nats.jetstream import (
     JetStreamJournal,
-    ThreadedMessages,
     ThreadedStream,
 )
-from poolgrid.consolidator.stream.virtual_segments import StreamDirectory
-from poolgrid.nats.nats_connection import NatsConnection
-from poolgrid.nats.nats_leader import read_leader
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.nats.leader import read_leader
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import wait_from_thread
-from poolgrid.router.decision_journal.jetstream import JetStreamDecisions, routers_with_decisions
-from poolgrid.router.decision_journal.stream_segments import DecisionsInStream
 
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0
 """How long a command waits for a server that does not answer; services wait for ever."""
-
-LIST_TIMEOUT_S = 60.0
-"""Beyond every answer's own: hundreds of routers are in several answers."""
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -41,16 +33,12 @@ FROM_ENVIRONMENT = ("nats_credentials", "nats_nkey", "nats_tls_ca", "nats_tls_ce
 class CommandConnection:
     """A connection of a command, on a loop of its own; both end with the process."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, environment: Callable[[str], str | None]) -> None:
         """Raises ``ValueError`` for an address that is none, ``OSError`` when nothing answers there."""
         self.url, _, pool = text.rpartition("/")
         if "://" not in self.url:
             self.url, pool = text, "default"
-        given = {
-            name: os.environ[environment_name(name)]
-            for name in FROM_ENVIRONMENT
-            if environment_name(name) in os.environ
-        }
+        given: dict[str, Any] = {name: value for name in FROM_ENVIRONMENT if (value := environment(name)) is not None}
         settings = EventPlaneSettings(
             event_plane="nats",
             nats_url=(self.url,),
@@ -81,9 +69,9 @@ class CommandConnection:
 class JournalInStream(StreamDirectory):
     """A pool's journal that is read by a command."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, environment: Callable[[str], str | None]) -> None:
         """Raises ``ValueError`` for an address that is none, ``OSError`` when nothing answers there."""
-        self._connection = connection = CommandConnection(text)
+        self._connection = connection = CommandConnection(text, environment)
         stream = ThreadedStream(JetStreamJournal(connection.nats), connection.loop)
         if not stream.facts().last_sequence:
             raise ValueError(
@@ -94,25 +82,6 @@ class JournalInStream(StreamDirectory):
 
     def is_in_use(self) -> bool:
         return self._connection.wait(read_leader(self._connection.nats), CONNECT_TIMEOUT_S)[1] is not None
-
-
-class DecisionsOfRouter(DecisionsInStream):
-    """A router's decisions that are read by a command."""
-
-    def __init__(self, connection: CommandConnection, router: str) -> None:
-        self._connection = connection
-        super().__init__(ThreadedMessages(JetStreamDecisions(connection.nats, router), connection.loop))
-
-    def is_in_use(self) -> bool:
-        """Return False: what is read is whole, whoever writes."""
-        return False
-
-
-def decisions_in_streams(text: str) -> list[tuple[str, DecisionsOfRouter]]:
-    """Return the decisions of each router of a pool whose decisions are in streams, with its id."""
-    connection = CommandConnection(text)
-    routers = connection.wait(routers_with_decisions(connection.nats), LIST_TIMEOUT_S)
-    return [(router, DecisionsOfRouter(connection, router)) for router in routers]
 
 
 def _end(loop: asyncio.AbstractEventLoop, connection: NatsConnection) -> None:

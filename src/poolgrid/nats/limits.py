@@ -41,12 +41,12 @@ from poolgrid.frontend.access.meter import Meter
 from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import Account, Tenants
-from poolgrid.nats.nats_bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
-from poolgrid.nats.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
-from poolgrid.nats.nats_leader import WRONG_LAST_SEQUENCE
-from poolgrid.nats.nats_settings import NatsSettings
+from poolgrid.nats.bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
+from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
+from poolgrid.nats.leader import WRONG_LAST_SEQUENCE
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import PERIOD_MS, Complaints
+from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.process.tasks import Restart, cancel_all, end_process, supervised
 from poolgrid.wire.hashing import stable_u64
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from poolgrid.nats.nats_connection import NatsConnection, NatsUnavailable
+from poolgrid.nats.connection import NatsConnection, NatsUnavailable
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.wire import codec

@@ -5,7 +5,7 @@ Rules
        whatever became of its process. They count whole seconds, and look once a second.
     2. Looks read the bucket's stream from its beginning, as many messages with one question as an answer takes. There
        is no consumer that could be lost, and an entry that is renewed meanwhile comes again at the end. Any replica
-       may answer; one that is behind is not believed (``poolgrid.nats.nats_bucket``).
+       may answer; one that is behind is not believed (``poolgrid.nats.bucket``).
     3. The bucket is one for all namespaces of the account, ``poolgrid-names``. Who may write what is for NATS to say,
        by subject: ``$KV.poolgrid-names.NAMESPACE.>``.
     4. The connection is made in the background: a process does not wait for NATS to start.
@@ -18,12 +18,13 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 
-from poolgrid.discovery.core.registry import Seen
 from poolgrid.discovery.ports import LOOK_S, NamesUnavailable, Scope
-from poolgrid.nats.nats_bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
-from poolgrid.nats.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
-from poolgrid.nats.nats_settings import NatsSettings
+from poolgrid.discovery.registry import Seen
+from poolgrid.discovery.settings import NamesSettings
+from poolgrid.nats.bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
+from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.process.clock import Clock
+from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.process.tasks import cancel_all, end_process, supervised
 from poolgrid.wire.registration import ENTRY_BYTES_MAX, Registration
 
@@ -154,3 +155,8 @@ class NatsNames:
         if self._opening is not None:
             await cancel_all([self._opening])
         await self._connection.close()
+
+
+def open_store(settings: NamesSettings, clock: Clock) -> NatsNames:
+    """Return the registrations in NATS (entry point of ``poolgrid.discovery``)."""
+    return NatsNames(settings, settings.names_lease_s, settings.names_replicas, clock)

@@ -8,16 +8,22 @@ from collections.abc import Coroutine
 from typing import Any
 
 from poolgrid.consolidator.core.feed_reader import Deliver, FeedState
+from poolgrid.consolidator.core.loading_table import LoadingTable
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal_follower import JournalFollower
 from poolgrid.consolidator.ports import PoolListener
-from poolgrid.consolidator.stream.message import Damaged, StoredMessage, first_offset_of
-from poolgrid.consolidator.stream.ports import Anchor, FollowedStream, StreamUnavailable
-from poolgrid.consolidator.stream.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
+from poolgrid.nats.connection import NatsConnection
+from poolgrid.nats.leader import LOADING_KEY, LeaderWatch, told_subject
+from poolgrid.nats.message import Damaged, StoredMessage, first_offset_of
+from poolgrid.nats.ports import Anchor, FollowedStream, StreamUnavailable
+from poolgrid.nats.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, detached
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.loading import LoadingWorker
 
 log = logging.getLogger(__name__)
 
@@ -184,3 +190,73 @@ class StreamFollower(JournalFollower[StreamReader]):
         if now_ms - self._complained_ms >= COMPLAIN_EVERY_MS:
             self._complained_ms = now_ms
             log.warning("following the journal's stream: %s; it is tried again", what)
+
+
+SILENCE_MS = 2500.0
+"""How long NATS may be out of reach, or nobody write the journal, before that is worth a word."""
+
+
+class NatsFeed:
+    """Implements ``poolgrid.router.ports.JournalFeed``: no consolidator is asked for anything."""
+
+    def __init__(
+        self, connection: NatsConnection, stream: FollowedStream, clock: Clock, blocks_per_worker_max: int
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._clock = clock
+        self._blocks_per_worker_max = blocks_per_worker_max
+        self._loading = LoadingTable()
+        self._follower: StreamFollower | None = None
+        self._watch = LeaderWatch(connection, self._on_leader)
+        self._led_ms = clock.monotonic_ms()
+        """Since when nobody writes the journal, while nobody does."""
+
+    async def start(self, listener: PoolListener) -> None:
+        """Follow; returns when the first snapshot was delivered, however long NATS and a consolidator take to come."""
+        await self._connection.open()
+        await self._watch.start()
+        subject = told_subject(self._connection.pool, LOADING_KEY)
+        await self._connection.client.subscribe(subject, cb=self._on_loading)
+        self._follower = StreamFollower(self._stream, listener, self._clock, self._blocks_per_worker_max)
+        await self._follower.start()
+        await self._follower.wait_synced()
+
+    def resync(self) -> None:
+        """Ask for a snapshot."""
+        if self._follower is not None:
+            self._follower.resync()
+
+    def trouble(self, now_ms: float) -> str:
+        """Return why the state may not be current, in words; empty when all is well."""
+        away_ms = self._connection.out_of_reach_ms(now_ms)
+        if away_ms > SILENCE_MS:
+            return f"NATS has been out of reach for {away_ms / 1000:.0f} s: what workers say is not known here"
+        if self._watch.leader is None and not away_ms and now_ms - self._led_ms > SILENCE_MS:
+            return (
+                f"no consolidator of the pool has been active for {(now_ms - self._led_ms) / 1000:.0f} s: what workers "
+                "say waits with them"
+            )
+        return ""
+
+    def loading(self) -> list[LoadingWorker]:
+        return self._loading.workers(self._clock.monotonic_ms())
+
+    def behind(self) -> int:
+        return self._follower.behind() if self._follower is not None else 0
+
+    async def stop(self) -> None:
+        """Stop following."""
+        await self._watch.stop()
+        if self._follower is not None:
+            await self._follower.stop()
+        await self._connection.close()
+
+    async def _on_loading(self, message: Any) -> None:
+        try:
+            self._loading.replace(codec.loading_workers.decode(message.data).workers, self._clock.monotonic_ms())
+        except DecodeError as error:
+            log.debug("what was told of workers that load does not decode: %s", error)
+
+    def _on_leader(self, _: object) -> None:
+        self._led_ms = self._clock.monotonic_ms()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from poolgrid.nats.nats_connection import NatsConnection, NatsMessage, NatsUnavailable
+from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.process.clock import Clock
 
 MESSAGES_PER_ANSWER = 512

@@ -148,27 +148,6 @@ class ReadOnlyDirectory:
         """Return up to ``length`` bytes from position ``at``."""
         return _read(self.directory / name, at, length)
 
-    def append(self, name: str, data: bytes) -> None:
-        raise self._refusal(name)
-
-    def truncate(self, name: str, size: int) -> None:
-        raise self._refusal(name)
-
-    def sync(self, name: str) -> None:
-        raise self._refusal(name)
-
-    def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
-        raise self._refusal(name)
-
-    def remove(self, name: str) -> None:
-        raise self._refusal(name)
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-    def _refusal(self, name: str) -> OSError:
-        return OSError(errno.EROFS, "this journal was opened for reading", str(self.directory / name))
-
 
 def _names(directory: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
