@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -12,7 +13,7 @@ from poolgrid.process.settings import ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
-from poolgrid.workers.engines.server.core.launching import Launch, check_arguments
+from poolgrid.workers.engines.server.core.launching import check_arguments
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.step_times import StepTimesSettings
 
@@ -34,8 +35,8 @@ OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_eve
 class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     """A worker process in front of an engine server."""
 
-    launch: ClassVar[Launch]
-    """How a server of this kind is started."""
+    own_arguments: ClassVar[Callable[[], Mapping[str, str]]]
+    """Options of the server that the worker sets, each with what to do instead."""
 
     gpu_interval_ms: int = Field(
         0,
@@ -243,7 +244,8 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     @field_validator("engine_argument")
     @classmethod
     def _check_arguments(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        check_arguments(arguments, cls.launch.own)
+        if arguments:
+            check_arguments(arguments, cls.own_arguments())
         return arguments
 
     @field_validator("serving_endpoint")

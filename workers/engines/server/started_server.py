@@ -49,7 +49,7 @@ from poolgrid.workers.engines.server.core.launching import (
     publishing_in,
     shown,
 )
-from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.kinds import HEALTH_PATH, ServerKind
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import EngineServerSettings
 
@@ -275,14 +275,14 @@ class StartedServer:
 
 @asynccontextmanager
 async def start_server(
-    settings: EngineServerSettings, around: EngineHost, kind: ServerKind, launch: Launch
+    settings: EngineServerSettings, around: EngineHost, kind: ServerKind
 ) -> AsyncIterator[StartedServer]:
     """Start a server for ``model_path``, and end it with the block.
 
     Raises ``ServerEnded``, ``OSError`` where it has no place, and ``ValueError`` for arguments that cannot be had.
     """
     with ExitStack() as opened:
-        server = _prepared(settings, around, kind, launch, opened)
+        server = _prepared(settings, around, kind, opened)
         patience_s = settings.engine_stop_timeout_s
         try:
             await server.start()
@@ -295,10 +295,9 @@ async def start_server(
             await server.end(patience_s)
 
 
-def _prepared(
-    settings: EngineServerSettings, around: EngineHost, kind: ServerKind, launch: Launch, opened: ExitStack
-) -> StartedServer:
+def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKind, opened: ExitStack) -> StartedServer:
     """Return a server that can be started; what it needs is there until ``opened`` is closed."""
+    launch = kind.launch
     executable = _executable(settings.engine_command or launch.executable)
     directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-server-"))
     options = options_in(settings.engine_argument)
@@ -336,7 +335,7 @@ def _prepared(
         command.environment,
         settings.engine_log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', settings.worker_id)}-server.log",
         LifeLimits(settings.engine_start_timeout_s, settings.engine_stop_timeout_s, settings.engine_restarts_max),
-        partial(_answers, client, launch.health_path),
+        partial(_answers, client),
         around.say_start,
     )
 
@@ -410,9 +409,9 @@ def _executable(command: str) -> list[str]:
     return [found, *words[1:]]
 
 
-async def _answers(client: ServerClient, path: str) -> bool:
+async def _answers(client: ServerClient) -> bool:
     try:
-        await client.ask(path)
+        await client.ask(HEALTH_PATH)
     except ServerError:
         return False
     return True
