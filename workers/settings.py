@@ -105,8 +105,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Nam
     model_source: str = Field(
         "",
         max_length=4096,
-        description="With model_cache_dir: directory, URL of a mirror, or ORG/MODEL[@REVISION] on a hub that the model "
-        "is fetched from; empty = what the engine is told to load.",
+        description="Fetch the model into model_cache_dir from this directory or hub (ORG/MODEL[@REVISION]); empty = "
+        "from what the engine is told to load.",
     )
     check_model: bool = Field(
         False,

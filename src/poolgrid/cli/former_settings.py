@@ -10,5 +10,7 @@ FORMER_SETTINGS: dict[str, str] = {
     # workers: TensorRT-LLM
     # workers: servers and the simulated engine
     # up, bench, simulate, engine-check, model, journal
+    "--timeout-s": "Set HF_HUB_DOWNLOAD_TIMEOUT: poolgrid model fetch has huggingface_hub download.",
+    "--attempts": "poolgrid model fetch tries a hub that fails again six times, at growing intervals.",
 }
 """Option as it was typed, such as ``--feed-interval-ms``, to one sentence: the new option, or the fixed value."""
