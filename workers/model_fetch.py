@@ -88,8 +88,6 @@ def _is_place(model: str) -> bool:
 async def _fetch(settings: WorkerProcessSettings, source: str, start: StartPhases) -> Path:
     start.enter(Phase.FETCH)
     words = ["model", "fetch", source, "--cache-dir", str(settings.model_cache_dir), "--progress-lines", "--json"]
-    if settings.check_model:
-        words.append("--check")
     process = await asyncio.create_subprocess_exec(
         *leashed(GRACE_S, [sys.executable, "-P", "-m", "poolgrid", *words]),
         stdin=PIPE,

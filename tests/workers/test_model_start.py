@@ -127,7 +127,7 @@ def test_a_worker_fetches_its_model_and_then_loads_it_and_each_phase_is_measured
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    cache = {"model_cache_dir": str(tmp_path / "cache"), "model_source": str(source), "check_model": True}
+    cache = {"model_cache_dir": str(tmp_path / "cache"), "model_source": str(source)}
 
     async def scenario() -> None:
         async with running_worker(**cache, load_ms=1.0, load_bytes=1000) as worker:

@@ -189,7 +189,6 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
     facts = replace(
         facts,
         block_size=settings.kv_block_size or facts.block_size,
-        max_sequence_length=settings.max_seq_len or facts.max_sequence_length,
         ranks=settings.data_parallel_size or len(settings.kv_events_endpoint) or facts.ranks,
     )
     if settings.kv_events_endpoint:

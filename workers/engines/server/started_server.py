@@ -4,7 +4,7 @@ Rules
 
 1. A server that does not start the first time ends the worker, with the last lines of its log: what is wrong with its
    arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.restart_pace``)
-   and ``engine_restarts_max`` times in a row; then the worker ends.
+   and a few times in a row; then the worker ends.
 2. It keeps its addresses over its lives: who connects to it finds it again. Its port is held for it while it is down.
 3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.process.leash``) holds
    the end of a pipe, and ends it. The two and all that they start are a process group, and what is left of that when
@@ -199,8 +199,8 @@ class StartedServer:
                 self._state = "ended"
                 log.error("%s%s", ended, self._last_lines())
                 raise EngineBrokenError(
-                    f"{ended}: it is started again at most {self._limits.restarts_max} times in a row "
-                    f"(engine_restarts_max); its log is {self._log_file}"
+                    f"{ended}: it is started again at most {self._limits.restarts_max} times in a row; "
+                    f"its log is {self._log_file}"
                 )
             self._state = f"down: {ended}, and is started again"
             log.error("%s: it is started again in %.1f s%s", ended, pause_s, self._last_lines())
@@ -226,7 +226,7 @@ class StartedServer:
                     await process.wait()
         except TimeoutError:
             log.warning(
-                "%s did not end within %g s (engine_stop_timeout_s): it is killed",
+                "%s did not end within %g s: it is killed",
                 self.title,
                 self._limits.stop_timeout_s,
             )
