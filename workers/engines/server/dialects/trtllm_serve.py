@@ -1,4 +1,6 @@
-"""Requests as trtllm-serve's ``/v1/completions`` takes them, and its answers. Pure.
+"""trtllm-serve: how it is asked, what it says of itself, how it is started. Pure but for its questions.
+
+Requests go as ``/v1/completions`` takes them.
 
 Rules:
 
@@ -8,16 +10,35 @@ Rules:
    ``generation_only``; the first token is among it, and the decode leg gives it out.
 4. Alternatives of log probabilities come as texts, which are no token ids: they are refused.
 5. A request's salt and priority have no field here, and an adapter would need its path: they are refused.
+
+It says of itself the model's name and its version only; the rest is said by options. Its cache events are drained over
+HTTP (``/kv_cache_events``): who reads them takes them away from everybody else. Settings of its cache are taken in a
+file of YAML only: somebody's own file is taken over, with what the worker needs.
 """
 
 from __future__ import annotations
 
-import re
+from typing import TYPE_CHECKING
+
+from poolgrid.workers.engines.server.core.openai_words import (
+    choice_regex,
+    common_sampling,
+    read_answer,
+    trace_headers,
+    without_none,
+)
+from poolgrid.workers.engines.server.kinds import version_of
+
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.server.settings import EngineServerSettings
+
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import yaml
 
+from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
@@ -25,17 +46,19 @@ from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprob
 from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenId, cached_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
 from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
-    bias_of,
     failure_amid,
     guide_text,
     prompt_of,
-    refusal_of,
     refuse_what_nobody_has,
 )
+from poolgrid.workers.engines.server.core.server_facts import ListedModel, ServerFacts
+from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.server_client import ServerClient
 
 TITLE = "trtllm-serve"
 COMPLETIONS = "/v1/completions"
@@ -77,7 +100,7 @@ class TrtllmServeDialect:
 
     model: str
     """Served model name."""
-    health_path: str = "/health"
+    title: str = TITLE
     tells_reuse_first: bool = False
 
     def call(self, request: Generate) -> Call:
@@ -105,15 +128,8 @@ class TrtllmServeDialect:
             del body["stream_options"]
         elif request.stage is Stage.DECODE:
             body["disaggregated_params"] = {**left_for(request, TITLE, dict[str, Any]), "request_type": GENERATION_ONLY}
-        headers: tuple[str, ...] = ()
-        if request.trace is not None:
-            headers = tuple(f"{name}: {value}" for name, value in request.trace.headers.items())
         reader = _Reader(sampling.logprobs is not None, leaves_kv)
-        return Call(COMPLETIONS, _encode(body), reader.read, not leaves_kv, headers)
-
-    def refusal(self, status: int, body: bytes, retry_after_ms: int | None = None) -> Failure:
-        """Return what an answer with another status than 200 means."""
-        return refusal_of(TITLE, status, body, retry_after_ms)
+        return Call(COMPLETIONS, _encode(body), reader.read, not leaves_kv, trace_headers(request))
 
 
 def _refuse(request: Generate) -> None:
@@ -139,21 +155,11 @@ def _refuse(request: Generate) -> None:
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
     given: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "min_tokens": sampling.min_tokens or None,
-        "ignore_eos": sampling.ignore_eos or None,
-        "logit_bias": bias_of(sampling),
+        **common_sampling(sampling),
         "response_format": _guide(sampling),
         "logprobs": None if sampling.logprobs is None else 1,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return without_none(given)
 
 
 def _guide(sampling: Sampling) -> dict[str, Any] | None:
@@ -164,7 +170,7 @@ def _guide(sampling: Sampling) -> dict[str, Any] | None:
     if sampling.guided_grammar is not None:
         return {"type": "ebnf", "ebnf": sampling.guided_grammar}
     if sampling.guided_choice is not None:
-        return {"type": "regex", "regex": "(" + "|".join(re.escape(each) for each in sampling.guided_choice) + ")"}
+        return {"type": "regex", "regex": choice_regex(sampling.guided_choice)}
     if sampling.structural_tag is not None:
         raise UnableError(f"structural_tag is set, which {TITLE} takes in a form of its own")
     return None
@@ -182,10 +188,7 @@ class _Reader:
 
     def read(self, data: bytes) -> Piece | None:
         """Return what a chunk, or a whole answer, says."""
-        try:
-            chunk = _decode(data)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise DecodeError(f"an answer of {TITLE}", str(error)) from None
+        chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
             return Piece(failure=failure_amid(TITLE, chunk.error, self._has_output))
         cached = None if chunk.usage is None else cached_of(chunk.usage)
@@ -216,3 +219,97 @@ class _Reader:
             piece.finish = FINISH_REASONS[reason]
         else:
             piece.failure = Failure(f"{TITLE} ended the request with {reason!r}", RefusalKind.BROKEN)
+
+
+# -- what a server says of itself
+
+EVENTS_PATH = "/kv_cache_events"
+EVENTS_OPTION = "kv_cache_config: {event_buffer_max_size: 100000, enable_block_reuse: true} in its YAML"
+
+
+async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
+    """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
+    return ServerFacts(version=await version_of(client), drained_events=EVENTS_PATH)
+
+
+async def pictures_missing(client: ServerClient) -> str:
+    """Say that it takes no pictures beside token ids, and what does."""
+    return "its /v1/completions takes none beside token ids: a worker with --engine trtllm does"
+
+
+# -- starting
+
+FILE_OPTIONS = ("--extra-llm-api-options", "--config")
+
+OWN = {
+    "--port": "give --engine-port",
+    "--disable-kv-cache-reuse": "without a prefix cache there is nothing to route by",
+    "--grpc": "it asks the server over HTTP",
+}
+"""What the worker sets, and what to do instead."""
+
+FILE = "server.yaml"
+
+BLOCK_SIZE = 32
+"""Tokens in a block, as TensorRT-LLM has it."""
+
+EVENTS_MAX = 100_000
+"""Events that wait for the worker: it asks every 50 ms, and what overflows costs the whole index."""
+
+
+def command(wanted: WantedServer) -> ServerCommand:
+    """Return the arguments and the file of a server."""
+    if wanted.api_key:
+        raise ValueError("engine_api_key is given: trtllm-serve asks for none, leave it out")
+    settings = _settings(wanted.given_file)
+    cache = settings.setdefault("kv_cache_config", {})
+    if not isinstance(cache, dict):
+        raise ValueError(f"kv_cache_config is {cache!r} in the file of the server's settings, allowed is a map")
+    asked, given = wanted.block_size, cache.get("tokens_per_block")
+    if asked is not None and given is not None and asked != given:
+        raise ValueError(
+            f"kv_cache_config.tokens_per_block is {given} in the file of the server's settings, and kv_block_size is "
+            f"{asked}: give one of them"
+        )
+    block_size = cache["tokens_per_block"] = asked or given or BLOCK_SIZE
+    if wanted.follows_events:
+        for name, usual in (("event_buffer_max_size", EVENTS_MAX), ("enable_block_reuse", True)):
+            if not cache.setdefault(name, usual):
+                raise ValueError(
+                    f"kv_cache_config.{name} is {cache[name]!r} in the file of the server's settings: without cache "
+                    "events there is nothing to follow, leave it out or give --no-follow-events"
+                )
+    file = f"{wanted.directory}/{FILE}"
+    arguments = [wanted.model_path, *without_option(wanted.arguments, FILE_OPTIONS)]
+    arguments += ["--port", str(wanted.port), *wanted.unless_given("--host", wanted.host)]
+    arguments += ["--extra_llm_api_options", file]
+    return ServerCommand(tuple(arguments), files={FILE: yaml.safe_dump(settings)}, block_size=block_size)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(text) if text else {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"reading the file of the server's settings: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError("reading the file of the server's settings: it has no map of settings")
+    return settings
+
+
+def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> TrtllmServeDialect:
+    """Return how requests are put to a server."""
+    return TrtllmServeDialect(facts.model)
+
+
+KIND = ServerKind(
+    "trtllm-serve",
+    TITLE,
+    "tensorrt_llm",
+    learn,
+    make_dialect,
+    Launch(TITLE, OWN, command, file_options=FILE_OPTIONS, publishes=False, shares_ports=False),
+    EVENTS_OPTION,
+    "kv_cache_config: {tokens_per_block: N} in its YAML",
+    pictures_missing,
+    parse_event,
+)

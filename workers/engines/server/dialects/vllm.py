@@ -1,4 +1,7 @@
-"""Requests as vLLM's ``/v1/completions`` takes them, those with pictures as ``/inference/v1/generate`` does. Pure.
+"""vLLM's server: how it is asked, what it says of itself, how it is started. Pure but for its questions.
+
+Requests go as vLLM's ``/v1/completions`` takes them, those with pictures as
+``/inference/v1/generate`` does.
 
 Rules:
 
@@ -11,35 +14,65 @@ Rules:
 6. Token ids and pictures together are taken by ``/inference/v1/generate`` alone (``content_parts``), which newer
    versions have and which ``--enable-scale-out`` switches on. It fills in placeholders itself. There rule 2 does not
    hold: what is left open is what vLLM's own defaults say, and the model's ``generation_config.json`` is not read.
+
+What the server says of itself:
+
+/v1/models          model, adapters, max_model_len
+/version            its version
+/metrics            vllm:cache_config_info: block size, device blocks of a rank
+/kv_event_sources   publishers by rank (0.26 and newer): a map by rank, or a list
+/openapi.json       whether it takes pictures beside token ids
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from poolgrid.workers.engines.server.core.openai_words import (
+    common_sampling,
+    read_answer,
+    trace_headers,
+    without_none,
+)
+from poolgrid.workers.engines.server.kinds import version_of
+
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.server.settings import EngineServerSettings
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
-from poolgrid.workers.core.vetting import TokenId, cached_of, digits_of, logprob_of
+from poolgrid.workers.core.vetting import TokenId, cached_of, count_of, digits_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
     best_of,
-    bias_of,
     failure_amid,
     guide_text,
     prompt_of,
-    refusal_of,
     refuse_what_nobody_has,
 )
 from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
+from poolgrid.workers.engines.server.core.server_facts import (
+    RANKS_MAX,
+    EventSource,
+    ListedModel,
+    ServerFacts,
+    reachable,
+)
+from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.server_client import NOT_THERE, ServerClient, ServerError
 
 TITLE = "vLLM"
 COMPLETIONS = "/v1/completions"
@@ -115,7 +148,7 @@ class VllmDialect:
     """Whether the server schedules by priority; one that does not refuses requests that have any."""
     takes_pictures: bool = False
     """Whether it takes pictures beside token ids."""
-    health_path: str = "/health"
+    title: str = TITLE
     tells_reuse_first: bool = False
 
     def call(self, request: Generate) -> Call:
@@ -187,13 +220,7 @@ class VllmDialect:
         headers = [f"X-Request-Id: {_header_text(request.request_id)}"]
         if len(self.ranks) > 1:
             headers.append(f"X-data-parallel-rank: {self.ranks[request.routing.dp_rank]}")
-        if request.trace is not None:
-            headers += [f"{name}: {value}" for name, value in request.trace.headers.items()]
-        return tuple(headers)
-
-    def refusal(self, status: int, body: bytes, retry_after_ms: int | None = None) -> Failure:
-        """Return what an answer with another status than 200 means."""
-        return refusal_of(TITLE, status, body, retry_after_ms)
+        return (*headers, *trace_headers(request))
 
 
 def _header_text(text: str) -> str:
@@ -203,23 +230,13 @@ def _header_text(text: str) -> str:
 def _sampling(sampling: Sampling) -> dict[str, Any]:
     """Return what was asked of sampling, in vLLM's names."""
     given: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "min_tokens": sampling.min_tokens or None,
-        "ignore_eos": sampling.ignore_eos or None,
-        "logit_bias": bias_of(sampling),
+        **common_sampling(sampling),
         "structured_outputs": _guide(sampling),
         "logprobs": sampling.logprobs,
         "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
         "prompt_logprobs": sampling.prompt_logprobs,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return without_none(given)
 
 
 def _guide(sampling: Sampling) -> dict[str, Any] | None:
@@ -249,10 +266,7 @@ class _Reader:
 
     def read(self, data: bytes) -> Piece | None:
         """Return what a chunk, or a whole answer, says."""
-        try:
-            chunk = _decode(data)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise DecodeError(f"an answer of {TITLE}", str(error)) from None
+        chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
             return Piece(failure=failure_amid(TITLE, chunk.error, self._has_output))
         cached = None if chunk.usage is None else cached_of(chunk.usage)
@@ -322,3 +336,187 @@ def _prompt_logprobs(rows: Sequence[dict[str, _PromptLogprob] | None], alternati
         own = next(iter(values))
         report.append(best_of(own, values[own], values, alternatives))
     return tuple(report)
+
+
+# -- what a server says of itself
+
+CACHE_CONFIG = "vllm:cache_config_info"
+EVENTS_OPTION = (
+    '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557",'
+    '"replay_endpoint":"tcp://*:5657"}\''
+)
+
+
+class _Source(msgspec.Struct):
+    """One publisher, in the map's form or in the list's."""
+
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    topic: str = ""
+    publisher: str = "zmq"
+    enable_kv_cache_events: bool = True
+    data_parallel_rank: int = 0
+
+
+class _Schema(msgspec.Struct):
+    properties: dict[str, Any] = {}
+
+
+class _Components(msgspec.Struct):
+    schemas: dict[str, _Schema] = {}
+
+
+class _OpenApi(msgspec.Struct):
+    components: _Components = msgspec.field(default_factory=_Components)
+    paths: dict[str, Any] = {}
+
+
+async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
+    """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
+    block_size, total_blocks, engines = await _cache_config(client)
+    sources = await _sources(client)
+    missing = ""
+    if sources is None:
+        missing = "this version does not list its publishers (/kv_event_sources): give kv_events_endpoint"
+    elif not sources:
+        missing = f"it publishes no cache events: start it with {EVENTS_OPTION}"
+    else:
+        missing = "; ".join(each.problem for each in sources if each.problem)
+    return ServerFacts(
+        version=await version_of(client),
+        model_path=model.root or "",
+        block_size=block_size,
+        max_sequence_length=model.max_model_len,
+        total_blocks=total_blocks,
+        ranks=max(1, engines, len(sources or ())),
+        sources=sources or (),
+        events_missing=missing,
+    )
+
+
+async def _cache_config(client: ServerClient) -> tuple[int | None, int | None, int]:
+    """Return tokens in a block, device blocks of a rank, and how many ranks there are; ``None`` = it does not say."""
+    try:
+        page = (await client.ask("/metrics")).decode(errors="replace")
+    except ServerError as error:
+        if error.status in NOT_THERE:
+            return None, None, 0  # started with --disable-metrics, or behind something that has them elsewhere
+        raise
+    lines = [line for line in page.splitlines() if line.startswith(CACHE_CONFIG)]
+    try:
+        families = text_string_to_metric_families("\n".join(lines[:RANKS_MAX]))
+        samples = [sample.labels for family in families for sample in family.samples]
+    except ValueError:
+        samples = []  # it is no page of metrics
+    if not samples:
+        return None, None, 0
+    blocks = [digits_of(labels.get("num_gpu_blocks"), 1) for labels in samples]
+    known = [each for each in blocks if each is not None]
+    return digits_of(samples[0].get("block_size"), 1), min(known) if known else None, len(samples)
+
+
+async def _sources(client: ServerClient) -> tuple[EventSource, ...] | None:
+    """Return the publishers by rank; ``None`` where the server does not list them."""
+    said = await client.ask_if_there("/kv_event_sources", Any)
+    if isinstance(said, dict):
+        listed = [(digits_of(rank), each) for rank, each in said.items()]
+    elif isinstance(said, list):
+        listed = [(count_of(each.get("data_parallel_rank", 0)) if isinstance(each, dict) else 0, each) for each in said]
+    else:
+        return None
+    found = []
+    for rank, each in listed[:RANKS_MAX]:
+        try:
+            source = msgspec.convert(each, _Source)
+        except msgspec.ValidationError as error:
+            raise DecodeError("the answer to /kv_event_sources", str(error)) from None
+        if rank is None or rank >= RANKS_MAX:
+            raise DecodeError("the answer to /kv_event_sources", f"a rank is none, allowed are 0 to {RANKS_MAX - 1}")
+        if source.enable_kv_cache_events and source.publisher == "zmq" and source.endpoint:
+            found.append(_source(rank, source, client.target.host))
+    return tuple(sorted(found, key=lambda source: source.dp_rank))
+
+
+def _source(rank: int, said: _Source, host: str) -> EventSource:
+    assert said.endpoint is not None, "it publishes somewhere"
+    try:
+        endpoint = reachable(said.endpoint, host)
+        replay = reachable(said.replay_endpoint, host) if said.replay_endpoint else ""
+    except ValueError as error:
+        return EventSource(rank, "", problem=f"the publisher of rank {rank}: {error}")
+    # It connects where there is no wildcard, unless the system chose its port: then it says its own address here.
+    doubt = (
+        ""
+        if "*" in said.endpoint or "::" in said.endpoint or said.endpoint.startswith("ipc://")
+        else f"its endpoint {said.endpoint} has no *, so it probably connects there instead of binding: {EVENTS_OPTION}"
+    )
+    return EventSource(rank, endpoint, replay, said.topic, doubt=doubt)
+
+
+async def pictures_missing(client: ServerClient) -> str:
+    """Say why a server takes no pictures beside token ids, and what to do; empty = it takes them."""
+    said = await client.ask_if_there("/openapi.json", _OpenApi) or _OpenApi()
+    asked = said.components.schemas.get("GenerateRequest", _Schema())
+    if GENERATE in said.paths and "content_parts" in asked.properties:
+        return ""
+    return (
+        f"its /openapi.json names no content_parts of {GENERATE}: start version 0.32 or newer with --enable-scale-out, "
+        "and without --disable-fastapi-docs"
+    )
+
+
+# -- starting
+
+OWN = {
+    "--kv-events-config": "it has cache events published where it reads them (--no-follow-events leaves them off)",
+    "--port": "give --engine-port",
+    "--uds": "it asks the server over TCP",
+    "--api-key": "give --engine-api-key, or POOLGRID_ENGINE_API_KEY",
+    "--model": "give --model-path",
+    "--ssl-keyfile": "it asks its own server without TLS, on this machine",
+    "--ssl-certfile": "it asks its own server without TLS, on this machine",
+    "--no-enable-prefix-caching": "without a prefix cache there is nothing to route by",
+    "--headless": "a server without HTTP cannot be asked",
+}
+"""What the worker sets, and what to do instead."""
+
+
+def command(wanted: WantedServer) -> ServerCommand:
+    """Return the arguments of a server."""
+    arguments = [wanted.model_path, *wanted.arguments]
+    arguments += ["--port", str(wanted.port), *wanted.unless_given("--host", wanted.host)]
+    arguments += wanted.unless_given("--served-model-name", wanted.model_name)
+    arguments += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    if wanted.block_size is not None:
+        arguments += ["--block-size", str(wanted.block_size)]
+    publishing = wanted.publishing
+    if publishing is not None:
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": publishing.endpoint,
+            "replay_endpoint": publishing.replay_endpoint,
+        }
+        arguments += ["--kv-events-config", msgspec.json.encode(events).decode()]
+    # Not among the arguments, which everybody on the machine can read.
+    return ServerCommand(tuple(arguments), {"VLLM_API_KEY": wanted.api_key} if wanted.api_key else {})
+
+
+def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> VllmDialect:
+    """Return how requests are put to a server."""
+    # Requests name the global number of their rank, which is not the local one where ranks are on several machines.
+    ranks = [source.dp_rank for source in facts.sources] or list(range(facts.ranks))
+    return VllmDialect(facts.model, ranks, settings.engine_priorities, bool(settings.image_placeholder))
+
+
+KIND = ServerKind(
+    "vllm",
+    TITLE,
+    "vllm",
+    learn,
+    make_dialect,
+    Launch("vllm serve", OWN, command, rank_options=("--data-parallel-size", "-dp")),
+    EVENTS_OPTION,
+    "--block-size N",
+    pictures_missing,
+)
