@@ -8,6 +8,7 @@ FORMER_SETTINGS: dict[str, str] = {
     # consolidator, feed, discovery, NATS
     # workers: common
     # workers: TensorRT-LLM
+    "--backend": "the backend is pytorch; for AutoDeploy use --engine trtllm-serve.",
     "--gpu-interval-ms": "workers show no GPU metrics, run dcgm-exporter.",
     # workers: servers and the simulated engine
     # up, bench, simulate, engine-check, model, journal
