@@ -45,7 +45,6 @@ from poolgrid.transport.security import SecuritySettings
 from poolgrid.transport.tls import Tls
 from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.gpus.metrics import GpuCollector
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.ranks.metrics import RankMetrics
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
@@ -118,7 +117,6 @@ async def _registered() -> list[Exported]:
     HttpConnections(HttpLimits(), registry)
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
-    registry.register(GpuCollector(lambda: None))
     known = Registry()
     known.look([Seen(REGISTERED.key, encode_registration(REGISTERED))], 0.0)
     NamesMetrics(registry, known)

@@ -15,6 +15,8 @@ FORMER_SETTINGS: dict[str, str] = {
     "--check-model": "Run poolgrid model fetch MODEL --check before the start.",
     "--no-check-model": "Leave it out: a worker does not read its whole model before the start.",
     # workers: TensorRT-LLM
+    "--backend": "the backend is pytorch; for AutoDeploy use --engine trtllm-serve.",
+    "--gpu-interval-ms": "workers show no GPU metrics, run dcgm-exporter.",
     # workers: servers and the simulated engine
     "--engine-stop-timeout-s": "A server of the worker's own has 60 s to end.",
     "--engine-restarts-max": "A server of the worker's own may die three times in a row.",
