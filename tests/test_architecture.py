@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "transport": ("wire", "process"),
     "http": ("process", "transport"),
     "nats": ("wire", "process"),
-    "inference": ("wire", "process"),
+    "inference": ("wire", "process.log_lines", "process.tracing.record"),
     "discovery.core": ("wire",),
     "discovery": ("wire", "process", "transport", "http", "nats"),
     "frontend": ("wire", "process", "http", "nats", "inference", "structured_output"),

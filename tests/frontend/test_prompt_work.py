@@ -11,9 +11,9 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.preparation import Job, Preparation
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.inference.cache_domain import EVERYBODY
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import ServedModel
-from poolgrid.process.tenant_caches import EVERYBODY
 
 SANDBOX = "poolgrid.frontend.template_sandbox"
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")

@@ -33,8 +33,8 @@ import msgspec
 from poolgrid.frontend.errors import RequestError, invalid
 from poolgrid.frontend.guide_compiler import write_frame
 from poolgrid.frontend.guides import ANY_OBJECT, Guide
-from poolgrid.process.budgeted_lru import BudgetedLru
-from poolgrid.process.tenant_caches import CacheDomain, TenantCaches
+from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.process.caches import BudgetedLru, TenantCaches
 
 log = logging.getLogger(__name__)
 

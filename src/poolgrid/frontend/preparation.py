@@ -53,9 +53,9 @@ from poolgrid.frontend.schema import (
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.frontend.tools import NO_TOOLS, beside_calls, custom_text, plain_choice, read_tools, tool_use
+from poolgrid.inference.cache_domain import CacheDomain
 from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, ServedModel
-from poolgrid.process.tenant_caches import CacheDomain
 from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.multimodal import MediaItem

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from poolgrid.frontend.access.cache_salt import SALT_BYTES, cache_salt
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.preparation import Job
-from poolgrid.process.tenant_caches import EVERYBODY, WHOLE, CacheDomain
+from poolgrid.inference.cache_domain import EVERYBODY, WHOLE, CacheDomain
 
 Headers = Iterable[tuple[bytes, bytes]]
 

@@ -24,9 +24,10 @@ from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, shown
 from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.frontend.media.settings import MEGABYTE, MediaSettings
+from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.process.caches import TenantCaches
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.process.tenant_caches import CacheDomain, TenantCaches
 from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
 
 if TYPE_CHECKING:
