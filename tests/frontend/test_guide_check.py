@@ -71,7 +71,7 @@ def test_a_guide_whose_next_token_takes_long_to_find_is_refused_and_costs_the_pr
     long_literal: Guide = {"guided_grammar": 'start: "' + "(" * 20_000 + '"'}
 
     async def scenario(check: GuideCheck) -> None:
-        with pytest.raises(RequestError, match=r"token 1 of an answer takes \d+ ms of CPU time.*guide_step_limit_ms"):
+        with pytest.raises(RequestError, match=r"token 1 of an answer takes \d+ ms of CPU time to find"):
             await check.check(long_literal, "guided_grammar", domain("a"))
         await check.check(integer_up_to(9), "guided_json", domain("a"))
         assert check._compiler.starts == 1
