@@ -165,9 +165,9 @@ class BoundedProtocol(HeldConnection):
         if self.hosts is not None:
             host = next((value for name, value in headers if name == b"host"), b"localhost")
             if not self.hosts.allow(host):
-                message = f"reading a request: Host is {shown(host)}, allowed are loopback names and addresses"
-                where = "for a server on a loopback address without API keys"
-                self._refusal = (403, "foreign_host", f"{message} {where}, and names of setting http_hosts")
+                message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
+                where = "and names of setting http_hosts, for a server on a loopback address without API keys"
+                self._refusal = (403, "foreign_host", f"{message} {where}")
                 return
         self._head_bytes = 0
         self._in_body = True
