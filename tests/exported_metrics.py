@@ -21,7 +21,7 @@ from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.metrics import register_views as register_pool_views
-from poolgrid.http.http_connections import HttpConnections, InvalidRequests
+from poolgrid.http.connections import HttpConnections, InvalidRequests
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.nats.nats_foreign import foreign_counter
 from poolgrid.process.clock import SystemClock
