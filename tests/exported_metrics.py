@@ -21,7 +21,7 @@ from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.metrics import register_views as register_pool_views
-from poolgrid.http.connections import HttpConnections, InvalidRequests
+from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.nats.nats_foreign import foreign_counter
 from poolgrid.process.clock import SystemClock
@@ -106,6 +106,10 @@ class NoPools:
         return 1
 
 
+async def _no_application(scope: object, receive: object, send: object) -> None:
+    """Stand for the application of a server that nobody asks."""
+
+
 async def _registered() -> list[Exported]:
     clock = SystemClock()
     registry = CollectorRegistry()
@@ -114,8 +118,7 @@ async def _registered() -> list[Exported]:
     RankMetrics(registry)
     PlaneMetrics(registry)
     LoopMetrics(registry)
-    InvalidRequests(registry)
-    HttpConnections(HttpLimits(), registry)
+    HttpConnections(_no_application, HttpLimits(), registry)
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
     registry.register(GpuCollector(lambda: None))
