@@ -20,7 +20,7 @@ from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.metrics import register_views as register_pool_views
-from poolgrid.http.http_connections import HttpConnections, InvalidRequests
+from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.nats.connection import foreign_counter
 from poolgrid.nats.election import SuccessionMetrics
@@ -105,6 +105,10 @@ class NoPools:
         return 1
 
 
+async def _no_application(scope: object, receive: object, send: object) -> None:
+    """Stand for the application of a server that nobody asks."""
+
+
 async def _registered() -> list[Exported]:
     clock = SystemClock()
     registry = CollectorRegistry()
@@ -113,8 +117,7 @@ async def _registered() -> list[Exported]:
     RankMetrics(registry)
     PlaneMetrics(registry)
     LoopMetrics(registry)
-    InvalidRequests(registry)
-    HttpConnections(HttpLimits(), registry)
+    HttpConnections(_no_application, HttpLimits(), registry)
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
     known = Registry()

@@ -14,15 +14,22 @@ Rules
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import resource
-from typing import Protocol
+from email.utils import formatdate
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from poolgrid.http.browser_requests import AllowedHosts
+from poolgrid.http.exchange import Application
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.process.instruments import Counter, Gauge
+
+if TYPE_CHECKING:
+    from poolgrid.http.connection import HttpConnection
 
 log = logging.getLogger(__name__)
 
@@ -40,47 +47,32 @@ SOURCE_PREFIX_V6 = 64
 """Bits of an IPv6 address that name one site: every machine there has the rest of them to itself."""
 
 
-class Held(Protocol):
-    """What this module needs of a connection."""
-
-    def time_is_up(self, now_s: float) -> None:
-        """Close, or answer 408: the time of the queue it is in is over."""
-        ...
-
-    def give_way(self) -> None:
-        """Close without an answer, for a connection that has no request."""
-        ...
-
-    def give_up_body(self) -> None:
-        """Forget the unfinished body and answer 503."""
-        ...
-
-    def body_deadline_s(self, since_s: float, now_s: float) -> float:
-        """Return when the body that began at ``since_s`` must be whole, given what has come of it."""
-        ...
-
-    def is_writing(self) -> bool:
-        """Return whether the client has taken some of what waits for it since this was last asked."""
-        ...
-
-    def abort(self) -> None:
-        """End the connection now."""
-        ...
-
-
-class Queue(dict[Held, float]):
+class Queue(dict["HttpConnection", float]):
     """Connections in the order of their coming, with the time of it."""
 
-    def first(self) -> Held | None:
+    def first(self) -> HttpConnection | None:
         return next(iter(self), None)
 
 
 class HttpConnections:
     """The connections of one server, in its event loop."""
 
-    def __init__(self, limits: HttpLimits, registry: CollectorRegistry | None = None) -> None:
-        """Metrics go into ``registry`` when there is one."""
+    def __init__(
+        self,
+        app: Application,
+        limits: HttpLimits,
+        registry: CollectorRegistry | None = None,
+        hosts: AllowedHosts | None = None,
+    ) -> None:
+        """Metrics go into ``registry`` when there is one; requests may name ``hosts`` only, where there are any."""
+        self.app = app
         self.limits = limits
+        self.hosts = hosts
+        self.date_line = b""
+        """The header of every answer."""
+        self.open: set[HttpConnection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Those that run the application."""
         self.idle = Queue()
         """Waiting for a further request."""
         self.heads = Queue()
@@ -99,9 +91,9 @@ class HttpConnections:
         self._count = 0
         self._refused = Counter(
             "poolgrid_http_refused_total",
-            "Connections and requests that the HTTP server refused before any endpoint saw them, by reason. If "
-            "it grows, somebody attacks, or a limit is too small for honest clients. The log says where they "
-            "come from, each reason at most once a minute.",
+            "Connections and requests that the HTTP server refused before any endpoint saw them, by reason. It grows "
+            "under an attack, or when a limit is too small for honest clients; invalid_http is a port scan or a client "
+            "that speaks TLS to a server without it. The log has the addresses, each reason at most once a minute.",
             ("reason",),
             registry=registry,
         )
@@ -132,6 +124,13 @@ class HttpConnections:
     def refused(self) -> dict[str, int]:
         return self._refused.by_label()
 
+    def is_idle(self) -> bool:
+        """Return whether no connection is open and no request in flight."""
+        return not self.open and not self.tasks
+
+    def set_date(self, wall_s: float) -> None:
+        self.date_line = b"date: %b\r\n" % formatdate(wall_s, usegmt=True).encode()
+
     # -- coming and going ----------------------------------------------------------------------------------------------
 
     def admit(self, source: str, now_s: float) -> str | None:
@@ -145,7 +144,7 @@ class HttpConnections:
                 self.note("connections", source, now_s)
                 return f"{self._count} connections are open, each with a request in work, the limit"
             self.note("gave_way", source, now_s)
-            given_way.give_way()
+            given_way.close_idle()
         self._count += 1
         self._by_source[source] = self._by_source.get(source, 0) + 1
         return None
@@ -161,14 +160,14 @@ class HttpConnections:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def make_room(self, connection: Held, source: str, now_s: float) -> None:
+    def make_room(self, connection: HttpConnection, source: str, now_s: float) -> None:
         """Let bodies go that began first, until the rest fits; ``connection`` from ``source`` has just got more."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             first = self.bodies.first()
             if first is None:
                 return
             self.note("unfinished_bytes", source, now_s)
-            first.give_up_body()
+            first.abort_body()
             if first is connection:
                 return
 
@@ -187,7 +186,7 @@ class HttpConnections:
             self._tick_bodies(now_s)
         while (first := self.lingering.first()) is not None and self.lingering[first] <= now_s - LINGER_S:
             del self.lingering[first]
-            first.abort()
+            first.transport.abort()
         for queue in (self.closing, self.stuck):
             while (first := queue.first()) is not None and queue[first] <= now_s - limits.write_timeout_s:
                 del queue[first]
@@ -196,10 +195,10 @@ class HttpConnections:
                     queue[first] = now_s
                 else:
                     self.note("write_timeout", "a client that takes nothing", now_s)
-                    first.abort()
+                    first.transport.abort()
 
-    def leave_out(self, pause_s: float) -> None:
-        """Have nobody's time include the last ``pause_s``, in which nothing was read."""
+    def extend_deadlines(self, pause_s: float) -> None:
+        """Give every connection ``pause_s`` more: the process stood still for so long and read nothing."""
         for queue in (self.idle, self.heads, self.bodies, self.closing, self.lingering, self.stuck):
             for connection, since_s in queue.items():
                 queue[connection] = since_s + pause_s
@@ -212,7 +211,7 @@ class HttpConnections:
             if connection.body_deadline_s(since_s, now_s) <= now_s:
                 late.append(connection)
         for connection in late:
-            connection.time_is_up(now_s)
+            connection.time_out(now_s)
 
     # -- what is said --------------------------------------------------------------------------------------------------
 
@@ -234,42 +233,9 @@ class HttpConnections:
             self._say_at_s[reason] = now_s + SAID_EVERY_S
 
 
-class InvalidRequests:
-    """What came to a server and is not HTTP; ``registry`` shows the number when there is one."""
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self._count = Counter(
-            "poolgrid_http_invalid_requests_total",
-            "Requests that were not HTTP, or broken beyond reading. They are answered 400. The cause is a port "
-            "scan, or a client that speaks TLS to a server without it. The log says their number at most once "
-            "a minute.",
-            registry=registry,
-        )
-        self._unsaid = 0
-        self._say_at_s = float("-inf")
-
-    @property
-    def count(self) -> int:
-        return int(self._count.value)
-
-    def note(self, sender: str, now_s: float) -> None:
-        """Count one from ``sender``, and say so when it is time; ``now_s`` is any clock that does not go back."""
-        self._count.inc()
-        self._unsaid += 1
-        if now_s >= self._say_at_s:
-            log.warning(
-                "answered 400 to what is not HTTP, %d since the last such line, now from %s; a port scan or a client "
-                "that speaks TLS to a server without it does that",
-                self._unsaid,
-                sender,
-            )
-            self._unsaid = 0
-            self._say_at_s = now_s + SAID_EVERY_S
-
-
 def _run_out(queue: Queue, before_s: float, now_s: float) -> None:
     while (first := queue.first()) is not None and queue[first] <= before_s:
-        first.time_is_up(now_s)
+        first.time_out(now_s)
         queue.pop(first, None)
 
 

@@ -21,10 +21,9 @@ import logging
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable
 
-from poolgrid.http.bounded_protocol import BoundedProtocol
-from poolgrid.http.http_connections import HttpConnections, source_of
+from poolgrid.http.connection import HttpConnection
+from poolgrid.http.connections import HttpConnections, source_of
 from poolgrid.process.tasks import detached
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ _TCP_CLOSE = 7
 """State of a connection that its client has reset (Linux, ``tcp_states.h``)."""
 
 
-class FairListener:
+class FairAcceptor:
     """Accepts on a listening socket, in the running event loop."""
 
     def __init__(
@@ -62,13 +61,11 @@ class FairListener:
         listener: socket.socket,
         context: ssl.SSLContext | None,
         table: HttpConnections,
-        make_protocol: Callable[[], BoundedProtocol],
     ) -> None:
         """Begin at once; without ``context`` there is no TLS."""
         self._listener = listener
         self._context = context
         self._table = table
-        self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, deque[socket.socket]] = {}
         """Connections that are not opened, by address; the address whose turn it is comes first."""
@@ -160,12 +157,11 @@ class FairListener:
         task.add_done_callback(self._opening.discard)
 
     async def _connect(self, connection: socket.socket, source: str) -> None:
-        protocol = self._make_protocol()
+        protocol = HttpConnection(self._table, source)
         context = self._context
         if context is None:
             await self._loop.connect_accepted_socket(lambda: protocol, connection)
             return
-        protocol.source = source
         try:
             await self._loop.connect_accepted_socket(
                 lambda: protocol,
@@ -176,7 +172,7 @@ class FairListener:
             )
         except BaseException as error:
             connection.close()
-            if protocol.transport is None:
+            if not protocol.is_made:
                 self._table.leave(source)
             if not isinstance(error, OSError):  # ssl.SSLError is one
                 raise

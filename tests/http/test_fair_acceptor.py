@@ -9,13 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 import uvloop
-from uvicorn.server import ServerState
 
-from poolgrid.http.fair_listener import OPENED_AT_ONCE, WAITING_MAX, FairListener
-from poolgrid.http.http_connections import HttpConnections
-from poolgrid.http.http_protocol import DirectProtocol
+from poolgrid.http.connection import HttpConnection
+from poolgrid.http.connections import HttpConnections
+from poolgrid.http.fair_acceptor import OPENED_AT_ONCE, WAITING_MAX, FairAcceptor
 from poolgrid.http.http_settings import HttpLimits
 
 PATIENCE_S = 20.0
@@ -68,28 +66,26 @@ class Door:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
 
-        table = HttpConnections(HttpLimits())
-        config = uvicorn.Config(application, lifespan="off", log_config=None)
-        config.load()
-        state = ServerState()
-        served = DirectProtocol.serving(table.limits, None)
+        table = HttpConnections(application, HttpLimits())
         door = self
+        made = HttpConnection.connection_made
 
-        class Noted(served):  # type: ignore[misc, valid-type]
-            def connection_made(self, transport: Any) -> None:
-                super().connection_made(transport)
-                door.opened.append(transport.get_extra_info("peername")[0])
-                door.connections.append(transport)
-                door._came.set()
+        def note(connection: HttpConnection, transport: Any) -> None:
+            made(connection, transport)
+            door.opened.append(transport.get_extra_info("peername")[0])
+            door.connections.append(transport)
+            door._came.set()
 
-        listener = FairListener(self.socket, None, table, lambda: Noted(config, state, {}))
-        try:
-            yield
-        finally:
-            listener.close()
-            for transport in self.connections:
-                transport.abort()
-            await asyncio.sleep(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HttpConnection, "connection_made", note)
+            acceptor = FairAcceptor(self.socket, None, table)
+            try:
+                yield
+            finally:
+                acceptor.close()
+                for transport in self.connections:
+                    transport.abort()
+                await asyncio.sleep(0)
 
     def close(self) -> None:
         for client in self._clients:
@@ -128,7 +124,7 @@ def test_nothing_is_made_for_connections_that_their_clients_have_reset() -> None
 
 def test_those_beyond_what_may_wait_here_are_opened_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert WAITING_MAX < BACKLOG
-    monkeypatch.setattr("poolgrid.http.fair_listener.WAITING_MAX", 6)
+    monkeypatch.setattr("poolgrid.http.fair_acceptor.WAITING_MAX", 6)
 
     async def test(door: Door) -> None:
         for _ in range(40):
