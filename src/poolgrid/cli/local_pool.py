@@ -4,7 +4,7 @@ Rules
     0. An option that may differ by role is given as ``ROLE=VALUE`` or ``VALUE``; see ``by_role``.
     1. Parts start in the order consolidator, router, workers.
     2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.restart_pace``): its
-       ports are held for it (``poolgrid.transport.held_port``), and the others go on. Only a part that does not start
+       ports are held for it (``transport.bound_socket``), and the others go on. Only a part that does not start
        the first time ends everything, and a worker with
        a real engine that has died more than ``REAL_RESTARTS_MAX`` times in a row.
     4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
@@ -44,10 +44,10 @@ from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.cli.router_client import api_key_headers, key_hint
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.nats.nats_settings import EventPlaneSettings
 from poolgrid.process.figures import counted
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.transport.held_port import HeldPorts
+from poolgrid.transport.bound_socket import HeldPorts
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")

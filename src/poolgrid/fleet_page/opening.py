@@ -15,7 +15,6 @@ from poolgrid.fleet_page.router_source import RouterFleetSource
 from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import open_served_seconds
 from poolgrid.frontend.app import Application
-from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.process.clock import Clock
 from poolgrid.process.process_group import GroupMember, LoopAnswer
@@ -28,7 +27,6 @@ def open_router_page(
     opened: AsyncExitStack,
     app: Application,
     settings: RouterSettings,
-    frontend: FrontendSettings,
     consolidator: ConsolidatorSettings,
     embedded: ConsolidatorService | None,
     service: RouterService,
@@ -44,13 +42,12 @@ def open_router_page(
     watch = FleetWatch(state, has_siblings=member is not None)
     served = open_served_seconds(opened, app.served, clock)
     source = RouterFleetSource(settings, service.view, watch, player, served, None if member is None else member.place)
-    return open_fleet_page(opened, app, source, frontend, clock, member)
+    return open_fleet_page(opened, app, source, clock, member)
 
 
 def open_global_page(
     opened: AsyncExitStack,
     app: Application,
-    frontend: FrontendSettings,
     service: GlobalRouterService,
     client: httpx.AsyncClient,
     namespace: str,
@@ -62,4 +59,4 @@ def open_global_page(
     served = open_served_seconds(opened, app.served, clock)
     place = None if member is None else member.place
     source = GlobalFleetSource(service, client, awake, served, place, namespace)
-    return open_fleet_page(opened, app, source, frontend, clock, member)
+    return open_fleet_page(opened, app, source, clock, member)

@@ -1,12 +1,28 @@
-"""Folders of the package that an installation may lack: looked up when they are used, and refused by name."""
+"""Plug-ins: parts of the product that the core does not import; by entry points, or folders that may be absent."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from poolgrid.process.option_error import OptionError
+
+EVENT_PLANES = "poolgrid.event_planes"
+DISCOVERY = "poolgrid.discovery"
+
+
+def load_plugin(group: str, name: str) -> Any:
+    """Return what an entry point names; raises ``ValueError`` when no such plug-in is installed."""
+    for found in entry_points(group=group, name=name):
+        try:
+            return found.load()
+        except ModuleNotFoundError as error:
+            raise ValueError(f"loading the plug-in {name!r} of {group}: {error}") from error
+    installed = ", ".join(sorted(each.name for each in entry_points(group=group))) or "none"
+    raise ValueError(f"loading the plug-in {name!r} of {group}: it is not installed; installed: {installed}")
 
 
 def is_installed(module: str) -> bool:

@@ -15,7 +15,7 @@ from poolgrid.cli.router_client import KEY_NOTE
 @router_url("Router or global router that served it.")
 @click.option(
     "--journal",
-    help="Read recorded decisions instead of asking a router: of a data_dir, or nats://HOST:PORT/POOL.",
+    help="Read recorded decisions instead of asking a router, those of a data_dir.",
 )
 @as_json
 def explain(request_id: str, url: str, journal: str | None, as_json: bool) -> None:

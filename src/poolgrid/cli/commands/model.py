@@ -23,11 +23,12 @@ def model() -> None:
 
 
 @model.command(
-    epilog="HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE: as for huggingface_hub. HTTPS_PROXY, NO_PROXY: as for curl."
+    epilog="HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT: as for huggingface_hub. "
+    "HTTPS_PROXY, NO_PROXY: as for curl."
 )
 @click.argument(
     "source",
-    help="Directory, URL of a mirror (another cache, served over HTTP), or ORG/MODEL[@REVISION] on a hub.",
+    help="Directory, or ORG/MODEL[@REVISION] on a hub.",
 )
 @cache_dir
 @click.option("--name", help="Name in the cache; by default that of the source, as ORG--MODEL.")
@@ -38,18 +39,6 @@ def model() -> None:
     type=click.FloatRange(0, 604_800),
     default=7200.0,
     help="Wait so long for another process that fetches the same model. [default: 7200]",
-)
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(0.1, 3600),
-    default=30.0,
-    help="Give up a server that sends nothing for so long. [default: 30]",
-)
-@click.option(
-    "--attempts",
-    type=click.IntRange(1, 100),
-    default=6,
-    help="How often a file is tried without getting further; the time between two doubles up to 30 s. [default: 6]",
 )
 @click.option(
     "--max-size-gib",
@@ -66,22 +55,19 @@ def fetch(
     exclude: tuple[str, ...],
     check: bool,
     wait_s: float,
-    timeout_s: float,
-    attempts: int,
     max_size_gib: float,
     progress_lines: bool,
     as_json: bool,
 ) -> None:
     """Fetch a model into the cache unless it is there, and print its directory.
 
-    Of several processes that fetch the same model one does, and the others wait for it. What was fetched when a
-    process ended is kept, and the next one continues there; until all is there, nothing takes it for a model.
+    Of several processes that fetch the same model one does, and the others wait for it. Whole files fetched before a
+    process ended are kept, and the next one fetches the others. Until all is there, nothing takes it for a model.
     """
     from poolgrid.cli import model
 
-    limits = model.FetchLimits(wait_s=wait_s, attempts=attempts, size_max=round(max_size_gib * 2**30))
-    wanted = model.Wanted(source, name, exclude, check, timeout_s, limits)
-    raise SystemExit(model.fetch(wanted, cache_dir, progress_lines, as_json))
+    size_max = round(max_size_gib * 2**30)
+    raise SystemExit(model.fetch(source, name, cache_dir, exclude, check, wait_s, size_max, progress_lines, as_json))
 
 
 @model.command()

@@ -11,7 +11,7 @@ from poolgrid.cli.command_line import as_json, command
 @click.argument("directory", help="Directory of the pool's journal (a data_dir), or nats://HOST:PORT/POOL.")
 @click.option(
     "--decisions",
-    help="Where the decisions are, when not in `decisions` below the journal, or in streams of its pool.",
+    help="Where the decisions are, when not in `decisions` below the journal.",
 )
 @click.option("--strict", is_flag=True, help="Status 1 also when a decision cannot be derived.")
 @as_json
