@@ -25,63 +25,15 @@ from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.tools.engine_check.check import gather_evidence
 from poolgrid.tools.engine_check.core.evidence import Evidence, RecordError
 from poolgrid.tools.engine_check.core.examination import Examination, examine
-from poolgrid.tools.engine_check.core.finding import Finding, Kind, Severity
+from poolgrid.tools.engine_check.core.finding import Finding, Severity
 from poolgrid.tools.engine_check.core.timing_points import timing_table
 from poolgrid.tools.engine_check.measuring import MEASURE_TIMEOUT_S, REPEATS, Measurement
 from poolgrid.tools.engine_check.server import EngineServer
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.engines.server.server_client import ServerError
 
-AREAS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
-    (
-        "publishers",
-        (
-            Kind.EVENTS_OFF,
-            Kind.PUBLISHER_CONNECTS,
-            Kind.ENDPOINT_REFUSED,
-            Kind.NO_PUBLISHER,
-            Kind.PORTS_COLLIDE,
-            Kind.RANK_WITHOUT_SOURCE,
-            Kind.RANK_SILENT,
-        ),
-    ),
-    (
-        "messages",
-        (
-            Kind.WRONG_RANK,
-            Kind.WRONG_TOPIC,
-            Kind.MESSAGE_SHAPE,
-            Kind.UNDECODABLE,
-            Kind.FORMS_MIXED,
-            Kind.UNKNOWN_EVENTS,
-            Kind.RESTARTED,
-            Kind.SEQUENCE_JUMPS,
-        ),
-    ),
-    ("replay", (Kind.REPLAY_MISSING, Kind.REPLAY_SILENT, Kind.REPLAY_DIFFERS)),
-    (
-        "blocks",
-        (
-            Kind.BLOCK_SIZE,
-            Kind.TOKENS_MISSING,
-            Kind.TOKENS_AND_HASHES,
-            Kind.PARENT_UNKNOWN,
-            Kind.WINDOWS,
-            Kind.GROUPS_UNNAMED,
-            Kind.OTHER_MEDIUM,
-            Kind.BLOCKS_MISSING,
-            Kind.BLOCKS_TOO_MANY,
-            Kind.NOT_TAKEN_IN,
-        ),
-    ),
-    (
-        "salts and adapters",
-        (Kind.SALT_MISSING, Kind.SALT_IGNORED, Kind.LORA_UNNAMED, Kind.KEYS_ORDER, Kind.KEYS_UNKNOWN),
-    ),
-    ("reuse", (Kind.CACHING_OFF, Kind.CACHED_TOKENS_UNSAID, Kind.CACHED_TOKENS_DIFFER)),
-    ("probes", (Kind.PROBE_FAILED,)),
-)
-"""The rows of the table: which findings belong to which."""
+AREAS = ("publishers", "messages", "replay", "blocks", "salts and adapters", "reuse", "probes")
+"""The rows of the table: areas of findings."""
 
 TIMEOUT_S = 60.0
 """How long an answer may take."""
@@ -233,8 +185,8 @@ def check_table(evidence: Evidence, found: Examination) -> TerminalTable:
     told = evidence.told
     title = " ".join(word for word in (told.kind, told.version, told.model) if word)
     table = TerminalTable([Heading("what", False), Heading("result", False), Heading("seen", False)], title)
-    for area, kinds in AREAS:
-        of_area = [each for each in found.findings if each.kind in kinds]
+    for area in AREAS:
+        of_area = [each for each in found.findings if each.kind.area == area]
         severities = {each.severity for each in of_area}
         worst = next((each for each in Severity if each in severities), None)
         seen = _seen(area, evidence, found)

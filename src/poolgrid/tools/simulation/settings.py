@@ -71,6 +71,9 @@ class SimulationSettings(EngineSettings):
 class WhatIfSettings(EngineSettings):
     """Other settings of the router to try on recorded traffic; several values, separated by commas, make variants."""
 
+    decisions: str | None = Field(
+        None, description="Where the recorded decisions are, when not in `decisions` below the journal."
+    )
     policy: str | None = Field(
         None,
         examples=["kv", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
@@ -96,6 +99,9 @@ class WhatIfSettings(EngineSettings):
 class TuneSettings(EngineSettings):
     """A search for cost weights."""
 
+    decisions: str | None = Field(
+        None, description="Where the recorded decisions are, when not in `decisions` below the journal."
+    )
     objective: Literal["ttft-p99", "goodput"] = Field(
         "ttft-p99", description="What to make better: the 99th percentile of TTFT, or requests within both targets."
     )

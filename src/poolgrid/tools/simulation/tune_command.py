@@ -34,13 +34,12 @@ REQUESTS_MIN = 20
 @command()
 @with_settings(TuneSettings, renamed={"as_json": "--json", "config_out": "--config"})
 @click.argument("source", help="A data_dir with recorded decisions, nats://HOST:PORT/POOL, or a Mooncake-format trace.")
-@click.option("--decisions", help="Where the decisions are, when not in `decisions` below the journal.")
-def tune(settings: TuneSettings, source: str, decisions: str | None) -> None:
+def tune(settings: TuneSettings, source: str) -> None:
     """Search cost weights for an objective, and justify them on traffic that the search did not see."""
-    raise SystemExit(run_tune(source, decisions, settings))
+    raise SystemExit(run_tune(source, settings))
 
 
-def run_tune(source: str, decisions: str | None, settings: TuneSettings) -> int:
+def run_tune(source: str, settings: TuneSettings) -> int:
     """Search, compare with the defaults on held-back traffic, print and write what was found; return the status."""
     console = terminal()
     with journal_errors("tuning"):
@@ -48,7 +47,7 @@ def run_tune(source: str, decisions: str | None, settings: TuneSettings) -> int:
             if fault := cannot_write(out):
                 raise UsageError(f"{name}: {fault}; nothing was searched")
         if source.startswith(STREAM_SCHEMES) or Path(source).is_dir():
-            stage = load_recording(source, decisions, settings)
+            stage = load_recording(source, settings.decisions, settings)
         else:
             stage = load_trace(Path(source), settings, settings.block_size)
         count = len(stage.workload.requests)

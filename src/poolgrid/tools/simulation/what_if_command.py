@@ -44,18 +44,17 @@ _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "
 @click.argument(
     "directory", help="Directory of the pool's journal with decisions (a data_dir), or nats://HOST:PORT/POOL."
 )
-@click.option("--decisions", help="Where the decisions are, when not in `decisions` below the journal.")
-def what_if(settings: WhatIfSettings, directory: str, decisions: str | None) -> None:
+def what_if(settings: WhatIfSettings, directory: str) -> None:
     """Play recorded traffic on simulated engines under the recorded settings and under others, and compare."""
-    raise SystemExit(run_what_if(directory, decisions, settings))
+    raise SystemExit(run_what_if(directory, settings))
 
 
-def run_what_if(directory: str, decisions: str | None, settings: WhatIfSettings) -> int:
+def run_what_if(directory: str, settings: WhatIfSettings) -> int:
     """Play recorded traffic under each variant; return the exit status."""
     with journal_errors("trying other settings"):
         if fault := cannot_write(settings.out):
             raise UsageError(f"--out: {fault}; nothing was simulated")
-        stage = load_recording(directory, decisions, settings)
+        stage = load_recording(directory, settings.decisions, settings)
         variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
         for variant in variants:
