@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.answer_reading import AnswerReader
-from poolgrid.router.endpoint_picker.picker import Asked, Booking, Picked, Shed
+from poolgrid.router.endpoint_picker.picker import Asked, Booking, Picked, Picker, Shed
 from poolgrid.router.endpoint_picker.stream_table import StreamTable, bodies_full
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -62,30 +62,6 @@ class ProtocolError(Exception):
     """The gateway's messages do not follow on each other as ext-proc has them."""
 
 
-class Picks(Protocol):
-    """Who chooses."""
-
-    async def pick(self, asked: Asked) -> Picked | Shed:
-        """Return where a request goes, or why nowhere."""
-        ...
-
-    def count_shed(self, shed: Shed) -> None:
-        """Count what a client was told in place of an answer."""
-        ...
-
-    def served_by(self, booking: Booking, endpoint: str) -> None:
-        """Take note of which endpoint serves."""
-        ...
-
-    def answer_began(self, booking: Booking) -> None:
-        """Count the prompt as computed."""
-        ...
-
-    def ended(self, booking: Booking, cached_tokens: int | None) -> None:
-        """Take a request off the books."""
-        ...
-
-
 class _Phases:
     """How far the request or the answer of an exchange has come."""
 
@@ -107,7 +83,7 @@ class _Phases:
 class Exchange:
     """The phases of one request. Implements ``poolgrid.router.endpoint_picker.stream_table.Held``."""
 
-    def __init__(self, picks: Picks, table: StreamTable) -> None:
+    def __init__(self, picks: Picker, table: StreamTable) -> None:
         self._picks = picks
         self._table = table
         self._headers: dict[str, str] = {}

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Protocol
 
 import msgspec
 
@@ -26,14 +25,14 @@ from poolgrid.process.clock import Clock
 from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
-from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.pods import Pods
-from poolgrid.router.endpoint_picker.prompt_reading import Reading
+from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
+from poolgrid.router.view import RouterView
 from poolgrid.wire.identifiers import Role, WorkerKey
 from poolgrid.wire.request_ids import dispatch_id
 
@@ -90,58 +89,14 @@ class Picked(msgspec.Struct, frozen=True):
     booking: Booking | None
 
 
-class ReadPrompt(Protocol):
-    """Reads the prompt of a body."""
-
-    async def read(self, path: str, body: bytes, request_id: str) -> Reading:
-        """Return what was read; raises nothing for what clients write."""
-        ...
-
-
-class Router(Protocol):
-    """What a picker needs of its router."""
-
-    @property
-    def ready(self) -> bool:
-        """Tell whether the state is that of the pool."""
-        ...
-
-    @property
-    def projection(self) -> Projection:
-        """Return the router's state."""
-        ...
-
-    @property
-    def unreachable(self) -> Mapping[WorkerKey, str]:
-        """Return the workers that the router cannot talk to, and why."""
-        ...
-
-    @property
-    def behind_records(self) -> int:
-        """Return how many records the pool's journal is known to hold beyond those applied."""
-        ...
-
-    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
-        """Keep and count a decision that reserved a worker."""
-        ...
-
-    def retry_after_s(self) -> float:
-        """Return when a refused client should come back."""
-        ...
-
-    def load_changed(self) -> None:
-        """Take note that a worker may have room again."""
-        ...
-
-
 class Picker:
     """Picks for one router's gateways."""
 
     def __init__(
         self,
-        router: Router,
+        router: RouterView,
         state: RouterState,
-        reader: ReadPrompt,
+        reader: PromptReader,
         path_of: Callable[[InferenceRequest], Sequence[int]],
         realised: Callable[[str, int], None],
         request_ids: RequestIds,

@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from poolgrid.cli.command_line import print_json
-from poolgrid.cli.router_client import api_key_headers, key_hint
+from poolgrid.cli.router_client import api_key_headers, refusal
 from poolgrid.process.figures import counted
 from poolgrid.transport.security import is_loopback
 from poolgrid.wire.answers import WorkerList, WorkerRow
@@ -195,12 +195,5 @@ async def _ask(
     except httpx.HTTPError as error:
         raise DrainFailed(f"{path}: {error}") from None
     if answer.status_code not in good:
-        raise DrainFailed(f"{path}: status {answer.status_code}: {_message(answer)}{key_hint(answer.status_code)}")
+        raise DrainFailed(f"{path}: status {answer.status_code}: {refusal(answer.status_code, answer.content)}")
     return answer
-
-
-def _message(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:200].strip()

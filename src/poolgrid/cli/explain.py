@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from poolgrid.cli.command_line import print_json
-from poolgrid.cli.router_client import api_key_headers, key_hint
+from poolgrid.cli.router_client import api_key_headers, refusal
 from poolgrid.process.figures import counted, number
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
@@ -79,8 +78,8 @@ def _add_placement(root: Tree, placement: PlacementRow, of_pools: Mapping[str, R
     if placement.spill:
         _add_mapping(branch.add("closed loop"), placement.spill)
     _add_mapping(branch.add("fallback"), placement.fallback)
-    for refusal in placement.refusals:
-        branch.add(f"[yellow]refused by {escape(refusal.pool)}[/]: {refusal.state}, {escape(refusal.message)}")
+    for refused in placement.refusals:
+        branch.add(f"[yellow]refused by {escape(refused.pool)}[/]: {refused.state}, {escape(refused.message)}")
     branch.add(
         f"reserved in {number(placement.select_ms)} ms: {placement.pool_reason}, overlap "
         f"{counted(placement.overlap_blocks, 'block')} of {counted(placement.block_size, 'token')}"
@@ -229,7 +228,7 @@ def explain(request_id: str, url: str, as_json: bool) -> int:
         with httpx.Client(timeout=TIMEOUT_S, headers=api_key_headers()) as client:
             found = client.get(f"{url.rstrip('/')}{path}")
             if found.status_code != 200:
-                sys.stderr.write(f"explaining {request_id!r}: {_message(found)}\n")
+                sys.stderr.write(f"explaining {request_id!r}: {refusal(found.status_code, found.content)}\n")
                 return 1
             answer = _explanation(found.content)
             told = _ask_pools(client, url, answer) if isinstance(answer, PlacedExplanation) else {}
@@ -274,11 +273,3 @@ def _ask_pools(client: httpx.Client, url: str, answer: PlacedExplanation) -> dic
         if found.status_code == 200:
             kept[placement.dispatch_id] = found
     return kept
-
-
-def _message(answer: httpx.Response) -> str:
-    try:
-        said = str(answer.json()["error"]["message"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        said = ""
-    return (said or f"status {answer.status_code}") + key_hint(answer.status_code)

@@ -21,8 +21,8 @@ from prometheus_client import disable_created_metrics
 from poolgrid.cli.command_line import LogChoice
 from poolgrid.process import allocation, garbage, lifecycle
 from poolgrid.process.log_lines import Field
-from poolgrid.process.option_error import OptionError
 from poolgrid.process.service_manager import ServiceManager, service_manager
+from poolgrid.process.settings import OptionError
 from poolgrid.process.tasks import detached
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from poolgrid.process.option_error import OptionError
+from poolgrid.process.settings import OptionError
 
 EVENT_PLANES = "poolgrid.event_planes"
 DISCOVERY = "poolgrid.discovery"

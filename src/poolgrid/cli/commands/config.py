@@ -66,7 +66,7 @@ def build(profiles: Path, out: Path, strict: bool, evidence: Path | None, as_jso
 @as_json
 def rollback(url: str, as_json: bool) -> None:
     """Put the previous document of a running global router in force. Status 1 when there is none, or no router."""
-    from poolgrid.cli.rollback import rollback as run
+    from poolgrid.cli.config import rollback as run
     from poolgrid.cli.router_client import found_url
 
     raise SystemExit(run(found_url(url), as_json))
