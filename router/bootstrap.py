@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.bootstrap import create as create_consolidator
-from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.fleet_list import add_fleet_list
@@ -41,8 +39,6 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.decision_journal.opening import open_recorder
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.drain_endpoint import add_drain_endpoint
 from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
@@ -69,7 +65,9 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
+    from poolgrid.consolidator.service import ConsolidatorService
     from poolgrid.discovery.names import Names
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 log = logging.getLogger(__name__)
 
@@ -280,6 +278,9 @@ def _make_feed(
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
         feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, consolidator.blocks_per_worker_max)
         return cast(PoolFeed, feed), None
+    # Late: most routers follow a consolidator elsewhere.
+    from poolgrid.consolidator.bootstrap import create as create_consolidator
+
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
 
@@ -358,6 +359,11 @@ def _open_recorder(
     awake: Clock,
     registry: CollectorRegistry,
 ) -> DecisionRecorder | None:
+    if consolidator.data_dir is None:
+        return None
+    # Late: routers without a data_dir record nothing.
+    from poolgrid.router.decision_journal.opening import open_recorder
+
     recorder = open_recorder(settings, consolidator, state, awake)
     if recorder is not None:
         opened.push_async_callback(recorder.stop)

@@ -6,7 +6,7 @@ Counters move where things happen; gauges that mirror state are read at scrape t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
@@ -15,12 +15,14 @@ from prometheus_client.registry import Collector
 from poolgrid.process.instruments import Across, Counter, Gauge, GaugeFamily, Histogram
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.serving.leg_times import LegTimes
 from poolgrid.serving.reuse_sketch import ReuseSketch
 from poolgrid.serving.tenant_paths import TenantPaths
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
+
+if TYPE_CHECKING:
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
