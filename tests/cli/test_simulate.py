@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from poolgrid.cli.main import app
 from poolgrid.cli.simulate import result_table
-from poolgrid.tools.simulation.pool import SIMULATED_POLICIES
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES
 from tests.simulation.builders import CONVERSATION
 
 

@@ -21,15 +21,20 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
+from typing import Any
 
 import msgspec
 
-from poolgrid.router.core.retention.ghost_cache import GhostCache, GhostState, Kept
-from poolgrid.router.core.retention.prefix_history import GRANULE_TOKENS, GRANULES_MAX, PrefixHistory, Run
-from poolgrid.router.core.retention.return_times import NOTHING, Keep, Plan, ReturnTimes
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.selector import PROMPT_STAGES
+from poolgrid.router.policies.retention.ghost_cache import GhostCache, GhostState, Kept
+from poolgrid.router.policies.retention.prefix_history import GRANULE_TOKENS, GRANULES_MAX, PrefixHistory, Run
+from poolgrid.router.policies.retention.return_times import NOTHING, Keep, Plan, ReturnTimes
+from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import RETAINED_RANGES_MAX
 from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
@@ -248,8 +253,11 @@ def priority_of(keep: Keep) -> int:
     return min(100, LOWEST_KEPT + round(PRIORITY_STEPS_PER_OCTAVE * math.log2(max(1.0, keep.worth))))
 
 
-class RetentionLearner:
+class RetentionLearner(Observer):
     """Learns from one router's requests; ``granules_max`` bounds what is known of each seed, and of all together."""
+
+    name = "retention"
+    needs_seeds = True
 
     def __init__(self, granules_max: int = GRANULES_MAX) -> None:
         self._granules_max = granules_max
@@ -303,6 +311,18 @@ class RetentionLearner:
             return None
         return _said(self._look(chapter, granules, request.isl, now_ms).kept, chapter, request, step)
 
+    def on_decided(self, decision: Decision, card: WorkerCard, path: Sequence[int], now_ms: float) -> None:
+        """Let a decision say how long the prompt's blocks should stay, where the worker takes it."""
+        if card.takes_retention and decision.request.stage in PROMPT_STAGES:
+            decision.retention = self.advise(decision.request, path, now_ms)
+
+    def on_chosen(
+        self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
+    ) -> None:
+        if card.takes_retention and decision.request.stage in PROMPT_STAGES:
+            # What is on workers that cannot be told is no part of what is shared out.
+            self.begin(decision.worker, card.limits.total_kv_blocks, dispatch_id, decision.request, path, now_ms)
+
     def begin(
         self,
         worker: WorkerKey,
@@ -344,10 +364,10 @@ class RetentionLearner:
         self._held[(worker, dispatch_id)] = held
         self._held_granules += len(granules) + rest
 
-    def started(self, worker: WorkerKey, dispatch_id: str, cached_tokens: int) -> None:
-        """Hear how much of a prompt a worker reused; also of prompts that other routers sent."""
+    def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
+        """Count what a worker reused of a prompt; also of prompts that other routers sent."""
         self._all += 1
-        held = self._held.get((worker, dispatch_id))
+        held = self._held.get((worker, request_id))
         if held is not None and held.found >= 0:
             more = cached_tokens // held.granule_tokens - held.found
             if more > 0:
@@ -355,9 +375,9 @@ class RetentionLearner:
             else:
                 self.lost_tokens -= more * held.granule_tokens
 
-    def end(self, worker: WorkerKey, dispatch_id: str, now_ms: float, blocks: int | None = None) -> None:
-        """Hear that a prompt's request is over, and how many blocks it had in the end, where that is known."""
-        held = self._held.pop((worker, dispatch_id), None)
+    def on_finished(self, worker: WorkerKey, request_id: str, blocks: int | None, now_ms: float) -> None:
+        """Let the ghosts have what a request left, which had so many blocks in the end, where that is known."""
+        held = self._held.pop((worker, request_id), None)
         if held is None:
             return
         if blocks is not None and held.blocks:
@@ -386,29 +406,31 @@ class RetentionLearner:
                 lru.add_spent(self._lru_spent, RETENTION_DEFAULT, now_ms)
             self._rests[worker] = rest
 
-    def abandon(self, worker: WorkerKey, dispatch_id: str, blocks: int | None = None) -> None:
-        self.end(worker, dispatch_id, self._now_ms, blocks)
+    def on_released(self, worker: WorkerKey, request_id: str, blocks: int | None) -> None:
+        self.on_finished(worker, request_id, blocks, self._now_ms)
 
-    def drop(self, worker: WorkerKey) -> None:
-        """Forget a worker that is gone, or has lost its cache."""
+    def on_cleared(self, worker: WorkerKey) -> None:
+        """Forget a worker that has lost its cache."""
         self._room.pop(worker, None)
         self._lru.pop(worker, None)
         self._rests.pop(worker, None)
         for key in [key for key in self._held if key[0] == worker]:
             # The ghosts of all caches have no way to lose what one worker had; it is idle there from now on.
-            self.end(worker, key[1], self._now_ms)
+            self.on_finished(worker, key[1], None, self._now_ms)
 
-    def keep_only(self, workers: Container[WorkerKey]) -> None:
-        """Forget workers that are not among these."""
+    def on_left(self, worker: WorkerKey) -> None:
+        self.on_cleared(worker)
+
+    def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
         for worker in [worker for worker in self._room if worker not in workers]:
-            self.drop(worker)
+            self.on_left(worker)
+        self.on_expired(is_open)
 
-    def hold_only(self, is_held: Callable[[WorkerKey, str], bool]) -> None:
-        """Let go of prompts whose requests nobody knows any more."""
-        for worker, dispatch_id in [key for key in self._held if not is_held(*key)]:
-            self.end(worker, dispatch_id, self._now_ms)
+    def on_expired(self, is_open: IsOpen) -> None:
+        for worker, request_id in [key for key in self._held if not is_open(*key)]:
+            self.on_finished(worker, request_id, None, self._now_ms)
 
-    def state(self) -> LearnerState:
+    def checkpoint(self) -> LearnerState:
         """Return all that advice depends on: references to what never changes, and copies of the rest."""
         return LearnerState(
             [
@@ -455,11 +477,12 @@ class RetentionLearner:
             self._output_tokens,
         )
 
-    def restore(self, state: LearnerState) -> None:
+    def restore(self, state: Any) -> None:
         """Go on from what another learner knew; what would be there without priorities is not counted of its prompts.
 
         Raises ``ValueError`` for one that knows other kinds.
         """
+        state = msgspec.convert(state, LearnerState)
         self._chapters.clear()
         for each in state.chapters:
             if len(each.visits) != KINDS or any(not 0 <= kind < KINDS for kind in each.returned):
@@ -608,7 +631,7 @@ class RetentionLearner:
         # Of whom nothing was heard for so long nothing will be.
         lost = [key for key, held in islice(self._held.items(), LOST_AT_ONCE) if held.begun_ms < now_ms - LOST_MS]
         for worker, dispatch_id in lost:
-            self.end(worker, dispatch_id, now_ms)
+            self.on_finished(worker, dispatch_id, None, now_ms)
         if self._kept_lately < self._plain_lately * HARMS:
             # What it gained before says nothing of now.
             self.kept_hits = min(self.kept_hits, self.plain_hits)
