@@ -6,7 +6,7 @@ The group ``poolgrid.policies`` has policies, ``poolgrid.retention`` what learns
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from poolgrid.process.plugin_names import POLICIES, RETENTION, plugins, policy_names
 from poolgrid.router.core.cost import CostWeights
@@ -17,9 +17,7 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
-
-if TYPE_CHECKING:
-    from poolgrid.router.settings import RouterSettings
+from poolgrid.router.settings import RouterSettings
 
 
 class PolicyError(ValueError):

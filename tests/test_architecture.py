@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "nats", "discovery"),
     "fleet_page": ("wire", "process", "frontend", "consolidator"),
     "router.core": ("wire", "consolidator.core.sharded_map"),
+    "router.policies": ("wire", "router.core"),
     "router": (
         "wire",
         "process",
@@ -78,7 +79,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tools.simulation": (
         "wire",
         "process.settings",
+        "process.plugin_names",
         "router.core",
+        "router.policy_loading",
         "global_router.core",
         "workers.core",
         "workers.engines.simulated.core",
@@ -104,6 +107,7 @@ PURE = (
     "discovery.core",
     "serving.admission",
     "router.core",
+    "router.policies",
     "consolidator.core",
     "global_router.core",
     "workers.core",

@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import Stage, WorkerKey
-
-if TYPE_CHECKING:
-    from poolgrid.router.core.decision import Decision
 
 CHOICES_PER_CHUNK = 1024
 """Choices are kept in chunks, so that a hundred thousand of them are taken elsewhere by a hundred references."""

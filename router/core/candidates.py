@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.identifiers import WorkerKey
 
-__all__ = ["Candidates", "Choice", "Column", "FloatArray", "IndexArray", "RoutingRequest"]
+__all__ = ["EXPECTED_MS", "Candidates", "Choice", "Column", "FloatArray", "IndexArray", "RoutingRequest"]
 """With the request, since policies look at both."""
 
 FloatArray = NDArray[np.float64]
@@ -53,6 +53,9 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
         """Return the number of candidates (at least 1 when a policy is asked)."""
         return len(self.workers)
 
+
+EXPECTED_MS: Final = "expected_ttft_ms"
+"""Term of a policy that predicts: the time to the first token that it expects."""
 
 _NO_TERMS: Final[Mapping[str, Column]] = {}
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from poolgrid.router.core.candidates import IndexArray
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerKey
-
-if TYPE_CHECKING:
-    from poolgrid.router.core.decision import Decision
 
 IsOpen = Callable[[WorkerKey, str], bool]
 """Tells whether the ledger still has a request on a worker."""

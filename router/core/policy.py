@@ -15,26 +15,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, Column
 from poolgrid.router.core.candidates import Choice as Choice  # policies of operators have it from here
 from poolgrid.router.core.cost import TERMS, CostWeights, cost_columns, softmax_weights
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Role, WorkerKey
 
-if TYPE_CHECKING:
-    from poolgrid.router.core.inputs import WorkerWanted
-
 _TIE_SEED: Final = 1
 _SAMPLE_SEED: Final = 2
-
-EXPECTED_MS: Final = "expected_ttft_ms"
-"""Term of a policy that predicts: the time to the first token that it expects."""
-
 
 APPROXIMATE_TTL_MS: Final = 120_000.0
 """How long a choice is believed to be in a cache of which no events come."""

@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from poolgrid.router.core.candidates import EXPECTED_MS
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import EXPECTED_MS, KvAware, Planner
+from poolgrid.router.core.policy import KvAware, Planner
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import PUBLISHED, StepCurve

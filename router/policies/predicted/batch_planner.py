@@ -26,12 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import FloatArray
+from poolgrid.router.core.candidates import Candidates, FloatArray
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
@@ -39,9 +38,6 @@ from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
 from poolgrid.router.policies.predicted.worker_speeds import OWN_MS
 from poolgrid.wire.identifiers import Role, WorkerKey
-
-if TYPE_CHECKING:
-    from poolgrid.router.policies.predicted.policy import Predicted
 
 SMALL_STEPS = 2.0
 """Up to so many times the smallest step a prompt is small: half of its time or more is the step's own."""
@@ -51,12 +47,16 @@ OTHERS_SHARE_MAX = 0.1
 who waits at the others all count on the same workers."""
 
 
+Estimate = Callable[[FloatArray, FloatArray, Candidates], tuple[FloatArray, dict[str, FloatArray]]]
+"""``Predicted.estimate``."""
+
+
 class BatchPlanner:
     """Plans the requests that wait at one router."""
 
-    def __init__(self, selector: Selector, policy: Predicted) -> None:
+    def __init__(self, selector: Selector, estimate: Estimate) -> None:
         self._selector = selector
-        self._policy = policy
+        self._estimate = estimate
 
     @property
     def is_active(self) -> bool:
@@ -92,7 +92,7 @@ class BatchPlanner:
             [uncached_tokens(each.request, *overlap) for each, overlap in zip(wanted, overlaps, strict=True)]
         )
         targets_ms = np.array([each.request.ttft_target_ms for each in wanted])
-        costs, terms = self._policy.estimate(targets_ms, tokens, candidates)
+        costs, terms = self._estimate(targets_ms, tokens, candidates)
         for row, each in enumerate(wanted):
             eligible, _ = group.eligible(each.request, each.unavailable, projection.ledger)
             if eligible is not group.all_rows:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Choice, FloatArray
-from poolgrid.router.core.policy import EXPECTED_MS, lowest
+from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, FloatArray
+from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
@@ -55,7 +55,7 @@ class Predicted:
         return WorkerSpeeds()
 
     def planner(self, selector: Selector) -> BatchPlanner:
-        return BatchPlanner(selector, self)
+        return BatchPlanner(selector, self.estimate)
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
         """Choose the least cost in milliseconds; who only decodes is chosen by the length of its steps."""

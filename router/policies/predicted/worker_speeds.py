@@ -22,11 +22,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import IndexArray
+from poolgrid.router.core.candidates import EXPECTED_MS, IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.observers import IsOpen, Observer
-from poolgrid.router.core.policy import EXPECTED_MS
 from poolgrid.router.policies.predicted.engine_times import EngineColumns, Engines
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
