@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from poolgrid.process.plugin_names import POLICIES, RETENTION, plugins, policy_names
+from poolgrid.process.plugins import POLICIES, RETENTION, load_plugin, plugin_names, policy_names
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.observers import Observer
@@ -72,11 +72,10 @@ def make_state(settings: RouterSettings, policy: Policy | None = None) -> Router
 
 def _loaded(group: str, name: str) -> Any:
     module, colon, attribute = name.partition(":")
-    known = plugins(group)
-    if not colon and name not in known:
-        names = policy_names() if group == POLICIES else ("off", *known)
+    if not colon and name not in plugin_names(group):
+        names = policy_names() if group == POLICIES else ("off", *plugin_names(group))
         raise PolicyError(f"loading policy {name!r}: it is unknown, allowed are {', '.join(names)}, or module:Class")
     try:
-        return getattr(importlib.import_module(module), attribute) if colon else known[name].load()
+        return getattr(importlib.import_module(module), attribute) if colon else load_plugin(group, name)
     except Exception as error:
         raise PolicyError(f"loading policy {name!r}: {type(error).__name__}: {error}") from error

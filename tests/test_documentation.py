@@ -27,7 +27,7 @@ from lab.website.metrics_tables import PAGES as METRICS_PAGES
 from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
 from poolgrid.process.instruments import GaugeFamily
-from poolgrid.process.plugin_names import policy_names
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.inputs import WorkerWanted

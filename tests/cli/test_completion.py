@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from poolgrid.cli import main
 from poolgrid.cli.completion import COMPLETE_VARIABLE, SHELLS
 from poolgrid.cli.main import app
-from poolgrid.process.plugin_names import policy_names
+from poolgrid.process.plugins import policy_names
 from poolgrid.router.settings import RouterSettings
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings, WhatIfSettings

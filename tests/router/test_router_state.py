@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,

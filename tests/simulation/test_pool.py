@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.process.plugin_names import policy_names
+from poolgrid.process.plugins import policy_names
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
 from poolgrid.tools.simulation.pool import Retention, RouterFleet, RunResult, SimulatedPool

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from poolgrid.process.plugin_names import policy_names
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 
 COMPARISON_ROUNDS = 3

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from poolgrid.process.plugin_names import policy_names
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.router.core.policy import HOLD_LIMIT_MS
