@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from poolgrid.router.core.routing_request import RoutingRequest
-from poolgrid.router.policies.retention.learner import SPENT, USUAL_OUTPUT_TOKENS, LearnerState, RetentionLearner
+from poolgrid.router.policies.retention.ghosts import SPENT
+from poolgrid.router.policies.retention.learner import USUAL_OUTPUT_TOKENS, LearnerState, RetentionLearner
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
 from tests.router.retention.mixed_prompts import BLOCKS, WORKER, asked, mixed, prompt
@@ -178,7 +179,7 @@ def test_what_begins_to_harm_is_said_no_more_at_once_and_then_blocks_get_back_th
         pass
 
     assert not learner.pays
-    assert learner.kept_hits <= learner.plain_hits + 16, "what it gained before says nothing of now"
+    assert learner.ghosts.kept_hits <= learner.ghosts.plain_hits + 16, "what it gained before says nothing of now"
     usual = learner.advise(asked("x", 4_200), prompt("0 0", 8), 602_000.0)
     assert usual == KvRetention((RetainedTokens(0, 4_200, RETENTION_DEFAULT),))
 
@@ -193,7 +194,7 @@ def test_the_next_turn_of_a_conversation_has_the_last_word_on_its_blocks() -> No
     standing = msgspec.structs.replace(run, priority=99, duration_ms=10_000_000, until_ms=1e12)
     runs = [standing if each is run else each for each in chapter.runs]
     learner.restore(msgspec.structs.replace(state, chapters=[msgspec.structs.replace(chapter, runs=runs)]))
-    learner.pays = True
+    learner.ghosts.pays = True
 
     follow_up = list(run.granules) + prompt("more", 2)
     said = learner.advise(asked("next", 512 * len(follow_up)), follow_up, 600_000.0)
