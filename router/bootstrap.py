@@ -35,14 +35,7 @@ from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace
 from poolgrid.process.tasks import detached, unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import POLICY_NAMES
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.opening import open_recorder
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.drain_endpoint import add_drain_endpoint
@@ -62,7 +55,7 @@ from poolgrid.router.http_api import (
     troubles,
 )
 from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
-from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.policy_loading import make_state
 from poolgrid.router.ports import JournalFeed, PoolFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
@@ -118,7 +111,7 @@ async def serve(
         metrics = RouterMetrics(registry)
         make_context = _context_maker(settings, registry)
         _warn_of_exposures(settings, frontend)
-        state = _make_state(settings)
+        state = make_state(settings)
         names: Names | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
@@ -237,17 +230,6 @@ def _warn_of_exposures(settings: RouterSettings, frontend: FrontendSettings) -> 
         planes += " and the endpoint picker"
     for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
         log.warning("%s", warning)
-
-
-def _make_state(settings: RouterSettings) -> RouterState:
-    policy = load_policy(settings)
-    index = PrefixIndex(settings.index_budget_bytes)
-    ledger = LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes)
-    approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
-    retention = RetentionLearner() if settings.retention == "learned" else None
-    return RouterState(
-        Selector(Projection(index, ledger, approximate, retention), policy, settings.worker_queue_factor)
-    )
 
 
 def _load_prompt_model(frontend: FrontendSettings) -> PromptModel:
