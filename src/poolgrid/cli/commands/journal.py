@@ -54,6 +54,7 @@ from poolgrid.consolidator.journal.record_rows import (
 from poolgrid.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process.figures import UNKNOWN, counted, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.decision_journal.reader import DIRECTORY, ReadRemarks, stored_entries
@@ -299,7 +300,9 @@ def compact(
             typer.echo(f"{error}; nothing was changed", err=True)
             raise typer.Exit(1) from None
         try:
-            journal = FileJournal(disk, JournalSettings(_SETTINGS.segment_bytes, retention_bytes, retention_ms))
+            journal = FileJournal(
+                disk, JournalSettings(Tuning().segment_bytes_of(retention_bytes), retention_bytes, retention_ms)
+            )
             with progress_bar("folding", 1, as_bytes=False):
                 pool = journal.recover(BLOCKS_PER_WORKER_MAX)
             for line in journal.report:

@@ -85,6 +85,9 @@ EVENTS_BESIDE_OTHERS_MAX = EVENTS_PER_BATCH_MAX // 2 - 1024
 """Events of a batch of a worker with several sources: a removed event may become two, one for the blocks that another
 source still holds; the rest is room for what a restatement takes back."""
 
+SOURCES_PER_WORKER_MAX = 8
+"""Event sources of one worker rank, its own stream included; engines and block managers have two or three."""
+
 NAME_CHARS_IN_REASON_MAX = 200
 """Characters of a refused value that are repeated in the reason."""
 
@@ -104,7 +107,7 @@ class ConsolidatorLimits:
 
     workers_max: int = 4096
     """WorkerRank ranks in the pool; a further one is refused."""
-    sources_per_worker_max: int = 8
+    sources_per_worker_max: int = SOURCES_PER_WORKER_MAX
     """Sources of one rank; a further one is refused."""
     blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX
     """Blocks remembered per rank; further chains are not taken in and counted."""
