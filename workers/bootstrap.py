@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -34,9 +33,6 @@ from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
 from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.gpus.metrics import GpuCollector
-from poolgrid.workers.gpus.nvml import NvmlReader, library_installed
-from poolgrid.workers.gpus.watch import GpuWatch
 from poolgrid.workers.loading_words import tell_while_loading
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import cached_model
@@ -72,7 +68,6 @@ async def serve(
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
         LoopMetrics(registry)
-        _watch_gpus(opened, settings, registry, clock)
         context = _open_context(opened, settings, registry)
         for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
             log.warning("%s", warning)
@@ -151,16 +146,6 @@ def _start_clock(opened: AsyncExitStack, clock: Clock, shortest_timeout_ms: floa
     awake = AwakeClock(clock, shortest_timeout_ms).start()
     opened.callback(awake.stop)
     return awake
-
-
-def _watch_gpus(
-    opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry, clock: Clock
-) -> None:
-    if settings.gpu_interval_ms:
-        watch = GpuWatch(lambda: NvmlReader(library_installed(), os.environ), settings.gpu_interval_ms, clock)
-        registry.register(GpuCollector(watch.seen))
-        watch.start()
-        opened.push_async_callback(asyncio.to_thread, watch.stop)
 
 
 def _open_context(opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry) -> PlaneContext:
