@@ -338,7 +338,7 @@ class ConsolidatorService:
             return
         core = self._core
         assert core is not None, "the service is not started"
-        turn = core.begin(self._now())
+        turn = Turn(self._now())
         try:
             work(core, turn)
             core.finish(turn)
