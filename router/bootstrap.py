@@ -14,6 +14,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.bootstrap import create as create_consolidator
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
@@ -259,7 +260,7 @@ def _make_feed(
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
-        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, consolidator.blocks_per_worker_max)
+        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
         return cast(PoolFeed, feed), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
@@ -303,7 +304,7 @@ async def _register(
 def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:
     kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
     # A data_dir beside a stream has no journal in it, only decisions.
-    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, consolidator.blocks_per_worker_max)
+    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, BLOCKS_PER_WORKER_MAX)
 
 
 def _add_endpoints(
@@ -406,7 +407,7 @@ def _open_shared(
     address = settings.advertise_host or settings.host
     place = f"{socket.gethostname()} {address}:{settings.port} {settings.router_id}" if settings.port else ""
     scope = f"{settings.namespace}.{settings.nats_pool}"
-    sharing = Sharing(scope, place, settings.names_lease_s, settings.names_replicas)
+    sharing = Sharing(scope, place, settings.names_lease_s, settings.nats_replicas)
     plane = load_plugin(EVENT_PLANES, settings.share_state)
     return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))
 

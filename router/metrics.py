@@ -541,7 +541,7 @@ class DecisionRecordCollector(Collector):
             ),
             (
                 "decision_journal_pending",
-                "Inputs of decisions that wait to be written. At `decision_queue_limit` they are dropped.",
+                "Inputs of decisions that wait to be written. At 20,000 they are dropped.",
                 recorder.pending,
                 "sum",
             ),

@@ -112,13 +112,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
         "poolgrid replay, what-if and explain; segments and retention are the journal's.",
     )
-    decision_queue_limit: int = Field(
-        20_000,
-        ge=100,
-        le=10_000_000,
-        description="Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it "
-        "they are dropped, and the journal says how many.",
-    )
     worker_queue_factor: float = Field(
         2.0,
         gt=0,
