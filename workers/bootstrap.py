@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +16,8 @@ from poolgrid.http.http_server import HttpServer
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
-from poolgrid.process.tasks import cancel_all, detached, owned, supervised, unless
+from poolgrid.process.plugins import EVENT_PLANES, load_plugin
+from poolgrid.process.tasks import cancel_all, detached, supervised, unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from poolgrid.transport.tls import Tls
@@ -232,28 +233,10 @@ def _open_publisher(
 def _follow_consolidator(
     opened: AsyncExitStack, settings: WorkerProcessSettings, place: ConsolidatorPlace, clock: Clock
 ) -> asyncio.Task[None]:
-    """Push to whichever consolidator of the pool is active, as NATS says."""
-    # Late: most workers have no use for it.
-    from poolgrid.nats.nats_connection import NatsConnection
-    from poolgrid.nats.nats_leader import LeaderWatch
-    from poolgrid.wire.leadership import Leader
-
-    def follow(leader: Leader | None) -> None:
-        # Who is active and has no address yet takes nothing in; the one before it does not either.
-        place.move("" if leader is None else leader.ingest)
-
-    connection = NatsConnection(settings, f"poolgrid worker {settings.worker_id}", clock)
-    opened.push_async_callback(connection.close)
-    watch = LeaderWatch(connection, follow)
-    opened.push_async_callback(watch.stop)
-
-    async def begin() -> None:
-        await connection.open()
-        await watch.start()
-
-    task = owned(begin(), "connection to NATS")
-    opened.push_async_callback(cancel_all, [task])
-    return task
+    """Push to whichever consolidator of the pool is active, as the event plane knows."""
+    plane = load_plugin(EVENT_PLANES, settings.event_plane)
+    following = plane.follow_consolidator(opened, settings, settings.worker_id, clock, place.move)
+    return cast("asyncio.Task[None]", following)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_settings import HttpSettings
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
@@ -51,10 +51,10 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Nam
     drain_timeout_ms: int = Field(
         30_000, ge=0, le=86_400_000, description="How long running requests may take to finish after SIGTERM."
     )
-    load_interval_ms: int = Field(
-        100, ge=0, le=60_000, description="Least time between two load reports while busy; one more when idle."
-    )
-    heartbeat_ms: int = Field(1000, ge=10, le=60_000, description="Time between two signs of life to the consolidator.")
+    load_interval_ms: ClassVar[float] = 100.0
+    """Least time between two load reports while busy; one more when idle."""
+    heartbeat_ms: ClassVar[float] = 1000.0
+    """Time between two signs of life to the consolidator: a tenth of its usual lease."""
     outbox_bytes: int = Field(
         OUTBOX_BYTES_DEFAULT,
         ge=OUTBOX_BYTES_MIN,
@@ -93,13 +93,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Nam
     model_source: str = Field(
         "",
         max_length=4096,
-        description="With model_cache_dir: directory, URL of a mirror, or ORG/MODEL[@REVISION] on a hub that the model "
-        "is fetched from; empty = what the engine is told to load.",
-    )
-    check_model: bool = Field(
-        False,
-        description="With model_cache_dir: read the model before it is loaded, and fetch again what is not what it "
-        "was. Takes as long as reading all of it once more.",
+        description="Fetch the model into model_cache_dir from this directory or hub (ORG/MODEL[@REVISION]); empty = "
+        "from what the engine is told to load.",
     )
 
     @field_validator("reasoning_parser", "tool_call_parser", mode="before")
@@ -109,11 +104,10 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Nam
 
     @model_validator(mode="after")
     def _check_model_cache(self) -> Self:
-        for name in ("model_source", "check_model"):
-            if getattr(self, name) and self.model_cache_dir is None:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r} without model_cache_dir: it is for models kept there"
-                )
+        if self.model_source and self.model_cache_dir is None:
+            raise ValueError(
+                f"model_source is {self.model_source!r} without model_cache_dir: it is for models kept there"
+            )
         return self
 
     @model_validator(mode="after")
