@@ -31,6 +31,26 @@ FORMER_SETTINGS: dict[str, str] = {
     "--check-model": "Run poolgrid model fetch MODEL --check before the start.",
     "--no-check-model": "Leave it out: a worker does not read its whole model before the start.",
     # workers: TensorRT-LLM
+    **dict.fromkeys(
+        (
+            "--pipeline-parallel-size",
+            "--expert-parallel-size",
+            "--gpus-per-node",
+            "--max-beam-width",
+            "--load-format",
+            "--event-buffer-max-size",
+        ),
+        "give TensorRT-LLM's own argument in --extra-engine-args or --override-engine-args.",
+    ),
+    "--kept-transfers-max": "at most 256 prefilled requests are kept at a time.",
+    "--max-requests": "at most 8192 requests are in the engine.",
+    "--health-interval-ms": "an idle engine proves itself every 30 s.",
+    "--health-timeout-ms": "the one-token generation of a health check may take 30 s.",
+    "--rank-lease-ms": "a rank that is silent for 10 s is lost.",
+    "--rank-start-timeout-ms": "all ranks have 600 s to come.",
+    "--tensor-lease-ms": "embeddings that no worker asks for are kept for 10 s.",
+    "--tensor-fetch-timeout-ms": "an encode worker that is silent for 2 s has failed the fetch.",
+    "--tensor-chunk-kb": "tensors travel in pieces of 1 MiB.",
     "--backend": "the backend is pytorch; for AutoDeploy use --engine trtllm-serve.",
     "--gpu-interval-ms": "workers show no GPU metrics, run dcgm-exporter.",
     # workers: servers and the simulated engine
