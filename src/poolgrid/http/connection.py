@@ -251,11 +251,10 @@ class HttpConnection(asyncio.Protocol):
     def take_body(self, part: bytes) -> None:
         """Take a part of a body."""
         exchange = self._exchange
-        if exchange is not None and not exchange.is_complete:
-            if exchange.take(part):
-                self._call(exchange)
-                if not self.flow.is_full:
-                    self.flow.fill(True)
+        if exchange is not None and not exchange.is_complete and exchange.take(part):
+            self._call(exchange)
+            if not self.flow.is_full:
+                self.flow.fill(True)
 
     def end_request(self) -> None:
         """Take the end of a request."""

@@ -223,9 +223,9 @@ class RequestParser:
         if self._hosts is not None:
             host = next((value for name, value in headers if name == b"host"), b"localhost")
             if not self._hosts.allow(host):
-                message = f"reading a request: Host is {shown(host)}, allowed are loopback names and addresses"
-                where = "for a server on a loopback address without API keys"
-                return RequestRefusedError(403, "foreign_host", f"{message} {where}, and names of setting http_hosts")
+                message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
+                where = "and names of setting http_hosts, for a server on a loopback address without API keys"
+                return RequestRefusedError(403, "foreign_host", f"{message} {where}")
         return None
 
 
