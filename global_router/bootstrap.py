@@ -204,7 +204,7 @@ async def serve(
             served = open_served_seconds(opened, app.served, clock)
             namespace = settings.namespace if settings.has_names else ""
             source = GlobalFleetSource(service, client, awake, served, place, namespace)
-            of_page = open_fleet_page(opened, app, source, frontend, clock, member)
+            of_page = open_fleet_page(opened, app, source, clock, member)
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group, {**of_page, **decisions.answers()})

@@ -175,7 +175,7 @@ async def serve(
             player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=member is not None)
             served = open_served_seconds(opened, app.served, clock)
             source = RouterFleetSource(settings, service.view, watch, player, served, place)
-            of_page = open_fleet_page(opened, app, source, frontend, clock, member)
+            of_page = open_fleet_page(opened, app, source, clock, member)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, {**of_page, **decisions.answers()})
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.

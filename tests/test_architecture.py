@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "process": ("wire",),
     "transport": ("wire", "process"),
     "http": ("process", "transport"),
-    "inference": ("wire", "process"),
+    "inference": ("wire", "process.log_lines", "process.tracing.record"),
     "discovery.registry": ("wire",),
     "discovery": ("wire", "process", "transport"),
     "kubernetes.slices": ("wire", "discovery.registry"),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
@@ -29,7 +28,7 @@ from poolgrid.frontend.access.gate import caller_of
 from poolgrid.frontend.access.limit_headers import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
-from poolgrid.frontend.compression import accepts_gzip, compressed
+from poolgrid.frontend.compression import GZIP_BYTES_MIN, accepts_gzip, compressed
 from poolgrid.frontend.dialects import OPENAI, Dialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
@@ -38,13 +37,15 @@ from poolgrid.frontend.keep_alive import KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.memory_budget import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
-from poolgrid.frontend.preparation import Job
-from poolgrid.frontend.prompt import Prompt
+from poolgrid.frontend.parsed_answers import encoder_of
+from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
+from poolgrid.frontend.prompts import look_up, tokenize
 from poolgrid.frontend.request_body import check_announced, receive_body
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.request_span import tell_request
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
+from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
@@ -89,7 +90,7 @@ LEFT_OUT_TYPES_MAX: Final = 64
 CLIENT_LEFT: Final = 499
 """Status that is counted (not sent) when the client left first; nginx's number for it."""
 
-Prepare = Callable[[bytes, Caller | None], Job | Awaitable[Job]]
+Prepare = Callable[[bytes, Caller | None], PreparedRequest | Awaitable[PreparedRequest]]
 """Returns the job that a body asks for, given whose it is; raises ``RequestError``."""
 
 Arrivals = Sequence[tuple[SequenceOutput, Sequence[StreamDelta]]]
@@ -139,8 +140,6 @@ class InferenceEndpoint:
         self._tracing = tracing
         self._isolates = settings.isolate_tenants
         self._left_out: set[str] = set()
-        self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
-        """Shortest answer that is compressed."""
         self._body_bytes_max = settings.max_body_bytes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
@@ -297,18 +296,18 @@ class _Exchange:
             finally:
                 self._endpoint.end(self, account)
 
-    async def _prepared(self, body: bytes) -> Job:
+    async def _prepared(self, body: bytes) -> PreparedRequest:
         """Return the job that a body asks for; raises ``RequestError``."""
         try:
             prepared = self._endpoint._prepare(body, self._caller)
-            return prepared if isinstance(prepared, Job) else await prepared
+            return prepared if isinstance(prepared, PreparedRequest) else await prepared
         except RecursionError:
             # The parser takes what is nested some hundred deep; what looks at it afterwards may take less.
             raise RequestError(
                 400, "invalid_json", f"reading the request body ({len(body)} bytes): it is nested too deeply"
             ) from None
 
-    async def _try_guide(self, job: Job) -> None:
+    async def _try_guide(self, job: PreparedRequest) -> None:
         """Return when the guide may go to a worker; raises ``RequestError``."""
         if self._caller is not None:
             self._caller.check_feature("guided_decoding")
@@ -318,27 +317,27 @@ class _Exchange:
         encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
         return await self._endpoint._inflation.inflated(body, encoding, lambda: self.left)
 
-    async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
+    async def _tokenize(self, job: PreparedRequest, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
         began_s = perf_counter()
         began_ms = 0.0 if self.trace is None else self._clock.monotonic_ms()
         fast = job.model.tokenizes_fast()
         if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
-            prompts = job.tokenize()
+            prompts = tokenize(job)
         else:
-            left = job.look_up(LOOK_UP_RENDERING_MS) if body_bytes <= LOOK_UP_BYTES_MAX else None
+            left = look_up(job, LOOK_UP_RENDERING_MS) if body_bytes <= LOOK_UP_BYTES_MAX else None
             if left is not None and pool.is_short(left, fast):
-                prompts = job.tokenize()
+                prompts = tokenize(job)
             else:
-                prompts = await pool.run_in_thread(job.tokenize)
+                prompts = await pool.run_in_thread(partial(tokenize, job))
         job.forget_prompt()
         if self.trace is not None:
             self.trace.add("render and tokenize", began_ms)
         self._metrics.tokenization.observe(perf_counter() - began_s)
         return prompts
 
-    async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
-        requests = job.requests(prompts, request_ids, self._headers.hints)
+    async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
+        requests = sequences_of(job, prompts, request_ids, self._headers.hints)
         if self.trace is not None:
             for request in requests:
                 request.trace = self.trace
@@ -365,7 +364,7 @@ class _Exchange:
         isl_seen = self._metrics.isl
         for prompt in prompts:
             isl_seen.observe(len(prompt.token_ids) // TOKEN_BYTES)
-        encoder = job.encoder(prompts, request_ids, self._clock.wall_ms() // 1000)
+        encoder = encoder_of(job, prompts, request_ids, self._clock.wall_ms() // 1000)
         encoder.outputs = outputs
         self._encoder = encoder
         if job.body.stream_options is not None and job.counts_in_chunks:
@@ -384,7 +383,7 @@ class _Exchange:
 
     async def _stream(
         self,
-        job: Job,
+        job: PreparedRequest,
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
@@ -407,7 +406,7 @@ class _Exchange:
 
     async def _events(
         self,
-        job: Job,
+        job: PreparedRequest,
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
@@ -448,7 +447,7 @@ class _Exchange:
 
     async def _events_of_one(
         self,
-        job: Job,
+        job: PreparedRequest,
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         head: StreamHead,
@@ -489,7 +488,7 @@ class _Exchange:
 
     async def _whole(
         self,
-        job: Job,
+        job: PreparedRequest,
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
@@ -516,7 +515,7 @@ class _Exchange:
         else:
             body = await self._completed(job, encoder, partial(encoder.whole, self._outputs, counts))
         headers = [*self._response_headers(), (b"content-type", b"application/json")]
-        if len(body) >= self._endpoint._gzip_bytes:
+        if len(body) >= GZIP_BYTES_MIN:
             headers.append((b"vary", b"accept-encoding"))
             if accepts_gzip(self._headers.accept_encoding):
                 body = compressed(body)
@@ -526,7 +525,7 @@ class _Exchange:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._end(body)
 
-    async def _completed(self, job: Job, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
+    async def _completed(self, job: PreparedRequest, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
         """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
         is kept before its client can go on from it."""
         form = job.form
@@ -578,7 +577,7 @@ class _Exchange:
             series.itl.observe((now_ms - previous_ms) / 1000 / tokens)
         output.last_token_at_ms = now_ms
 
-    def _usage(self, job: Job, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    def _usage(self, job: PreparedRequest, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return the counts: every prompt once, with the reuse that its first choice found."""
         if len(self._outputs) == 1:
             [output] = self._outputs
