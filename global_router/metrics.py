@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.target_board import TargetBoard
-from poolgrid.process.instruments import Counter, Gauge, Histogram
+from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.serving.leg_times import LegTimes
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
@@ -48,11 +48,6 @@ class GlobalRouterMetrics:
             buckets=SELECT_SECONDS_BUCKETS,
             registry=registry,
         )
-        Gauge(
-            "poolgrid_global_router_http_workers",
-            "HTTP processes whose figures are in this answer.",
-            registry=registry,
-        ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_global_router_queue_seconds",
             "Time requests waited for a pool with room, by cause: `pools_full`, `behind_others`, or, of requests whose "

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.process.instruments import Counter, Gauge, Histogram
+from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
@@ -111,12 +111,6 @@ class RouterMetrics:
         self.ttft_later = self.ttft_error_seconds.labels("later")
         self.ttft_sooner = self.ttft_error_seconds.labels("sooner")
         self.leg_times = LegTimes("poolgrid_router_leg_seconds", registry)
-        Gauge(
-            "poolgrid_router_http_workers",
-            "HTTP processes whose figures are in this answer. If there are fewer than `http_workers`, one is "
-            "restarting or stuck.",
-            registry=registry,
-        ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_router_queue_seconds",
             "Time requests waited for a worker with room, by cause: `workers_full`, `unreachable` (who could serve it "

@@ -172,6 +172,21 @@ class ServerSettings(HttpSettings):
 
     host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
+    http_workers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Processes that share the HTTP port, each with its own queue and caches. One uses one core; take "
+        "as many as there are cores to spare.",
+    )
+    admin_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="With http_workers, the port at which the first process answers for itself alone: its metrics, "
+        "decisions, fleet page. Each further process takes the next port; 0 takes any free ones, and the ready line "
+        "names them.",
+    )
     shutdown_timeout_ms: float = Field(
         5_000, ge=0, le=600_000, description="How long open responses may finish after SIGINT or SIGTERM."
     )
