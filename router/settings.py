@@ -31,13 +31,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         le=65535,
         description="Port at which global routers ask this pool to select and reserve workers; 0 takes any free one.",
     )
-    http_workers: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Processes that share the HTTP port, each a router of its own over the same event stream, with its "
-        "own admission queue and caches. One uses one core; take as many as there are cores to spare.",
-    )
     feed_endpoint: ZmqAddress | None = Field(
         None,
         description="Feed of a consolidator that runs alone (tcp://host:port, with names also "

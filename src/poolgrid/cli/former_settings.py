@@ -7,6 +7,12 @@ from collections.abc import Iterable, Mapping
 FORMER_SETTINGS: dict[str, str] = {
     # router, global router, admission
     # front end: HTTP, tenants, media, tracing
+    "--http-header-line-bytes": "A line of a head may have a quarter of --http-head-bytes.",
+    "--http-headers": "A request may have 100 header fields.",
+    "--http-header-timeout-ms": "use --http-request-timeout-ms, which is for heads and bodies.",
+    "--http-body-timeout-ms": "use --http-request-timeout-ms, which is for heads and bodies.",
+    "--http-body-bytes-per-s": "Each 10 kB of a body that came add a second to --http-request-timeout-ms.",
+    "--http-pipeline-bytes": "64 KiB of further requests are read while one is in flight.",
     # consolidator, feed, discovery, NATS
     "--resend-retry-ms": "Missing batches are asked for again every 200 ms.",
     "--stale-after-ms": "A gap makes a worker's blocks untrusted after 2 s.",
