@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from poolgrid.consolidator.service import ConsolidatorService
 
 SILENCE_MS = 2500.0
-"""Silence of a consolidator that is worth a word: it speaks every ``feed_keep_alive_ms``, 500 unless set otherwise."""
+"""Silence of a consolidator that is worth a word: it publishes at least every 500 ms."""
 
 
 class EmbeddedFeed:

@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
     "router.core": ("wire", "consolidator.core.sharded_map"),
+    "router.policies": ("wire", "router.core"),
     "router": (
         "wire",
         "process",
@@ -104,6 +105,7 @@ PURE = (
     "kubernetes.slices",
     "serving.admission",
     "router.core",
+    "router.policies",
     "consolidator.core",
     "global_router.core",
     "workers.core",

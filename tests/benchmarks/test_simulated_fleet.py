@@ -25,7 +25,7 @@ from lab.benchmarks.simulated_fleet import (
 )
 from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
 from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.workload import Workload, build_workload

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
@@ -17,7 +18,7 @@ from poolgrid.fleet_page.served_seconds import open_served_seconds
 from poolgrid.frontend.app import Application
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.process.clock import Clock
-from poolgrid.process.process_group import GroupMember, LoopAnswer
+from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -32,17 +33,17 @@ def open_router_page(
     service: RouterService,
     state: RouterState,
     clock: Clock,
-    member: GroupMember | None,
-) -> dict[str, LoopAnswer]:
-    """Add the page of a router; return what siblings of a ``member`` may ask."""
+    place: GroupPlace | None,
+) -> None:
+    """Add the page of a router."""
     kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
     # A data_dir next to a stream has no journal in it, only decisions.
     directory = None if consolidator.on_nats else consolidator.data_dir
-    player = Player(directory, kept, consolidator.blocks_per_worker_max)
-    watch = FleetWatch(state, has_siblings=member is not None)
+    player = Player(directory, kept, BLOCKS_PER_WORKER_MAX)
+    watch = FleetWatch(state)
     served = open_served_seconds(opened, app.served, clock)
-    source = RouterFleetSource(settings, service.view, watch, player, served, None if member is None else member.place)
-    return open_fleet_page(opened, app, source, clock, member)
+    source = RouterFleetSource(settings, service.view, watch, player, served, place)
+    open_fleet_page(opened, app, source, clock)
 
 
 def open_global_page(
@@ -53,10 +54,9 @@ def open_global_page(
     namespace: str,
     clock: Clock,
     awake: Clock,
-    member: GroupMember | None,
-) -> dict[str, LoopAnswer]:
-    """Add the page of a global router; return what siblings of a ``member`` may ask."""
+    place: GroupPlace | None,
+) -> None:
+    """Add the page of a global router."""
     served = open_served_seconds(opened, app.served, clock)
-    place = None if member is None else member.place
     source = GlobalFleetSource(service, client, awake, served, place, namespace)
-    return open_fleet_page(opened, app, source, clock, member)
+    open_fleet_page(opened, app, source, clock)

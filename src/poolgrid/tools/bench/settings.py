@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 
 ISL_DEFAULT = 1024
@@ -40,7 +41,7 @@ class BenchSettings(Settings):
     model: str | None = Field(None, description="Model to ask for; by default the first that the endpoint lists.")
     policies: Words = Field(
         (),
-        examples=["kv", "approximate", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
+        examples=list(policy_names()),
         description="In place of url: compare these routing policies, each in a pool of simulated workers that is "
         "started for it.",
     )

@@ -7,8 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
+
+SIMULATED_POLICIES = tuple(name for name in policy_names() if name != "approximate")
 
 
 class EngineSettings(Settings):
@@ -40,7 +43,7 @@ class SimulationSettings(EngineSettings):
 
     policy: str = Field(
         "kv,round-robin,least-loaded",
-        examples=["kv", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
+        examples=list(SIMULATED_POLICIES),
         description="Policies to compare, separated by commas: known ones, or module:Class of your own.",
     )
     block_size: int = Field(64, ge=1, le=65_536, description="Tokens in a KV block.")
@@ -76,7 +79,7 @@ class WhatIfSettings(EngineSettings):
     )
     policy: str | None = Field(
         None,
-        examples=["kv", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
+        examples=list(SIMULATED_POLICIES),
         description="Policies; by default the recorded one.",
     )
     overlap_weight: str | None = Field(

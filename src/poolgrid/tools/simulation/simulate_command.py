@@ -13,14 +13,14 @@ from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
-from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import Policy
-from poolgrid.router.policy_loading import PolicyError, policy_named
+from poolgrid.router.policy_loading import PolicyError, make_policy
 from poolgrid.tools.simulation.conditions import SpeedError, WorkerSpeeds
-from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedPool
+from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.recording import load_trace
 from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.settings import SimulationSettings
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
 
 
 @command()
@@ -86,7 +86,7 @@ def _policies(settings: SimulationSettings) -> dict[str, Policy]:
             allowed = f"{', '.join(SIMULATED_POLICIES)}, or module:Class"
             raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}")
         try:
-            policies[name] = policy_named(name, weights, settings.temperature)
+            policies[name] = make_policy(name, weights, settings.temperature)
         except PolicyError as error:
             raise UsageError(str(error)) from None
     return policies

@@ -15,10 +15,10 @@ from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, Retention
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.tools.simulation.pool import Retention
 from poolgrid.tools.simulation.recording import Stage, load_recording
-from poolgrid.tools.simulation.settings import WhatIfSettings
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 from poolgrid.tools.simulation.variants import Variant, run_variant
 
 VARIANTS_MAX = 64
