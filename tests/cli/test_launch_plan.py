@@ -186,7 +186,7 @@ def test_a_dry_run_prints_processes_gpus_ports_and_commands() -> None:
     shown = io.StringIO()
     show(parts, Console(file=shown, width=80))
     table, _, commands = shown.getvalue().partition("\n\n")
-    assert table.splitlines() == [
+    assert [line.rstrip() for line in table.splitlines()] == [
         "part          GPUs  made of      port",
         "─" * len("consolidator  GPUs  TP 1 x PP 1  any free"),
         "consolidator  -                  any free",

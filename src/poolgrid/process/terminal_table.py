@@ -58,6 +58,10 @@ class TerminalTable:
             raise ValueError(f"adding a row of {len(values)} values to a table of {len(self.headings)} columns")
         self.rows.append([value if isinstance(value, Text) else Text(value, style) for value in values])
 
+    @property
+    def width(self) -> int:
+        return self._width(range(len(self.headings)))
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table as lines for the room that ``options`` says there is."""
         yield from (Text(self.title, style="bold"),) if self.title else ()
