@@ -12,11 +12,9 @@ import pytest
 
 from poolgrid.process.clock import SystemClock
 from poolgrid.tools.bench.client import Client, Exchange, RequestFailed, Target
-from poolgrid.tools.bench.conversations import ConversationShape, PlannedConversation, plan_conversations
+from poolgrid.tools.bench.conversations import ConversationShape, PlannedConversation, plan_conversations, synthetic
 from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker, WordScale
-from poolgrid.tools.bench.runner import Planned, RequestLine, RequestShape, Result, run
-from poolgrid.tools.bench.schedule import synthetic
-from poolgrid.tools.bench.word_scale import measure_word_scale
+from poolgrid.tools.bench.runner import Planned, RequestLine, RequestShape, Result, measure_word_scale, run
 from tests.bench.fake_endpoint import FakeEndpoint, answer_of, serving
 
 PROMPTS = PromptMaker(16, 255)

@@ -6,7 +6,7 @@ from itertools import count, islice
 
 import pytest
 
-from poolgrid.tools.bench.schedule import poisson, synthetic, until
+from poolgrid.tools.bench.conversations import poisson, synthetic, until
 
 
 def test_poisson_arrivals_are_reproducible_and_depend_on_the_seed() -> None:

@@ -18,8 +18,7 @@ from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
-from poolgrid.router.endpoint_picker.answer_reading import TAIL_BYTES, AnswerReader
-from poolgrid.router.endpoint_picker.exchange import Exchange, ProtocolError
+from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, Exchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading

@@ -26,19 +26,16 @@ from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import unless
 from poolgrid.process.terminal_table import terminal
-from poolgrid.tools.bench import schedule
 from poolgrid.tools.bench.client import Client, RequestFailed, Target
-from poolgrid.tools.bench.conversations import ConversationShape, plan_conversations
+from poolgrid.tools.bench.conversations import ConversationShape, plan_conversations, poisson, synthetic, until
 from poolgrid.tools.bench.pools import PoolsFailed, open_pools
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
-from poolgrid.tools.bench.run_logs import RunLogs
-from poolgrid.tools.bench.runner import Planned, RequestShape, Result, Verify, run
-from poolgrid.tools.bench.series import Point, Series, with_ratios
+from poolgrid.tools.bench.runner import Planned, RequestShape, Result, Verify, measure_word_scale, run
+from poolgrid.tools.bench.series import Point, RunLogs, Series, with_ratios
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.bench.statistics import Measurements, Report, report
 from poolgrid.tools.bench.table import report_table, series_table
 from poolgrid.tools.bench.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
-from poolgrid.tools.bench.word_scale import measure_word_scale
 from poolgrid.wire.hashing import stable_u64
 
 REQUESTS_DEFAULT = 100
@@ -139,15 +136,15 @@ def plan(settings: BenchSettings, seed: int | None = None) -> tuple[Iterable[Pla
     if settings.rate is None:
         times = itertools.repeat(None)
     else:
-        arrivals = schedule.poisson(settings.rate, seed)
-        times = arrivals if settings.duration_s is None else schedule.until(arrivals, settings.duration_s * 1000.0)
+        arrivals = poisson(settings.rate, seed)
+        times = arrivals if settings.duration_s is None else until(arrivals, settings.duration_s * 1000.0)
     if settings.converses:
         conversations = plan_conversations(times, _conversation_shape(settings), seed)
         if count is None:
             return conversations, None
         number = -(-count // settings.turns)
         return itertools.islice(conversations, number), number * settings.turns
-    requests = schedule.synthetic(times, isl=settings.prompt_tokens, osl=settings.output_tokens, seed=seed)
+    requests = synthetic(times, isl=settings.prompt_tokens, osl=settings.output_tokens, seed=seed)
     return (requests if count is None else itertools.islice(requests, count)), count
 
 

@@ -16,13 +16,12 @@ from poolgrid.cli.journal_directory import STREAM_SCHEMES, UsageError, journal_e
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted
 from poolgrid.process.terminal_table import terminal
-from poolgrid.tools.simulation.recorded import part_of
 from poolgrid.tools.simulation.recording import Stage, load_recording, load_trace
 from poolgrid.tools.simulation.settings import TuneSettings
 from poolgrid.tools.simulation.tuning import WORTHWHILE, Objective, Trial, best_of, search
 from poolgrid.tools.simulation.variants import Variant, VariantResult, run_variant
 from poolgrid.tools.simulation.what_if_command import difference_table, report_of
-from poolgrid.tools.simulation.workload import Workload
+from poolgrid.tools.simulation.workload import Workload, part_of
 
 SEARCH_SHARE = 0.6
 """Share of the requests, the earliest, to search on; the rest is held back."""
