@@ -62,7 +62,7 @@ NOT_NEEDED = {
         "matplotlib",
         "poolgrid.cli.config", "poolgrid.global_router.heat_map", "poolgrid.global_router.core.builder",
     },
-    ("explain", "poolgrid.cli.explain"): {
+    ("explain", "poolgrid.cli.commands.explain"): {
         "numpy", "poolgrid.router", "poolgrid.tools.simulation", "poolgrid.cli.journal_directory",
     },
 }  # fmt: skip

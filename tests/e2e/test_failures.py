@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from poolgrid.cli.drain import Told, drain
+from poolgrid.cli.commands.drain import Told, drain_through
 from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.bench.statistics import Report
@@ -104,7 +104,7 @@ def test_most_of_a_pool_that_drains_at_once_under_load_costs_nothing(pool: Proce
             pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM)
             ordered = httpx.post(f"{pool.url}/v1/workers/worker-1/drain", params={"timeout_ms": 0})
             assert ordered.status_code == 202, ordered.text
-        assert drain(pool.url, ["worker-1"], Told(timeout_ms=0, wait_s=60), as_json=False) == 0
+        assert drain_through(pool.url, ["worker-1"], Told(timeout_ms=0, wait_s=60), as_json=False) == 0
 
     report = load_while(pool.url, drain_two)
 
