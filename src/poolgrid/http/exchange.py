@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from poolgrid.http.connection import HttpConnection
@@ -59,7 +59,7 @@ class _Done:
         return iter(())
 
 
-_DONE: Final = _Done()
+_DONE: Final = cast("Awaitable[None]", _Done())
 
 
 class HttpExchange:

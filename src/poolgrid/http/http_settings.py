@@ -6,6 +6,7 @@ Each limit holds for one process, also for each of those that share a port (``--
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from pydantic import Field
 
 from poolgrid.transport.security import SecuritySettings

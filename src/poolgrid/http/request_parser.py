@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import httptools
@@ -57,7 +57,7 @@ class RequestParser:
         self._connection: HttpConnection | None = connection
         self._limits = limits
         self._hosts = hosts
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         # What follows a request that asks for the end of the connection is ignored later, and no error of the parser.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url = b""
