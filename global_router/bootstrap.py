@@ -301,7 +301,7 @@ def _open_shared(
     address, index = settings.advertise_host or settings.host, 0 if place is None else place.index
     where = f"{socket.gethostname()} {address}:{settings.port} {index}" if settings.port else ""
     scope = f"{settings.namespace}.{SHARED_BY}"
-    sharing = Sharing(scope, where, settings.names_lease_s, settings.names_replicas)
+    sharing = Sharing(scope, where, settings.names_lease_s, settings.nats_replicas)
     plane = load_plugin(EVENT_PLANES, settings.share_state)
     return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))
 

@@ -14,6 +14,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.bootstrap import create as create_consolidator
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
@@ -34,14 +35,7 @@ from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import POLICY_NAMES
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.opening import open_recorder
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.drain_endpoint import add_drain_endpoint
@@ -60,7 +54,7 @@ from poolgrid.router.http_api import (
     troubles,
 )
 from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
-from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.policy_loading import make_state
 from poolgrid.router.ports import JournalFeed, PoolFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
@@ -118,7 +112,7 @@ async def serve(
         metrics = RouterMetrics(registry)
         make_context = _context_maker(settings, registry)
         _warn_of_exposures(settings, frontend)
-        state = _make_state(settings)
+        state = make_state(settings)
         names: Names | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
@@ -230,17 +224,6 @@ def _warn_of_exposures(settings: RouterSettings, frontend: FrontendSettings) -> 
         log.warning("%s", warning)
 
 
-def _make_state(settings: RouterSettings) -> RouterState:
-    policy = load_policy(settings)
-    index = PrefixIndex(settings.index_budget_bytes)
-    ledger = LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes)
-    approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
-    retention = RetentionLearner() if settings.retention == "learned" else None
-    return RouterState(
-        Selector(Projection(index, ledger, approximate, retention), policy, settings.worker_queue_factor)
-    )
-
-
 def _load_prompt_model(frontend: FrontendSettings) -> PromptModel:
     return PromptModel.load(
         frontend.model_path,
@@ -268,7 +251,7 @@ def _make_feed(
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
-        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, consolidator.blocks_per_worker_max)
+        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
         return cast(PoolFeed, feed), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
@@ -312,7 +295,7 @@ async def _register(
 def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:
     kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
     # A data_dir beside a stream has no journal in it, only decisions.
-    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, consolidator.blocks_per_worker_max)
+    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, BLOCKS_PER_WORKER_MAX)
 
 
 def _add_endpoints(
@@ -414,6 +397,6 @@ def _open_shared(
     address = settings.advertise_host or settings.host
     place = f"{socket.gethostname()} {address}:{settings.port} {settings.router_id}" if settings.port else ""
     scope = f"{settings.namespace}.{settings.nats_pool}"
-    sharing = Sharing(scope, place, settings.names_lease_s, settings.names_replicas)
+    sharing = Sharing(scope, place, settings.names_lease_s, settings.nats_replicas)
     plane = load_plugin(EVENT_PLANES, settings.share_state)
     return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))

@@ -336,7 +336,7 @@ class StateCollector(Collector):
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=value)
-        ledger, trust, retention = projection.ledger, projection.trust, projection.retention
+        ledger, trust, retention = projection.ledger, projection.trust, projection.observer("retention")
         for name, text, count in (
             (
                 "index_evicted_blocks",
@@ -512,7 +512,7 @@ class DecisionRecordCollector(Collector):
             ),
             (
                 "decision_journal_pending",
-                "Inputs of decisions that wait to be written. At `decision_queue_limit` they are dropped.",
+                "Inputs of decisions that wait to be written. At 20,000 they are dropped.",
                 recorder.pending,
             ),
         )
