@@ -34,13 +34,6 @@ class EndpointPickerSettings(Settings):
         description="Port of the endpoint picker, at which Envoy asks over ext-proc (gRPC) where a request is to go, "
         "usually 9002; 0 takes any free one, empty = none. Needs poolgrid[ext-proc].",
     )
-    ext_proc_fallbacks: int = Field(
-        2,
-        ge=0,
-        le=16,
-        description="Endpoints that a gateway is told beside the first, in the order in which they would be chosen. "
-        "Two outlive a pod that is gone and its neighbour; each costs a further choice.",
-    )
     ext_proc_streams: int = Field(
         4096,
         ge=1,

@@ -70,6 +70,7 @@ FORMER_SETTINGS: dict[str, str] = {
     "--encode-ms-per-image": "A simulated encode worker takes 20 ms for an image.",
     "--load-bytes": "A simulated load has 16,000,000,000 bytes; --load-ms sets its time.",
     # up, bench, simulate, engine-check, model, journal
+    "--ext-proc-fallbacks": "a gateway is told two endpoints next to the first.",
     "--front": "use --backend-url URL.",
     "--front-prefill": "use --backend-url prefill=URL.",
     "--front-decode": "use --backend-url decode=URL.",
