@@ -19,7 +19,7 @@ Rules
     5. At most ``budget_bytes``, after every store. Beyond it the blocks that are longest out of reach go first, then
        leaves from their ends, oldest first, but leaves in use get a second chance; evictions are counted.
     6. No call takes longer because the index is large. Nothing is copied or scanned whole, no map is rebuilt whole
-       (``BlockMap``, ``BlockPlaces``), and what sweeping and eviction do in one call has a limit. Beyond that a call
+       (``BlockMap``, ``BlockLocator``), and what sweeping and eviction do in one call has a limit. Beyond that a call
        does what its own event says: its blocks, the runs that they cut, and, where a block goes that a worker still
        holds blocks behind (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right
        below.
@@ -45,8 +45,8 @@ from itertools import islice
 from typing import Final
 
 from poolgrid.consolidator.core.sharded_map import KEY_BITS, SHARD_ENTRIES
+from poolgrid.router.core.block_locator import GONE, BlockLocator
 from poolgrid.router.core.block_map import BlockMap
-from poolgrid.router.core.block_places import GONE, BlockPlaces
 from poolgrid.router.core.lower_tiers import LowerTiers, TierOverlap, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
@@ -91,7 +91,7 @@ EDGES_SHARD_ENTRIES: Final = 32_768
 looks at all that is in new dicts, a tenth of a second."""
 
 PLACES_SHARD_ENTRIES: Final = 16_384
-"""Blocks of a shard of ``BlockPlaces``: looking through all of them takes five to ten microseconds, splitting them or
+"""Blocks of a shard of ``BlockLocator``: looking through all of them takes five to ten microseconds, splitting them or
 putting them in order about a millisecond."""
 
 NEAR: Final = 8
@@ -137,7 +137,7 @@ class PrefixIndex:
         self._first_depth = first_depth
         self._max_blocks = sys.maxsize if budget_bytes is None else budget_bytes // BYTES_PER_BLOCK
         self._edges = BlockMap(shard_entries, first_depth)
-        self._places = BlockPlaces(min(shard_entries, PLACES_SHARD_ENTRIES), first_depth)
+        self._places = BlockLocator(min(shard_entries, PLACES_SHARD_ENTRIES), first_depth)
         self._blocks = 0
         """How many blocks are in reach."""
         self._crossed = False

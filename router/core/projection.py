@@ -19,7 +19,7 @@ from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.stream_trust import StreamTrust
+from poolgrid.router.core.stream_health import StreamHealth
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksReleased,
@@ -101,7 +101,7 @@ class Projection:
         self.fleet = Fleet()
         self.index = index
         self.ledger = ledger
-        self.trust = StreamTrust(index)
+        self.trust = StreamHealth(index)
         self.next_offset = 0
         """Every record below this offset has been applied."""
         self.observers: tuple[Observer, ...] = ()

@@ -15,9 +15,9 @@ from typing import Any, Final, Protocol, overload
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
-    Crowded,
     Expired,
     Input,
+    Overcommitted,
     PromptComputed,
     RecordsArrived,
     Released,
@@ -50,7 +50,7 @@ class RouterState:
     @overload
     def apply(self, given: Renewed | PromptComputed | Released) -> bool: ...
     @overload
-    def apply(self, given: RecordsArrived | SnapshotArrived | Booked | Crowded | Expired) -> None: ...
+    def apply(self, given: RecordsArrived | SnapshotArrived | Booked | Overcommitted | Expired) -> None: ...
     @overload
     def apply(self, given: Input) -> Found | bool | None: ...
 
@@ -111,7 +111,7 @@ class RouterState:
             # Of all that is held, only what was due made a difference.
             self._note(Expired(given.now_ms, renewed))
 
-    def _overcommit(self, given: Crowded) -> None:
+    def _overcommit(self, given: Overcommitted) -> None:
         slot = self.projection.index.slot(given.worker)
         self.projection.ledger.crowded(given.worker, slot, given.dispatch_id, given.booked_tokens, given.now_ms)
         self._note(given)
@@ -133,6 +133,6 @@ _EFFECTS: Final[Mapping[type[Input], Callable[[RouterState, Any], Any]]] = {
     PromptComputed: RouterState._see_prompt,
     RecordsArrived: RouterState._take_records,
     SnapshotArrived: RouterState._adopt,
-    Crowded: RouterState._overcommit,
+    Overcommitted: RouterState._overcommit,
     Expired: RouterState._expire,
 }

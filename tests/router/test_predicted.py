@@ -15,8 +15,8 @@ from poolgrid.router.core.policy import KvAware, Planner
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import PUBLISHED, StepCurve
+from poolgrid.router.policies.predicted.learned_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, LearnedSpeeds
 from poolgrid.router.policies.predicted.policy import Predicted
-from poolgrid.router.policies.predicted.worker_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, WorkerSpeeds
 from poolgrid.wire.card import StepTimes
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
@@ -39,8 +39,8 @@ def planner_of(selector: Selector) -> Planner:
     return selector.planner
 
 
-def speeds_of(pool: Pool) -> WorkerSpeeds:
-    speeds: WorkerSpeeds = pool.projection.observer("paces")
+def speeds_of(pool: Pool) -> LearnedSpeeds:
+    speeds: LearnedSpeeds = pool.projection.observer("paces")
     return speeds
 
 

@@ -59,7 +59,7 @@ class _Pending(msgspec.Struct):
     """What the index said of the prompt when it was chosen."""
 
 
-class StreamTrust:
+class StreamHealth:
     """The trust in every worker's stream, over one prefix index."""
 
     def __init__(self, index: PrefixIndex) -> None:
