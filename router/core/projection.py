@@ -252,19 +252,6 @@ class Projection:
                 observer.on_expired(self.ledger.knows)
         return expired, renewed
 
-    def load_snapshot(
-        self,
-        next_offset: int,
-        workers: Sequence[WorkerState],
-        chains: Iterable[tuple[int, BlockChain]],
-        now_ms: float,
-    ) -> None:
-        """Replace all state in one go; ``chains`` name their worker by its position in ``workers``."""
-        load = self.begin_load(next_offset, workers, chains)
-        while load.step(LOAD_STEP_BLOCKS):
-            pass
-        self.adopt(load, now_ms)
-
     def begin_load(
         self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
     ) -> SnapshotLoad:
