@@ -11,7 +11,7 @@ import pytest
 from poolgrid.router.core.candidates import EXPECTED_MS
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import KvAware, Planner
+from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import PUBLISHED, StepCurve
@@ -143,12 +143,6 @@ def test_events_teach_and_a_dry_run_leaves_no_trace() -> None:
     assert known.worker_id == "a"
     assert known.observed_ms == pytest.approx(500.0 + KEPT * PRIOR_MS)
     assert known.unit_ms == pytest.approx(decision.choice.terms[EXPECTED_MS][0] + KEPT * PRIOR_MS)
-
-
-def test_other_policies_learn_nothing() -> None:
-    pool = Pool()
-    pool.selector(KvAware())
-    assert pool.projection.observers == ()
 
 
 def test_a_long_prompt_does_not_take_the_last_free_worker_where_requests_come_fast() -> None:

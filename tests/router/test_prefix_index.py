@@ -102,15 +102,6 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.index.sweep()
 
     @rule()
-    def reload_from_a_dump(self) -> None:
-        reloaded = self.new_index()
-        for worker in self.index.workers:
-            reloaded.slot(worker)
-            for chain in dump(self.index, worker):
-                reloaded.store(worker, chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
-        self.index = reloaded
-
-    @rule()
     def take_the_place_of_another(self) -> None:
         """What a snapshot does: the same is loaded beside it, exchanged, and the old one freed piece by piece."""
         other = self.index.empty()
