@@ -522,9 +522,7 @@ def test_statistics_become_loads_and_metrics() -> None:
                 done = executor_of(llm)._iteration
                 await made.until_exact(llm)
                 await made.until(lambda: bool(made.loads) and made.loads[-1][1].iteration >= done)
-                total = made.loads[-1][1].iteration
-                assert made.metric("iteration_seconds_count", dp_rank="0") == total
-                assert made.metric("kv_blocks", dp_rank="0") == 1024
+                assert made.loads[-1][1].kv_cache.max_num_blocks == 1024
                 assert made.metric("kv_hit_ratio", dp_rank="0") > 0
                 assert made.metric("kv_events_total", dp_rank="0") > 0
                 assert made.metric("indexed_blocks", dp_rank="0", tier="device") == len(made.held[0][Tier.DEVICE])

@@ -254,7 +254,7 @@ class TrtllmEngine:
     def _on_stream(self, rank: int, events: list[AnyEvent]) -> None:
         stream = self._stream
         assert stream is not None, "it tells"
-        self._trtllm_metrics.observe_stream(
+        self._trtllm_metrics.observe_blocks(
             rank, stream.blocks_on(rank, Tier.DEVICE), stream.blocks_on(rank, Tier.HOST)
         )
         self._report.rank(rank).extend(events)

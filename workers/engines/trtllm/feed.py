@@ -244,7 +244,6 @@ class TrtllmFeed:
             turn.dropped.append((STATISTICS, error))
             return
         newest[statistics.rank] = statistics
-        self._metrics.observe_iteration(statistics)
         if self._own_metrics is not None:
             self._own_metrics.observe_iteration(item)
 

@@ -98,7 +98,7 @@ async def load_engine(
             mode = "prefill_and_decode" if role is Role.AGGREGATED else role.name.lower()
             processors = ProcessorsOfRequests(named, failures.reporter, mode, arguments.values)
             trtllm_metrics = TrtllmMetrics(registry)
-            collector = EngineCollector(registry, served_model_name, trtllm_metrics)
+            collector = EngineCollector(registry, served_model_name)
             facts = await asyncio.to_thread(read_model_facts, str(arguments.values["model"]))
             _check_model(facts, role, takes_media)
             loader = None
