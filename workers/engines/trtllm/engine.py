@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -44,7 +44,10 @@ from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
 from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.ranks.watch import RankWatch
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer
+from poolgrid.workers.tensor_transfer.port import Tensor
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
 

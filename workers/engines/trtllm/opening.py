@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.tensors import TensorDescriptor
@@ -21,8 +22,10 @@ from poolgrid.workers.engines.trtllm.spanning import arguments_of, watched_ranks
 from poolgrid.workers.ranks.watch import RankWatch
 from poolgrid.workers.start_phases import Phase
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
-from poolgrid.workers.tensor_transfer.port import TensorTransfer
 from poolgrid.workers.transfers import EmbeddingExchange
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -45,7 +45,10 @@ from poolgrid.workers.engines.trtllm.generations import End, Generations, Growth
 from poolgrid.workers.engines.trtllm.report_buffer import ReportBuffer
 from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer
+from poolgrid.workers.tensor_transfer.port import Tensor
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
 
