@@ -23,7 +23,7 @@ QUICK = EngineLimits(answer_timeout_ms=100.0, health_interval_ms=50.0, health_ti
 
 async def knows_its_blocks(told: RunningEngine) -> None:
     """Wait until what the worker restates is what the engine holds."""
-    await told.turned(lambda: fold(told.engine.restate(0)) == fold(told.engine.resident_blocks(0)))
+    await told.turned(lambda: fold(told.engine.restate(0)) == fold(told.llm.resident_blocks(0)))
 
 
 def test_a_stopped_engine_process_loses_its_requests_to_others_and_comes_back_with_its_blocks() -> None:

@@ -197,10 +197,8 @@ class TrtllmEngine:
         return self._loads[dp_rank].report(self._feed.cached_blocks(dp_rank))
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        """Return what a rank really holds; raises ``NotImplementedError``: TensorRT-LLM cannot tell."""
-        if self._health.is_silent:
-            raise NotImplementedError("the engine does not answer")
-        return self._feed.resident(dp_rank)
+        """Raise ``NotImplementedError``: TensorRT-LLM reports what its cache holds by events only."""
+        raise NotImplementedError("TensorRT-LLM cannot say what its cache holds; only its events tell")
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
         """Return everything in a rank's cache, as reports have told it."""

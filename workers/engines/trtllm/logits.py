@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.refusal import UnsupportedError
@@ -21,19 +21,11 @@ from poolgrid.workers.logits.processor import LogitsProcessor, RequestFacts
 from poolgrid.workers.logits.registry import LogitsProcessorRegistry
 
 
-class Reporter(Protocol):
-    """Where failures go; ``FailureReporter`` in a worker."""
-
-    def report(self, name: str) -> None:
-        """Say that the processor of this name failed once."""
-        ...
-
-
 class ProcessorsOfRequests:
     """Makes the processors that a worker's requests name."""
 
     def __init__(
-        self, registry: LogitsProcessorRegistry, reporter: Reporter, mode: str, arguments: Mapping[str, Any]
+        self, registry: LogitsProcessorRegistry, reporter: FailureReporter, mode: str, arguments: Mapping[str, Any]
     ) -> None:
         self._registry = registry
         self._reporter = reporter
@@ -57,7 +49,7 @@ class ProcessorsOfRequests:
         return engine_processor([(call.name, each) for call, each in zip(calls, made, strict=True)], self._reporter)
 
 
-def engine_processor(named: Sequence[tuple[str, LogitsProcessor]], reporter: Reporter | FailureReporter) -> Any:
+def engine_processor(named: Sequence[tuple[str, LogitsProcessor]], reporter: FailureReporter) -> Any:
     """Return a ``tensorrt_llm`` logits processor that runs these one after the other."""
     from tensorrt_llm.sampling_params import LogitsProcessor as EngineLogitsProcessor
 
@@ -70,7 +62,7 @@ def engine_processor(named: Sequence[tuple[str, LogitsProcessor]], reporter: Rep
 class RequestProcessors:
     """The processors of one request."""
 
-    def __init__(self, named: list[tuple[str, LogitsProcessor]], reporter: Reporter | FailureReporter) -> None:
+    def __init__(self, named: list[tuple[str, LogitsProcessor]], reporter: FailureReporter) -> None:
         self._named = named
         self._reporter = reporter
 
