@@ -15,7 +15,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
 from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError, UnsupportedError
-from poolgrid.workers.engines.trtllm.core.logits_support import reason_refused
+from poolgrid.workers.engines.trtllm.logits import reason_refused
 from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.processor import LogitsRow, RequestFacts
 from poolgrid.workers.logits.registry import BUILT_IN, LogitsProcessorRegistry, RegistrationError

@@ -16,9 +16,11 @@ Rules:
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from poolgrid.wire import codec as wire_codec
@@ -42,7 +44,6 @@ from poolgrid.workers.engines.trtllm.core.sampling import (
 )
 from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, orders_by_priority, parameters_of
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
-from poolgrid.workers.engines.trtllm.machine import machine_id
 
 log = logging.getLogger(__name__)
 
@@ -342,3 +343,15 @@ def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:
     for token_id, value in bias.items():
         tensor[token_id] = value
     return tensor
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Drawn by Linux at each start of a machine; the same in all its containers."""
+
+
+def machine_id() -> str:
+    """Return what tells this machine from others, until it is started anew."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.refusal import UnsupportedError
-from poolgrid.workers.engines.trtllm.core.logits_support import reason_refused
 from poolgrid.workers.logits.failure_channel import FailureReporter
 from poolgrid.workers.logits.processor import LogitsProcessor, RequestFacts
 from poolgrid.workers.logits.registry import LogitsProcessorRegistry
@@ -94,3 +94,20 @@ def _on_stream(stream_ptr: int | None) -> contextlib.AbstractContextManager[obje
 
     context: contextlib.AbstractContextManager[object] = torch.cuda.stream(torch.cuda.ExternalStream(stream_ptr))
     return context
+
+
+def reason_refused(stage: Stage, disaggregation_mode: str, engine_arguments: Mapping[str, Any]) -> str | None:
+    """Return why a request may not have logits processors (1.2.1's feature matrix), or ``None`` when it may."""
+    if disaggregation_mode != "prefill_and_decode" or stage is not Stage.WHOLE:
+        return (
+            "logits processors do not work with disaggregated serving in TensorRT-LLM 1.2.1: send the request to an "
+            "aggregated pool"
+        )
+    speculative = engine_arguments.get("speculative_config")
+    if speculative is not None:
+        kind = speculative.get("decoding_type") if isinstance(speculative, Mapping) else None
+        return (
+            f"logits processors do not work with speculative decoding ({kind or type(speculative).__name__}) in "
+            "TensorRT-LLM 1.2.1: send the request to a pool without it"
+        )
+    return None
