@@ -23,7 +23,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_f
 from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
 from poolgrid.workers.engines.trtllm.library import load_library
 from poolgrid.workers.engines.trtllm.loading import load_engine
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from poolgrid.workers.metrics import WorkerMetrics
 from tests.fakes import install_tensorrt_llm
@@ -121,7 +121,7 @@ class RunningEngine:
 @asynccontextmanager
 async def running_engine(
     role: Role = Role.AGGREGATED,
-    limits: EngineLimits | None = None,
+    limits: TrtllmLimits | None = None,
     runs: bool = True,
     tensors: TensorTransfer | None = None,
     **settings: Any,
@@ -143,7 +143,7 @@ async def running_engine(
     async with load_engine(
         resolve_files(chosen),
         role,
-        limits or EngineLimits(),
+        limits or TrtllmLimits(),
         SystemClock(),
         metrics,
         registry,

@@ -58,7 +58,7 @@ HEALTH_TOKEN = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """What a request becomes, as far as that is known without TensorRT-LLM."""
 
     sampling: SamplingPlan
@@ -107,7 +107,7 @@ class TrtllmCalls:
     def takes_retention(self) -> bool:
         return self.library.kv_cache_retention is not None and "kv_cache_retention_config" in self._accepted
 
-    def plan(self, request: Generate) -> Plan | None:
+    def plan(self, request: Generate) -> RequestPlan | None:
         """Return what a request becomes, ``None`` for an encode leg; raises ``RefusedError``."""
         if request.stage is Stage.ENCODE:
             return None
@@ -130,7 +130,7 @@ class TrtllmCalls:
             )
         seed = None if request.multimodal is None else self._name_media(request, salt)
         sampling = plan_sampling(request, self._eos_token_ids, self._guide_backend, self._ignores)
-        plan = Plan(sampling, adapter, salt, seed)
+        plan = RequestPlan(sampling, adapter, salt, seed)
         self._processors.check(request)
         self.roots.note(request.token_ids, routing.lora_name, None if adapter is None else adapter.number, salt)
         return plan
@@ -152,7 +152,7 @@ class TrtllmCalls:
     def generate(
         self,
         request: Generate,
-        plan: Plan | None,
+        plan: RequestPlan | None,
         inputs: Any,
         context_only: bool,
         handles: Sequence[tuple[codec.HandleField, dict[str, Any]]] = (),
@@ -241,7 +241,7 @@ class TrtllmCalls:
             return {}
         return {"scheduling_params": self.library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
 
-    def sampling_params(self, request: Generate, made: Plan) -> Any:
+    def sampling_params(self, request: Generate, made: RequestPlan) -> Any:
         """Return a request's own ``SamplingParams``; raises ``RefusedError``."""
         plan = made.sampling
         arguments = dict(plan.arguments)

@@ -35,11 +35,11 @@ from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed, WireCacheEvent
-from poolgrid.workers.engines.trtllm.generations import Generations, MediaLoader
+from poolgrid.workers.engines.trtllm.generations import Generations, MediaInputs
 from poolgrid.workers.engines.trtllm.library import is_alive
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.report_buffer import ReportBuffer
-from poolgrid.workers.engines.trtllm.requests import EngineLimits, EngineRequests
+from poolgrid.workers.engines.trtllm.requests import EngineRequests, TrtllmLimits
 from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
 from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.metrics import WorkerMetrics
@@ -69,13 +69,13 @@ class TrtllmEngine:
         thread: EngineThread,
         calls: TrtllmCalls,
         role: Role,
-        limits: EngineLimits,
+        limits: TrtllmLimits,
         clock: Clock,
         metrics: WorkerMetrics,
         trtllm_metrics: TrtllmMetrics,
         collector: EngineCollector,
         context: zmq.Context[Any],
-        load_media: MediaLoader | None = None,
+        load_media: MediaInputs | None = None,
         tensors: TensorTransfer | None = None,
     ) -> None:
         arguments = calls.arguments
@@ -197,8 +197,12 @@ class TrtllmEngine:
         return self._loads[dp_rank].report(self._feed.cached_blocks(dp_rank))
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        """Raise ``NotImplementedError``: TensorRT-LLM reports what its cache holds by events only."""
-        raise NotImplementedError("TensorRT-LLM cannot say what its cache holds; only its events tell")
+        """Return what a rank really holds; raises ``NotImplementedError``: TensorRT-LLM cannot tell, its fake can."""
+        tell = getattr(self._calls.llm, "resident_blocks", None)
+        if tell is None or self._health.is_silent:
+            raise NotImplementedError("TensorRT-LLM cannot say what its cache holds; only its events tell")
+        held: list[BlocksStored] = tell(dp_rank)
+        return held
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
         """Return everything in a rank's cache, as reports have told it."""

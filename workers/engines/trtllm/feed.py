@@ -27,7 +27,7 @@ from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, 
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, Turn
+from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, FeedTurn
 from poolgrid.workers.engines.trtllm.stream import EngineStream
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class TrtllmFeed:
 
     # -- the turns -----------------------------------------------------------------------------------------------------
 
-    def _take(self, turn: Turn) -> None:
+    def _take(self, turn: FeedTurn) -> None:
         """Tell what a turn brought."""
         on_cache, on_load = self._on_cache, self._on_load
         assert on_cache is not None, "run told whom"
@@ -200,7 +200,7 @@ class TrtllmFeed:
         statistics: EngineStatistics,
         item: Mapping[str, Any],
         newest: dict[int, EngineStatistics],
-        turn: Turn,
+        turn: FeedTurn,
     ) -> None:
         if not 0 <= statistics.rank < len(self._translators):
             error = DecodeError("iteration statistics of the engine", f"attentionDpRank is {statistics.rank}")

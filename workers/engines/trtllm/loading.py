@@ -31,7 +31,7 @@ from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 from poolgrid.workers.engines.trtllm.media import load_media
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.registry import LogitsProcessorRegistry
 from poolgrid.workers.metrics import WorkerMetrics
@@ -59,7 +59,7 @@ class LoadedEngine:
 async def load_engine(
     arguments: EngineArguments,
     role: Role,
-    limits: EngineLimits,
+    limits: TrtllmLimits,
     clock: Clock,
     metrics: WorkerMetrics,
     registry: CollectorRegistry,

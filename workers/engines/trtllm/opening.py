@@ -16,7 +16,7 @@ from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
 from poolgrid.workers.engines.trtllm.loading import LoadedEngine, load_engine
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from poolgrid.workers.engines.trtllm.spanning import arguments_of, watched_ranks
 from poolgrid.workers.ranks.watch import RankWatch
@@ -36,7 +36,7 @@ async def open_engine(settings: TrtllmWorkerSettings, around: EngineHost) -> Asy
     arguments = arguments_of(settings)
     for warning in arguments.warnings:
         log.warning("%s", warning)
-    limits = EngineLimits(
+    limits = TrtllmLimits(
         kept_transfers_max=settings.kept_transfers_max,
         kv_transfer_timeout_ms=look_up(arguments.values, "cache_transceiver_config.kv_transfer_timeout_ms")
         or settings.kv_transfer_timeout_ms,

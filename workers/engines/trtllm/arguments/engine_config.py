@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults
-from poolgrid.workers.engines.trtllm.arguments.contract import Fault, contract, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, contract, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import Mode, check_engine, check_pair
 from poolgrid.workers.engines.trtllm.core.model_abilities import model_problem
@@ -37,7 +37,7 @@ class FileFault:
     """A fault and the file that it is in."""
 
     file: Path
-    fault: Fault
+    fault: ArgumentFault
 
     def __str__(self) -> str:
         return f"{self.file}: {'warning: ' if self.fault.warning else ''}{self.fault}"
@@ -49,7 +49,7 @@ def mode_of(name: str) -> Mode | None:
     return found.pop() if len(found) == 1 else None
 
 
-def check_arguments(arguments: Mapping[str, Any], mode: Mode | None) -> list[Fault]:
+def check_arguments(arguments: Mapping[str, Any], mode: Mode | None) -> list[ArgumentFault]:
     """Return every fault of one engine file's arguments; rules between fields only where the fields are right."""
     return contract().check(arguments) or check_engine(arguments, mode or "prefill_and_decode")
 
@@ -81,7 +81,7 @@ def check_files(paths: Iterable[Path], model: str = "") -> tuple[list[Path], lis
         try:
             arguments = read_yaml(file)
         except EngineFileError as error:
-            faults.append(FileFault(file, Fault("", str(error))))
+            faults.append(FileFault(file, ArgumentFault("", str(error))))
             continue
         mode = mode_of(file.stem)
         found = check_arguments(arguments, mode) or balancer_faults(arguments)
@@ -96,12 +96,12 @@ def check_files(paths: Iterable[Path], model: str = "") -> tuple[list[Path], lis
     return files, faults
 
 
-def model_faults(model: Any, mode: Mode | None) -> list[Fault]:
+def model_faults(model: Any, mode: Mode | None) -> list[ArgumentFault]:
     """Return why a model cannot be used in a mode, as far as its files are here."""
     if mode != "encode" or not isinstance(model, str) or not model:
         return []
     problem = model_problem(read_model_facts(model).architecture, encodes=True, takes_media=True)
-    return [Fault("model", f"is {shown(model)}: {problem}")] if problem else []
+    return [ArgumentFault("model", f"is {shown(model)}: {problem}")] if problem else []
 
 
 def pairs(files: Iterable[Path]) -> list[tuple[Path, Path]]:
