@@ -264,13 +264,7 @@ class EngineRequests:
         if self._by_serial.get(active.serial) is active:
             self._generations.abort(active.serial)
             delta = TokenDelta(active.request_id, active.taken, b"")
-            self._finish(
-                active,
-                delta,
-                FinishReason.ERROR,
-                error=f"reading the engine's output failed: {error!r}",
-                refusal=RefusalKind.BROKEN,
-            )
+            self._finish_broken(active, delta, f"reading the engine's output failed: {error!r}")
 
     def _collect(self, active: ActiveRequest, growth: Growth, failed: Counter[str]) -> None:
         """Take what is new of one request."""
@@ -303,19 +297,11 @@ class EngineRequests:
         elif active.context_only and reason in GOES_ON:
             self._finish(active, delta, FinishReason.PREFILLED, params=end.params, metrics=end.metrics)
         elif reason == FinishReason.CANCELLED:
-            self._finish(
-                active, delta, FinishReason.ERROR, error="the engine cancelled the request", refusal=RefusalKind.BROKEN
-            )
+            self._finish_broken(active, delta, "the engine cancelled the request")
         elif reason in FINISH_REASONS:
             self._finish(active, delta, FINISH_REASONS[reason], metrics=end.metrics)
         else:
-            self._finish(
-                active,
-                delta,
-                FinishReason.ERROR,
-                error=f"the engine ended the request with {reason!r}",
-                refusal=RefusalKind.BROKEN,
-            )
+            self._finish_broken(active, delta, f"the engine ended the request with {reason!r}")
 
     def _cut(self, active: ActiveRequest, growth: Growth, left: int) -> Growth:
         """Return what was asked for of an output that is longer, as the request's end."""
@@ -409,6 +395,9 @@ class EngineRequests:
             refusal = RefusalKind.CANNOT_DO
         self._finish(active, delta, FinishReason.ERROR, error=text, refusal=refusal)
 
+    def _finish_broken(self, active: ActiveRequest, delta: TokenDelta, error: str) -> None:
+        self._finish(active, delta, FinishReason.ERROR, error=error, refusal=RefusalKind.BROKEN)
+
     def _finish(
         self,
         active: ActiveRequest,
@@ -476,13 +465,7 @@ class EngineRequests:
             if active.cancelled_ms is not None:
                 self._finish(active, delta, FinishReason.CANCELLED)
             else:
-                self._finish(
-                    active,
-                    delta,
-                    FinishReason.ERROR,
-                    error=f"the engine is silent: {reason}",
-                    refusal=RefusalKind.BROKEN,
-                )
+                self._finish_broken(active, delta, f"the engine is silent: {reason}")
 
     def check(self, now_ms: float) -> None:
         """Give up kept legs whose time is over, and cancelled requests that the engine does not end."""
