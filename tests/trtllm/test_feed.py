@@ -490,7 +490,9 @@ def test_statistics_become_loads_and_metrics() -> None:
                 done = executor_of(llm)._iteration
                 await made.until_exact(llm)
                 await made.until(lambda: bool(made.loads) and made.loads[-1][1].iteration >= done)
-                assert made.loads[-1][1].kv_cache.max_num_blocks == 1024
+                cache = made.loads[-1][1].kv_cache
+                assert cache is not None
+                assert cache.max_num_blocks == 1024
                 assert made.metric("kv_hit_ratio", dp_rank="0") > 0
                 assert made.metric("kv_events_total", dp_rank="0") > 0
                 assert made.metric("indexed_blocks", dp_rank="0", tier="device") == len(made.held[0][Tier.DEVICE])
