@@ -355,7 +355,7 @@ class StateCollector(Collector):
         )
         for name, text, value, across in gauges:
             yield GaugeFamily(f"poolgrid_router_{name}", text, across=across, value=value)
-        ledger, trust, retention = projection.ledger, projection.trust, projection.retention
+        ledger, trust, retention = projection.ledger, projection.trust, projection.observer("retention")
         for name, text, count in (
             (
                 "index_evicted_blocks",

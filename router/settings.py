@@ -8,20 +8,18 @@ from pydantic import Field, model_validator
 
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_settings import ServerSettings
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
-from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
-from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
+from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
 from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
 from poolgrid.serving.prompt_paths import BUDGET_BYTES
 from poolgrid.serving.reuse_sketch import SKETCH_BYTES
 from poolgrid.wire.names import is_name
-
-DECISION_STREAM_BYTES_MIN = 16 * 1024 * 1024
-"""Some segments, each with a checkpoint of a pool of usual size."""
 
 
 class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSettings, EndpointPickerSettings):
@@ -52,9 +50,8 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
     )
     policy: str = Field(
         "kv",
-        examples=["kv", "approximate", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
-        description="How a worker is chosen: kv, approximate, predicted, field, lmetric, round-robin, random, "
-        "least-loaded, or module:Class of your own.",
+        examples=list(policy_names()),
+        description="How a worker is chosen: " + ", ".join(policy_names()) + ", or module:Class of your own.",
     )
     prefill_weight: float = Field(1.0, ge=0, le=1000, description="Cost of one block that must be computed.")
     queue_weight: float = Field(
@@ -70,7 +67,9 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost instead of taking the cheapest."
     )
     approximate_ttl_ms: float = Field(
-        120_000, gt=0, description="How long the approximate policy believes that a worker holds what it was sent."
+        APPROXIMATE_TTL_MS,
+        gt=0,
+        description="How long the approximate policy believes that a worker holds what it was sent.",
     )
     index_budget_bytes: int = Field(
         4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
@@ -112,13 +111,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         True,
         description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
         "poolgrid replay, what-if and explain; segments and retention are the journal's.",
-    )
-    decision_stream_bytes: int = Field(
-        0,
-        ge=0,
-        description="With event_plane nats: keep the decisions in a stream of this router's in place of its data_dir, "
-        "up to so many bytes, which the servers reserve; older than retention_ms they go. 0 = no stream, at least "
-        "16 MiB.",
     )
     decision_queue_limit: int = Field(
         20_000,
@@ -234,14 +226,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
             raise ValueError(
                 f"share_state is nats, event_plane is {self.event_plane} and names is {self.names}: set names or "
                 "event_plane to nats, with nats_url"
-            )
-        if 0 < self.decision_stream_bytes < DECISION_STREAM_BYTES_MIN or (
-            self.decision_stream_bytes and not (self.on_nats and self.record_decisions)
-        ):
-            raise ValueError(
-                f"decision_stream_bytes is {self.decision_stream_bytes}, event_plane is {self.event_plane} and "
-                f"record_decisions {self.record_decisions}: a stream of decisions has at least "
-                f"{DECISION_STREAM_BYTES_MIN} bytes, is on nats, and for decisions that are recorded"
             )
         if self.feed_endpoint is not None and self.on_nats:
             raise ValueError(

@@ -30,23 +30,25 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "process": ("wire",),
     "transport": ("wire", "process"),
     "http": ("process", "transport"),
-    "nats": ("wire", "process"),
-    "inference": ("wire", "process"),
-    "discovery.core": ("wire",),
-    "discovery": ("wire", "process", "transport", "http", "nats"),
-    "frontend": ("wire", "process", "http", "nats", "inference", "structured_output"),
+    "inference": ("wire", "process.log_lines", "process.tracing.record"),
+    "discovery.registry": ("wire",),
+    "discovery": ("wire", "process", "transport"),
+    "kubernetes.slices": ("wire", "discovery.registry"),
+    "kubernetes": ("wire", "process", "http", "discovery"),
+    "frontend": ("wire", "process", "http", "inference", "structured_output"),
     "serving.admission": (),
     "serving": ("wire", "process", "transport", "inference"),
     "consolidator.core": ("wire", "kv_events"),
-    "consolidator": ("wire", "kv_events", "process", "transport", "http", "nats", "discovery"),
+    "consolidator": ("wire", "kv_events", "process", "transport", "http", "discovery"),
+    "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "consolidator"),
     "router.core": ("wire", "consolidator.core.sharded_map"),
+    "router.policies": ("wire", "router.core"),
     "router": (
         "wire",
         "process",
         "transport",
         "http",
-        "nats",
         "inference",
         "discovery",
         "frontend",
@@ -60,7 +62,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "process",
         "transport",
         "http",
-        "nats",
         "inference",
         "discovery",
         "frontend",
@@ -72,11 +73,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "workers.engines.trtllm.core": ("wire", "kv_events", "structured_output", "workers.core"),
     "workers.engines.server.core": ("wire", "kv_events", "workers.core"),
     "workers.engines.server.dialects": ("wire", "kv_events", "workers.core", "workers.engines.server"),
-    "workers": ("wire", "kv_events", "structured_output", "process", "transport", "http", "nats", "discovery"),
+    "workers": ("wire", "kv_events", "structured_output", "process", "transport", "http", "discovery"),
     "tools.simulation": (
         "wire",
         "process.settings",
+        "process.plugins",
         "router.core",
+        "router.policy_loading",
         "global_router.core",
         "workers.core",
         "workers.engines.simulated.core",
@@ -99,9 +102,11 @@ SERVICES = ("router", "global_router", "workers")
 PURE = (
     "wire",
     "structured_output",
-    "discovery.core",
+    "discovery.registry",
+    "kubernetes.slices",
     "serving.admission",
     "router.core",
+    "router.policies",
     "consolidator.core",
     "global_router.core",
     "workers.core",
@@ -163,7 +168,7 @@ METHODS_MAX = 25
 """Most methods of a class on the way of a request: with more it is several things in one, and nobody holds all of them
 in mind while changing one."""
 
-REQUEST_PATH = ("process", "transport", "http", "nats", "inference", "frontend", "serving")
+REQUEST_PATH = ("process", "transport", "http", "inference", "frontend", "serving")
 """Packages on the way of a request, with all that is in them."""
 
 REQUEST_PATH_SHELLS = ("router", "global_router", "workers")

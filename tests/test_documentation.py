@@ -27,9 +27,11 @@ from lab.website.metrics_tables import PAGES as METRICS_PAGES
 from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
 from poolgrid.process.instruments import GaugeFamily
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.router.core.policy import POLICY_NAMES, Policy
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.policy_loading import PolicyError, load_policy
 from poolgrid.router.settings import RouterSettings
@@ -326,9 +328,9 @@ def test_the_policy_example_reuses_unless_the_holder_has_a_long_queue(example_po
     pool.say(worker_key("b"), stored(path[:8]))
     selector = pool.selector(example_policy)
 
-    reused = decided(selector.select(request, path, now_ms=0.0, time_ms=0))
+    reused = decided(selector.select(WorkerWanted(request, path, now_ms=0.0, time_ms=0)))
     pool.say(worker_key("b"), RequestStarted("long", 16_384 + 9 * BLOCK_SIZE, 0, 1))
-    avoided = decided(selector.select(request, path, now_ms=0.0, time_ms=0))
+    avoided = decided(selector.select(WorkerWanted(request, path, now_ms=0.0, time_ms=0)))
 
     assert (reused.worker, reused.policy) == (worker_key("b"), "reuse-unless-queued")
     assert avoided.worker == worker_key("a")
@@ -347,7 +349,7 @@ def test_a_policy_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_every_policy_and_weight_is_on_the_page() -> None:
     text = (DOCS / "policies.md").read_text()
 
-    for name in POLICY_NAMES:
+    for name in policy_names():
         assert f"| `{name}`" in text
     for field, default in ((name, getattr(CostWeights(), name)) for name in CostWeights.__dataclass_fields__):
         assert f"`{field}`" in text

@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_settings import HttpSettings
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
@@ -22,18 +22,6 @@ from poolgrid.wire.output_parsers import ReasoningParser, ToolCallParser, parser
 from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
-
-GPU_INTERVAL_TEXT = (
-    "Time between two readings of the engine's GPUs for poolgrid_worker_gpu_* (CUDA_VISIBLE_DEVICES, else all); at "
-    "least 100, 0 = none, which is the default of engines that use no GPU. A reading takes some "
-    "milliseconds per GPU, in a thread of its own; without nvidia-ml-py, driver or GPU there is none."
-)
-
-GPU_INTERVAL_MS = 5000
-"""As often as Prometheus usually looks."""
-
-GPU_INTERVAL_MIN_MS = 100
-"""The driver's own counters move about as often."""
 
 
 class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, NamesSettings):
@@ -113,22 +101,6 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Nam
     @classmethod
     def _parser_name(cls, given: object) -> object:
         return parser_name(given)
-
-    gpu_interval_ms: int = Field(
-        GPU_INTERVAL_MS,
-        ge=0,
-        le=3_600_000,
-        description=GPU_INTERVAL_TEXT,
-    )
-
-    @model_validator(mode="after")
-    def _check_gpu_interval(self) -> Self:
-        if 0 < self.gpu_interval_ms < GPU_INTERVAL_MIN_MS:
-            raise ValueError(
-                f"gpu_interval_ms is {self.gpu_interval_ms}, allowed are 0 (none) and {GPU_INTERVAL_MIN_MS} to "
-                "3,600,000"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_model_cache(self) -> Self:

@@ -35,15 +35,15 @@ from rich.table import Table
 
 from lab.benchmarks.measuring import resident_bytes
 from poolgrid.cli.service_process import THREAD_SWITCH_S
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.bootstrap import create, serve
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.consolidator.journal.files import FileJournal
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.process import garbage, lifecycle
 from poolgrid.process.clock import SystemClock
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
@@ -52,6 +52,7 @@ from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.ports import JournalFeed
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -269,7 +270,9 @@ class Heartbeat:
         return self._service.projection.next_offset
 
     def _decide(self, now_ms: float, behind: int) -> None:
-        decision = decided(self._selector.select(self._request, [1], now_ms, 0, dry_run=True, behind_records=behind))
+        decision = decided(
+            self._selector.select(WorkerWanted(self._request, [1], now_ms, 0, behind_records=behind), dry_run=True)
+        )
         self.decisions += 1
         self.marked += decision.reason.endswith("-behind")
         self.most_behind = max(self.most_behind, behind)

@@ -13,7 +13,7 @@ import msgspec
 
 from poolgrid.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import StoredRecord, stored_records
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -71,14 +71,16 @@ Kept = Decided | Booked | Crowded | Renewed | PromptComputed | Released | Expire
 
 def kept(given: Input, decision: Decision | None) -> Kept:
     """Return what to keep of an input, in the router's turn."""
-    if type(given) is RecordsArrived:
-        return records_applied(given, 0)
-    if type(given) is WorkerWanted:
-        assert decision is not None, "a request that got no worker changes nothing, and is no input"
-        return Decided(given, decision)
-    if type(given) is SnapshotArrived:
-        return SnapshotLoaded(given.load.next_offset, given.now_ms)
-    return given
+    match given:
+        case RecordsArrived():
+            return records_applied(given, 0)
+        case WorkerWanted():
+            assert decision is not None, "a request that got no worker changes nothing, and is no input"
+            return Decided(given, decision)
+        case SnapshotArrived(load, now_ms):
+            return SnapshotLoaded(load.next_offset, now_ms)
+        case _:
+            return given
 
 
 def records_applied(given: RecordsArrived, check: int) -> RecordsApplied:
@@ -158,7 +160,7 @@ class TooOld(NotKept):
 class InputReader:
     """Reads entries as the inputs that they stand for, with what the pool's journal has of them."""
 
-    def __init__(self, pool: Disk, blocks_per_worker_max: int) -> None:
+    def __init__(self, pool: ReadableDisk, blocks_per_worker_max: int) -> None:
         self._pool = pool
         self._blocks_max = blocks_per_worker_max
         self._reaches_back = reaches_back_to(pool)
@@ -240,7 +242,7 @@ class InputReader:
 def wanted_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> WorkerWanted:
     """Return the input that led to a recorded decision."""
     return WorkerWanted(
-        made.request.routing(),
+        made.request,
         path_of(made),
         made.now_ms,
         made.time_ms,

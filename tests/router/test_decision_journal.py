@@ -15,6 +15,7 @@ from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
 from poolgrid.consolidator.journal.stored_records import offset_of
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
 from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
@@ -156,7 +157,7 @@ def test_a_checkpoint_says_what_the_router_believed_by_its_own_choices(name: str
     router = recorded(steps=900, segment_bytes=60_000, **MIDWAY[name])
     last = entries_of(router.decisions_disk, Checkpoint)[-1]
     projection = router.projection
-    believed = projection.approximate or projection.trust.predictions
+    believed = projection.predictions
 
     assert last.beliefs is not None
     assert not last.complete, "a reader that knows no beliefs must not begin here"
@@ -452,11 +453,11 @@ def test_a_request_is_explained_from_the_journal_with_what_was_really_reused() -
 def test_traffic_came_when_it_began_to_wait_not_when_it_had_its_worker() -> None:
     router = recorded(seed=4)
 
-    recording = read_recording(router.pool_disk, [router.decisions], BLOCKS_MAX)
+    recording = read_recording(router.pool_disk, [router.decisions_disk], BLOCKS_MAX)
 
     decided = {
         entry.request.request_id: entry
-        for stored in reversed(list(stored_entries(router.decisions)))
+        for stored in reversed(list(stored_entries(router.decisions_disk)))
         if isinstance(entry := stored.entry, DecisionMade)
     }
     waited = {each.request_id: decided[each.request_id].time_ms - each.time_ms for each in recording.requests}
@@ -526,7 +527,7 @@ def test_a_dry_run_leaves_a_counting_policy_where_it_was() -> None:
         await router.recorder.stop()
         request = RoutingRequest("r", "m", 32, 16, 2)
         return [
-            str(decided(router.selector.select(request, [1, 2], 0.0, 0, dry_run=dry)).worker)
+            str(decided(router.selector.select(WorkerWanted(request, [1, 2], 0.0, 0), dry_run=dry)).worker)
             for dry in (True, True, False, True, False)
         ]
 

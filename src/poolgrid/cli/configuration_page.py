@@ -25,7 +25,7 @@ from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.http.http_settings import HttpSettings, ServerSettings
-from poolgrid.nats.nats_settings import EventPlaneSettings, NatsSettings
+from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.settings import Settings
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings

@@ -14,9 +14,9 @@ from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.cli.recording import Stage, load_recording
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, Retention
-from poolgrid.tools.simulation.settings import WhatIfSettings
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.tools.simulation.pool import Retention
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 from poolgrid.tools.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
 from poolgrid.tools.simulation.variants import Variant, run_variant
 
@@ -28,11 +28,11 @@ _RETENTIONS: tuple[Retention, ...] = get_args(Retention)
 _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
 
 
-def what_if(directory: str, settings: WhatIfSettings) -> int:
+def what_if(directory: str, decisions: str | None, settings: WhatIfSettings) -> int:
     """Play recorded traffic under each variant; return the exit status."""
     with journal_errors("trying other settings"):
         _check_outputs(settings)
-        stage = load_recording(directory, settings)
+        stage = load_recording(directory, decisions, settings)
         variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
         for variant in variants:

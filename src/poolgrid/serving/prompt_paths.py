@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from poolgrid.process.budgeted_lru import BudgetedLru
+from poolgrid.process.caches import BudgetedLru
 from poolgrid.serving.recent_prompts import HASH_BYTES, RecentPrompts
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, path_of, sequence_hashes
 

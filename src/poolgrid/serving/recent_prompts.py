@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from poolgrid.process.budgeted_lru import BudgetedLru
+from poolgrid.process.caches import BudgetedLru
 
 LENGTHS = (512 * 1024, 128 * 1024, 32 * 1024, 8 * 1024)
 """Token bytes that samples are taken of: each prompt's is of the largest that it has. Shorter ones are not kept, their

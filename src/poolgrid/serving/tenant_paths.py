@@ -7,7 +7,7 @@ another's out either.
 from __future__ import annotations
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.process.tenant_caches import TenantCaches
+from poolgrid.process.caches import TenantCaches
 from poolgrid.serving.prompt_paths import BUDGET_BYTES, PromptPaths
 
 

@@ -38,14 +38,6 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     own_arguments: ClassVar[Callable[[], Mapping[str, str]]]
     """Options of the server that the worker sets, each with what to do instead."""
 
-    gpu_interval_ms: int = Field(
-        0,
-        ge=0,
-        le=3_600_000,
-        description="Time between two readings of this machine's GPUs (poolgrid_worker_gpu_*); at least 100, 0 = none. "
-        "By default none: the engine's server may be on another machine. Where it is on this one, set it and "
-        "CUDA_VISIBLE_DEVICES.",
-    )
     engine_url: str = Field(
         "",
         max_length=2048,

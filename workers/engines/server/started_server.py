@@ -33,8 +33,7 @@ from typing import Any
 from poolgrid.process.leash import leashed
 from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.transport.bound_socket import bind
-from poolgrid.transport.held_port import HeldPorts
+from poolgrid.transport.bound_socket import HeldPorts, bind
 from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.server.core.launching import (

@@ -29,7 +29,7 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
     TransferModel,
 )
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.settings import GPU_INTERVAL_TEXT, Name
+from poolgrid.workers.settings import Name
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 VOCABULARY_SIZE_DEFAULT = 32_000
@@ -41,12 +41,6 @@ class SimulatedWorkerSettings(TensorSettings):
 
     engine_name: ClassVar[str] = "simulated"
 
-    gpu_interval_ms: int = Field(
-        0,
-        ge=0,
-        le=3_600_000,
-        description=GPU_INTERVAL_TEXT,
-    )
     model: Name = Field("simulated", description="Served model name, as clients write it.")
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",

@@ -1,0 +1,220 @@
+"""Which of the requests that wait at a router go to a worker now, and how many will be computed behind each.
+
+A request that is sent to a worker with work to do waits there, behind whatever was sent before it, and cannot go
+elsewhere any more. One that waits at the router goes to whichever worker is free first, in whatever order is best.
+
+Rules
+    1. Every request that waits is given a worker, the dearest first: the one where its cost is least, and its own
+       computation delays all that were given that worker before it. They are dearer, so they are computed behind it.
+       For workers that hold nothing of the prompts and are equally free this is the division with the least sum of
+       times to the first token: Horowitz and Sahni, "Exact and approximate algorithms for scheduling nonidentical
+       processors", JACM 23 (1976).
+    2. Who was given a worker that has nothing to compute goes there: of several the one that is computed soonest.
+       Everybody else goes on waiting, and is given a worker anew at the next occasion.
+    3. Another one goes with it into the same step where the time that both together save, for it and for all behind it,
+       is more than what those before it lose: their first tokens come at the end of the step.
+    4. *Small* prompts, which take at most ``SMALL_STEPS`` times what the smallest step takes, do not wait for a worker
+       to be free where all its prompt tokens with theirs fit into one step: there is little to win by waiting, and
+       engines compute many of them in the time of a few.
+    5. A higher priority is planned first. What it was given stands before all of a lower one, which gets no worker that
+       a higher one waits for.
+
+Nothing here reads a clock or keeps anything: it is a function of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from poolgrid.router.core.candidates import Candidates, FloatArray
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.overlap import overlap_columns
+from poolgrid.router.core.policy import lowest
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
+from poolgrid.router.policies.predicted.worker_speeds import OWN_MS
+from poolgrid.wire.identifiers import Role, WorkerKey
+
+SMALL_STEPS = 2.0
+"""Up to so many times the smallest step a prompt is small: half of its time or more is the step's own."""
+
+OTHERS_SHARE_MAX = 0.1
+"""Up to this share of requests may come to workers from other routers, or nobody waits here: routers that do not know
+who waits at the others all count on the same workers."""
+
+
+Estimate = Callable[[FloatArray, FloatArray, Candidates], tuple[FloatArray, dict[str, FloatArray]]]
+"""``Predicted.estimate``."""
+
+
+class BatchPlanner:
+    """Plans the requests that wait at one router."""
+
+    def __init__(self, selector: Selector, estimate: Estimate) -> None:
+        self._selector = selector
+        self._estimate = estimate
+
+    @property
+    def is_active(self) -> bool:
+        """Tell whether requests should wait here: where workers have few requests of other routers."""
+        return self._selector.projection.ledger.others_share <= OTHERS_SHARE_MAX
+
+    def has_room(self, model: str, roles: tuple[Role, ...]) -> bool:
+        """Tell whether any worker of these roles has so few prompt tokens to compute that one may be placed there."""
+        group = self._selector.groups.of(model, roles)
+        queued = self._selector.projection.ledger.prefill_tokens[group.slots].tolist()
+        return any(
+            tokens < max(1, worker.card.limits.max_num_tokens)
+            for tokens, worker in zip(queued, group.members, strict=True)
+        )
+
+    def can_plan(self, wanted: WorkerWanted) -> bool:
+        """Tell whether any worker could serve a request now."""
+        group = self._selector.groups.of(wanted.request.model, wanted.roles)
+        return bool(len(group.eligible(wanted.request, wanted.unavailable, self._selector.projection.ledger)[0]))
+
+    def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, Mapping[WorkerKey, int]]]:
+        """Return which requests go now, in order, and how many are planned behind each. One that no worker can serve
+        goes first, at once."""
+        selector, projection, first = self._selector, self._selector.projection, wanted[0]
+        group = selector.groups.of(first.request.model, first.roles)
+        if not group.workers:
+            return [(0, {})]
+        untrusted, now_ms = projection.trust.untrusted, first.now_ms
+        overlaps = [overlap_columns(projection, group, each.path, untrusted, now_ms) for each in wanted]
+        candidates = selector.candidates(group, group.all_rows, overlaps[0], now_ms)
+        engines: Engines = candidates.engines
+        tokens = np.stack(
+            [uncached_tokens(each.request, *overlap) for each, overlap in zip(wanted, overlaps, strict=True)]
+        )
+        targets_ms = np.array([each.request.ttft_target_ms for each in wanted])
+        costs, terms = self._estimate(targets_ms, tokens, candidates)
+        for row, each in enumerate(wanted):
+            eligible, _ = group.eligible(each.request, each.unavailable, projection.ledger)
+            if eligible is not group.all_rows:
+                cannot = np.ones(len(group.workers), np.bool_)
+                cannot[eligible] = False
+                costs[row, cannot] = np.inf
+        waiting = Waiting(
+            costs,
+            terms[OWN_MS] * engines.paces,
+            tokens,
+            [each.request.tie_key for each in wanted],
+            [each.request.priority for each in wanted],
+        )
+        placed = plan(waiting, candidates.prefill_tokens, engines.step_tokens, engines.step_ms)
+        nowhere = np.flatnonzero(np.isinf(costs).all(axis=1))[:1].tolist()
+        due: list[tuple[int, Mapping[WorkerKey, int]]] = [(row, {}) for row in nowhere]
+        due += [(goes.request, {group.workers[row]: n for row, n in goes.behind.items()}) for goes in placed]
+        return due
+
+
+class Waiting(msgspec.Struct, frozen=True, gc=False):
+    """What requests that wait would cost and take on each worker: a row for each request, a column for each worker."""
+
+    costs: FloatArray
+    """Milliseconds, without what is behind; infinite where a request cannot go."""
+    own_ms: FloatArray
+    """What the computation of its prompt takes there."""
+    tokens: FloatArray
+    """What would have to be computed."""
+    tie_keys: Sequence[str]
+    priorities: Sequence[int]
+
+
+class Placed(msgspec.Struct, frozen=True, gc=False):
+    """A request and the worker that it was given."""
+
+    request: int
+    """Its row."""
+    worker: int
+    """The column of its worker."""
+    behind: Mapping[int, int]
+    """How many requests were given each worker before it, and will be computed behind it; 0 is left out."""
+
+
+def plan(
+    waiting: Waiting,
+    queued_tokens: FloatArray,
+    step_tokens: FloatArray,
+    step_ms: Callable[[int, float], float],
+) -> list[Placed]:
+    """Return who goes now, in order.
+
+    ``queued_tokens`` are the prompt tokens that each worker has to compute, ``step_tokens`` how many a step of it may
+    have, ``step_ms`` how long a step of one of them takes with so many.
+    """
+    ahead_ms = np.zeros(len(queued_tokens))
+    is_taken = np.zeros(len(queued_tokens), np.bool_)
+    placed: list[Placed] = []
+    for priority in sorted(set(waiting.priorities), reverse=True):
+        rows = [row for row, each in enumerate(waiting.priorities) if each == priority]
+        for worker, requests in divide(waiting, rows, ahead_ms).items():
+            if not is_taken[worker]:
+                room = _Room(queued_tokens[worker], step_tokens[worker], partial(step_ms, worker))
+                placed += requests[: room.count([float(waiting.tokens[each.request, worker]) for each in requests])]
+            is_taken[worker] = True
+            ahead_ms[worker] += sum(float(waiting.own_ms[each.request, worker]) for each in requests)
+    return placed
+
+
+def divide(waiting: Waiting, rows: Sequence[int], ahead_ms: FloatArray) -> dict[int, list[Placed]]:
+    """Return the requests of each worker that gets any, in the order in which they are computed.
+
+    ``rows`` are the requests to divide, ``ahead_ms`` is what each worker was given before. Who can go nowhere is in
+    none.
+    """
+    least_ms = waiting.own_ms.min(axis=1)
+    behind = np.zeros(len(ahead_ms))
+    given: dict[int, list[Placed]] = {}
+    for request in sorted(rows, key=lambda row: -least_ms[row]):
+        costs = waiting.costs[request] + ahead_ms + behind * waiting.own_ms[request]
+        if np.isinf(costs).all():
+            continue
+        worker, _ = lowest(costs, waiting.tie_keys[request])
+        known = {each: len(requests) for each, requests in given.items()}
+        given.setdefault(worker, []).append(Placed(request, worker, known))
+        behind[worker] += 1
+    for worker, requests in given.items():
+        requests.sort(key=lambda each: (waiting.own_ms[each.request, worker], each.request))
+    return given
+
+
+class _Room(msgspec.Struct, frozen=True, gc=False):
+    """What a worker takes now."""
+
+    queued_tokens: float
+    step_tokens: float
+    step_ms: Callable[[float], float]
+
+    def count(self, prompts: Sequence[float]) -> int:
+        """Return how many of some prompts go now, whose tokens are given in order."""
+        return self._in_first_step(prompts) if not self.queued_tokens else self._small(prompts)
+
+    def _small(self, prompts: Sequence[float]) -> int:
+        """Return how many join what the worker has already."""
+        together, small_ms = self.queued_tokens, SMALL_STEPS * self.step_ms(1.0)
+        for count, tokens in enumerate(prompts):
+            together += tokens
+            if together > self.step_tokens or self.step_ms(tokens) > small_ms:
+                return count
+        return len(prompts)
+
+    def _in_first_step(self, prompts: Sequence[float]) -> int:
+        """Return how many go into the first step of a worker that is free: one at least, however long."""
+        together = prompts[0]
+        together_ms = self.step_ms(together)
+        for count, tokens in enumerate(prompts[1:], start=1):
+            if together + tokens > self.step_tokens:
+                return count
+            joined_ms = self.step_ms(together + tokens) - together_ms
+            saved_ms = self.step_ms(tokens) - joined_ms
+            if (len(prompts) - count) * saved_ms <= count * joined_ms:
+                return count
+            together += tokens
+            together_ms += joined_ms
+        return len(prompts)
