@@ -52,7 +52,7 @@ def _bounded(held: HeldBlocks) -> None:
             assert not is_sparse or number in held._sparse
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(changes)
 def test_pages_answer_as_one_dict_would_order_included(history: list[tuple[str, list[int]]]) -> None:
     held, model = small(), dict[int, int | None]()

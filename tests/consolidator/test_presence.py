@@ -68,7 +68,7 @@ def frozen(presence: Presence) -> dict[tuple[Tier, str], dict[int, int | None]]:
     return {(tier, source): dict(held.items()) for tier, source, held in presence.freeze() if held}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(operations)
 def test_readers_see_what_at_least_one_source_holds(history: list[Operation]) -> None:
     presence, model = Presence(), {}  # type: ignore[var-annotated]

@@ -198,29 +198,6 @@ def test_an_outbox_that_does_not_reach_back_restates_the_cache() -> None:
     run(scenario)
 
 
-def test_a_late_subscriber_gets_the_same_state_as_an_early_one() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started()
-        early, late = Reader(), Reader()
-        service.subscribe(early)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        random_work(pusher, random.Random(2), 50)
-        await pusher.settle()
-        end = service.subscribe(late)
-        random_work(pusher, random.Random(3), 20)
-        await pusher.settle()
-        assert late.view == early.view == truth(pusher)
-        end()
-        random_work(pusher, random.Random(4), 5)
-        await pusher.settle()
-
-        assert late.offset < early.offset
-        await service.stop()
-
-    run(scenario)
-
-
 def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives() -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         registry = CollectorRegistry()
@@ -311,22 +288,6 @@ def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_i
                     folded.apply(record)
             assert loaded.facts() == folded.facts()
     disk.close()
-
-
-def test_a_silent_worker_leaves_when_its_lease_ends() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started(lease_ms=100)
-        reader = Reader()
-        service.subscribe(reader)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        await reader.until(lambda: "w" in reader.view)
-        await reader.until(lambda: "w" not in reader.view)
-
-        assert service.core.tally.lease_expiries == 1
-        await service.stop()
-
-    run(scenario)
 
 
 class FailingJournal(MemoryJournal):
