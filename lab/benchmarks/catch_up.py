@@ -43,8 +43,8 @@ from poolgrid.consolidator.settings import ConsolidatorProcessSettings, Consolid
 from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process import garbage, lifecycle
 from poolgrid.process.clock import SystemClock
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
@@ -53,6 +53,7 @@ from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.ports import JournalFeed
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -276,7 +277,9 @@ class Heartbeat:
         return self._service.projection.next_offset
 
     def _decide(self, now_ms: float, behind: int) -> None:
-        decision = decided(self._selector.select(self._request, [1], now_ms, 0, dry_run=True, behind_records=behind))
+        decision = decided(
+            self._selector.select(WorkerWanted(self._request, [1], now_ms, 0, behind_records=behind), dry_run=True)
+        )
         self.decisions += 1
         self.marked += decision.reason.endswith("-behind")
         self.most_behind = max(self.most_behind, behind)

@@ -39,10 +39,15 @@ DECIDING_SETTINGS = (
 """Settings that a decision depends on, besides its inputs."""
 
 
+def settings_of(noted: RouterSettingsNoted) -> RouterSettings:
+    """Return recorded settings; those that an old recording does not name have their defaults."""
+    known = {name: value for name, value in noted.settings.items() if name in DECIDING_SETTINGS}
+    return RouterSettings.model_validate(known)
+
+
 def policy_of(noted: RouterSettingsNoted) -> Policy:
     """Return the policy that recorded settings name; raises ``PolicyError`` when it cannot be loaded here."""
-    known = {name: value for name, value in noted.settings.items() if name in DECIDING_SETTINGS}
-    return load_policy(RouterSettings.model_validate(known))
+    return load_policy(settings_of(noted))
 
 
 def open_recorder(

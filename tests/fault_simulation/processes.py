@@ -36,7 +36,6 @@ from poolgrid.nats.leader import LeaderWatch
 from poolgrid.nats.message import BODY_BYTES
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
@@ -44,6 +43,7 @@ from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.ports import JournalFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService

@@ -201,7 +201,7 @@ def test_who_shares_state_does_so_with_what_the_page_gives_it_and_writes_no_othe
         nats = NamesSettings(names="nats", nats_url=(url_of(server, SHARES),))
         clock = SystemClock()
         limits = LimitsOnNats(nats, "blue.p", "", 4, 1, clock, CollectorRegistry())
-        tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), 0.0, limits.meter)
+        tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), limits.meter)
         limits.start(lambda: tenants)
         meter = tenants.accounts["acme"].meter
         assert isinstance(meter, SharedMeter)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from poolgrid.consolidator.pub_shell import WAITING, PubShell
-from poolgrid.process.instruments import GaugeFamily
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 
 PREFIX = "poolgrid_consolidator_"
@@ -121,25 +121,25 @@ class ConsolidatorCollector(Collector):
             yield CounterMetricFamily(PREFIX + name, text, value=counters[name])
         for name, text in GAUGES.items():
             if name == "event_lag_seconds":
-                family = GaugeFamily(PREFIX + name, text, across="largest", labels=["worker"])
+                family = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
                 for key, lag_ms in sorted(self._lags_ms().items()):
                     family.add_metric([str(key)], lag_ms / 1000)
                 yield family
             elif name == "blocks":
-                family = GaugeFamily(PREFIX + name, text, across="largest", labels=["tier"])
+                family = GaugeMetricFamily(PREFIX + name, text, labels=["tier"])
                 for tier, count in self._blocks_by_tier().items():
                     family.add_metric([tier], count)
                 yield family
             else:
-                yield GaugeFamily(PREFIX + name, text, across="largest", value=gauges[name])
+                yield GaugeMetricFamily(PREFIX + name, text, value=gauges[name])
         sources = self._sources()
         for name, text in SOURCE_GAUGES.items():
-            family = GaugeFamily(PREFIX + name, text, across="largest", labels=["source"])
+            family = GaugeMetricFamily(PREFIX + name, text, labels=["source"])
             for source in sources:
                 value = source.degraded if name == "source_degraded" else source.blocks
                 family.add_metric([source.name], float(value))
             yield family
-        states = GaugeFamily(PREFIX + "source_state", SOURCE_STATE, across="largest", labels=["source", "state"])
+        states = GaugeMetricFamily(PREFIX + "source_state", SOURCE_STATE, labels=["source", "state"])
         for source in sources:
             for state in SOURCE_STATES:
                 states.add_metric([source.name, state], float(source.shown_state == state))

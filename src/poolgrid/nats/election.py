@@ -45,7 +45,6 @@ class SuccessionMetrics:
             "1 while this consolidator writes the pool's journal, 0 while it stands by. Alert when none of a pool is "
             "active.",
             registry=registry,
-            across="largest",
         )
         self.lives = Counter(
             "poolgrid_consolidator_lives",
