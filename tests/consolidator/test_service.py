@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from poolgrid.consolidator import metrics
 from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.core import presence
+from poolgrid.consolidator.core import block_ownership
 from poolgrid.consolidator.core.feed_reader import FeedEffect, FeedState
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.feed_follower import FeedFollower
@@ -247,7 +247,7 @@ def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_i
 ) -> None:
     """Each part of it is one block long, and workers are heard between any two."""
     monkeypatch.setattr(snapshot_file, "ENTRY_BYTES", 1)
-    monkeypatch.setattr(presence, "DUMP_STEP_BLOCKS", 1)
+    monkeypatch.setattr(block_ownership, "DUMP_STEP_BLOCKS", 1)
 
     async def scenario(context: zmq.asyncio.Context) -> None:
         service = await started(data_dir=tmp_path, snapshot_every_records=100)
