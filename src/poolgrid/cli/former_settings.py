@@ -7,6 +7,31 @@ from collections.abc import Iterable, Mapping
 FORMER_SETTINGS: dict[str, str] = {
     # router, global router, admission
     # front end: HTTP, tenants, media, tracing
+    "--template-time-limit-ms": "a chat template may render for 2,000 ms.",
+    "--max-body-values": "a body may have 327,680 values, and more in proportion to --max-body-bytes above 32 MiB.",
+    "--api-keys-check-ms": "the file of API keys is looked at once a second at most.",
+    "--guide-compile-limit-ms": "a structured-output grammar may compile for 250 ms of CPU time.",
+    "--guide-step-limit-ms": "one token under a structured-output grammar may take 25 ms of CPU time.",
+    "--guide-check-queue": "64 grammars may wait for their trial, 16 of one tenant.",
+    "--fleet-page-interval-ms": "the fleet page is sent a change every 250 ms at most.",
+    "--fleet-page-viewers": "16 viewers may look at the fleet page of one process.",
+    "--tokenizer-inline-bytes": "4,096 bytes of new text are tokenized on the event loop, 65,536 with fastokens.",
+    "--tokenizer-queue": "256 long prompts may wait for a tokenizer thread; set --tokenizer-threads.",
+    "--max-choices": "128 sequences may be asked for in one request, as with OpenAI's n.",
+    "--max-stop-strings": "a request may have 16 stop strings.",
+    "--max-stop-chars": "a stop string may have 256 characters.",
+    "--max-prompt-chars": "a chat template may render 33,554,432 characters.",
+    "--gzip-request-members": "a compressed body may have 1,024 gzip members.",
+    "--gzip-request-ratio": "a compressed body may inflate to 100 times its length.",
+    "--gzip-request-timeout-ms": "a compressed body may inflate for 5,000 ms.",
+    "--gzip-response-bytes": "answers of 4,096 bytes and more are compressed for clients that accept gzip.",
+    "--media-image-formats": "PNG, JPEG, WEBP and GIF are taken.",
+    "--max-media-request-mb": "the media of one request may have 52 MiB, which is what a message to a worker holds.",
+    "--max-image-pixels": "an image may have 50,000,000 pixels.",
+    "--media-redirects-max": "three redirects are followed.",
+    "--media-fetches-max": "32 media are fetched at a time.",
+    "--media-cache-ttl-ms": "a fetched URL is kept for 60,000 ms; set --media-cache-mb.",
+    "--trace-protocol": "set OTEL_EXPORTER_OTLP_TRACES_PROTOCOL; port 4318 or a path means http/protobuf.",
     # consolidator, feed, discovery, NATS
     # workers: common
     # workers: TensorRT-LLM
