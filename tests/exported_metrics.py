@@ -15,7 +15,7 @@ from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.consolidator.succession import SuccessionMetrics
 from poolgrid.discovery.core.registry import Registry, Seen
 from poolgrid.discovery.metrics import NamesMetrics
-from poolgrid.frontend.access.share_metrics import ShareMetrics
+from poolgrid.frontend.access.limits_on_nats import ShareMetrics
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding

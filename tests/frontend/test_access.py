@@ -22,13 +22,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.gate import PathClass, key_of, path_class
-from poolgrid.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant
+from poolgrid.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant, cache_salt
 from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
-from poolgrid.frontend.access.meter import Rate
+from poolgrid.frontend.access.meter import Bucket, Rate
 from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.access.token_bucket import Bucket
 from poolgrid.frontend.errors import REFUSAL_STATUSES
 from poolgrid.frontend.media.refusals import STATUS_BY_CODE
 from poolgrid.frontend.metrics import MODEL_LABELS_MAX, TENANT_LABELS_MAX, FrontendMetrics

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.parsers.custom_calls import CustomCalls
 from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
+from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.tools import custom_arguments, custom_text, joined_name, read_tools
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import FrontEnd, application, front_end, served_in_thread

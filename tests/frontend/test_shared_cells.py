@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend.access import shared_cells
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
-from poolgrid.frontend.access.meter import Meter, OwnCell, Rate, Verdict
+from poolgrid.frontend.access.meter import Bucket, Meter, OwnCell, Rate, Verdict
 from poolgrid.frontend.access.shared_cells import FILE_NAME, RECORDS, SharedCells
 from poolgrid.frontend.access.tenants import Caller, Tenants
-from poolgrid.frontend.access.token_bucket import Bucket
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import SystemClock
 

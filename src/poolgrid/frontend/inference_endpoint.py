@@ -28,14 +28,13 @@ from poolgrid.frontend.access.gate import caller_of
 from poolgrid.frontend.access.limit_headers import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
-from poolgrid.frontend.compression import GZIP_BYTES_MIN, accepts_gzip, compressed
 from poolgrid.frontend.dialects import OPENAI, Dialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.inflation import BodyInflation
+from poolgrid.frontend.inflation import GZIP_BYTES_MIN, BodyInflation, accepts_gzip, compressed
 from poolgrid.frontend.keep_alive import KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.memory_budget import MediaLease
+from poolgrid.frontend.media.media_cache import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.parsed_answers import encoder_of
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt

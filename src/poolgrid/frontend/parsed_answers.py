@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
-from poolgrid.frontend.parsers.custom_calls import CustomCalls
 from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, taken_apart
+from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.request_ids import base_name

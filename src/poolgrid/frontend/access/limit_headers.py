@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poolgrid.frontend.access.meter import Rate
-from poolgrid.frontend.access.token_bucket import Bucket
+from poolgrid.frontend.access.meter import Bucket, Rate
 
 _NAMES = {Rate.REQUESTS: b"requests", Rate.TOKENS: b"tokens"}
 _KINDS = (b"limit", b"remaining", b"reset")

@@ -38,7 +38,6 @@ from poolgrid.frontend.access.limit_shares import (
     settled,
 )
 from poolgrid.frontend.access.meter import Meter
-from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import Account, Tenants
 from poolgrid.nats.nats_bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
@@ -47,6 +46,7 @@ from poolgrid.nats.nats_leader import WRONG_LAST_SEQUENCE
 from poolgrid.nats.nats_settings import NatsSettings
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import PERIOD_MS, Complaints
+from poolgrid.process.instruments import Counter, Gauge
 from poolgrid.process.tasks import Restart, cancel_all, end_process, supervised
 from poolgrid.wire.hashing import stable_u64
 
@@ -97,6 +97,35 @@ _encode = msgspec.msgpack.Encoder().encode
 def page_of(tenant: str) -> int:
     """Return on which page a tenant is."""
     return stable_u64(tenant) % PAGES
+
+
+class ShareMetrics:
+    """Failures and changes, among how many routers limits are divided, and how old what is known is."""
+
+    def __init__(self, registry: CollectorRegistry, routers: Callable[[], float], age_s: Callable[[], float]) -> None:
+        self.failures = Counter(
+            "poolgrid_frontend_limit_division_failures",
+            "Looks at the shares of tenants' limits, or writes of them, that failed because NATS gave no answer.",
+            registry=registry,
+        )
+        self.writes = Counter(
+            "poolgrid_frontend_limit_division_writes",
+            "Changes of the shares of tenants' limits that this router wrote.",
+            registry=registry,
+        )
+        Gauge(
+            "poolgrid_frontend_limit_division_routers",
+            "Routers among whom tenants' limits are divided, this one included, as it sees it.",
+            across="largest",
+            registry=registry,
+        ).set_function(routers)
+        Gauge(
+            "poolgrid_frontend_limit_division_age_seconds",
+            "Time since this router last saw the shares of all. Above the lease, others may have taken its shares, "
+            "which it still grants.",
+            across="largest",
+            registry=registry,
+        ).set_function(age_s)
 
 
 class LimitsOnNats:

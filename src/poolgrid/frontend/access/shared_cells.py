@@ -28,8 +28,7 @@ import os
 from pathlib import Path
 
 from poolgrid.frontend.access.key_file import TENANTS_MAX
-from poolgrid.frontend.access.meter import OwnCell, Rate
-from poolgrid.frontend.access.token_bucket import Bucket
+from poolgrid.frontend.access.meter import Bucket, OwnCell, Rate
 from poolgrid.process.clock import Clock
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ import msgspec
 
 from poolgrid.frontend.access.key_file import Tenant
 from poolgrid.frontend.access.limit_shares import IN_FLIGHT, KINDS, NOTHING, Amounts, Use, limits_of
-from poolgrid.frontend.access.meter import Meter, OwnCell, Rate, Verdict
-from poolgrid.frontend.access.token_bucket import MINUTE_MS, Bucket
+from poolgrid.frontend.access.meter import MINUTE_MS, Bucket, Meter, OwnCell, Rate, Verdict
 
 WINDOW_MS = 5_000.0
 """What was used counts for one to two of these."""

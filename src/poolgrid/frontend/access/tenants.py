@@ -25,8 +25,7 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from poolgrid.frontend.access.cache_salt import cache_salt
-from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
+from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant, cache_salt
 from poolgrid.frontend.access.limit_headers import Standing
 from poolgrid.frontend.access.meter import Meter, OwnCell
 from poolgrid.inference.cache_domain import WHOLE, CacheDomain, CacheShares

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from poolgrid.frontend.parsers.call_forms import (
     CALL_CHARS_MAX,
@@ -449,3 +449,38 @@ def required(declared: Declared) -> ToolCalls:
 def named(name: str, declared: Declared) -> ToolCalls:
     """The arguments of one function and nothing else: what guided decoding makes of a ``tool_choice`` with a name."""
     return ToolCalls(lambda _: GivenCall(name), declared, bare=True)
+
+
+class CustomCalls:
+    """Wraps the parser of an answer: the arguments of some functions become one piece, the text of the call.
+
+    They are held until the call has ended; ``max_tokens`` bounds them as it bounds the answer.
+    """
+
+    def __init__(self, parser: OutputParser, names: Collection[str], text_of: Callable[[str], str]) -> None:
+        self._parser: Final = parser
+        self._names: Final = names
+        self._text_of: Final = text_of
+        self._held: list[str] | None = None
+
+    def feed(self, text: str) -> list[Piece]:
+        return self._converted(self._parser.feed(text))
+
+    def finish(self) -> list[Piece]:
+        return [*self._converted(self._parser.finish()), *self._released()]
+
+    def _converted(self, pieces: list[Piece]) -> list[Piece]:
+        converted: list[Piece] = []
+        for piece in pieces:
+            if piece.kind is Kind.ARGUMENTS and self._held is not None:
+                self._held.append(piece.text)
+                continue
+            converted += self._released()
+            converted.append(piece)
+            if piece.kind is Kind.CALL and piece.text in self._names:
+                self._held = []
+        return converted
+
+    def _released(self) -> list[Piece]:
+        held, self._held = self._held, None
+        return [Piece(Kind.ARGUMENTS, self._text_of("".join(held)))] if held else []
