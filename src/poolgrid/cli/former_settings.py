@@ -33,10 +33,27 @@ FORMER_SETTINGS: dict[str, str] = {
     "--media-cache-ttl-ms": "a fetched URL is kept for 60,000 ms; set --media-cache-mb.",
     "--trace-protocol": "set OTEL_EXPORTER_OTLP_TRACES_PROTOCOL; port 4318 or a path means http/protobuf.",
     # consolidator, feed, discovery, NATS
+    "--decision-stream-bytes": "Decisions are recorded in the router's --data-dir, also with --event-plane nats.",
     # workers: common
+    "--load-interval-ms": "Load reports of a busy worker are at least 100 ms apart.",
+    "--heartbeat-ms": "Workers send a sign of life every second.",
+    "--check-model": "Run poolgrid model fetch MODEL --check before the start.",
+    "--no-check-model": "Leave it out: a worker does not read its whole model before the start.",
     # workers: TensorRT-LLM
+    "--backend": "the backend is pytorch; for AutoDeploy use --engine trtllm-serve.",
+    "--gpu-interval-ms": "workers show no GPU metrics, run dcgm-exporter.",
     # workers: servers and the simulated engine
+    "--engine-stop-timeout-s": "A server of the worker's own has 60 s to end.",
+    "--engine-restarts-max": "A server of the worker's own may die three times in a row.",
+    "--max-waiting-requests": "At most 4096 requests wait in a simulated engine.",
+    "--eos-probability": "Give --output-tokens-mean: answers end by their length.",
+    "--kv-bytes-per-token": "A token has 131,072 bytes of KV; --kv-transfer-gigabytes-per-s sets the time.",
+    "--kv-transfer-latency-ms": "The set-up of a transfer takes 1 ms.",
+    "--kv-fetch-timeout-ms": "A simulated decode worker waits 2 s for a prefill worker's answer.",
+    "--encode-ms-per-image": "A simulated encode worker takes 20 ms for an image.",
+    "--load-bytes": "A simulated load has 16,000,000,000 bytes; --load-ms sets its time.",
     # up, bench, simulate, engine-check, model, journal
+    "--attempts": "poolgrid model fetch tries a hub that fails again six times, at growing intervals.",
 }
 """Option as it was typed, such as ``--feed-interval-ms``, to one sentence: the new option, or the fixed value.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -155,23 +155,17 @@ class Application(FastAPI):
             self._short = all(each.cls is gate for each in layers)
         return self._short
 
-    def direct_endpoint(self, url: bytes) -> InferenceEndpoint | AccessGate | None:
-        """Return the endpoint that a server may call past this application, for ``poolgrid.http.http_protocol``."""
-        is_short = self._short if len(self.user_middleware) == self._layers_seen else self._is_short()
-        return self.direct.get(url.decode("latin-1")) if is_short else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request."""
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        """Return what serves one request."""
         path = scope.get("path", "")
         if path.endswith("/") and len(path) > 1 and path != PAGE_FOLDER:
             scope = {**scope, "path": path[:-1]}
-        if scope["type"] == "http" and scope["method"] == "POST" and self._is_short():
+        if scope["type"] == "http" and scope["method"] == "POST":
             endpoint = self.direct.get(scope["path"])
-            if endpoint is not None:
-                await endpoint(scope, receive, send)
-                return
+            if endpoint is not None and self._is_short():
+                return endpoint(scope, receive, send)
         names_itself = scope["type"] != "http" or (scope["method"] == "POST" and scope["path"] in self.direct)
-        await (super().__call__(scope, receive, send) if names_itself else self._serve_plainly(scope, receive, send))
+        return super().__call__(scope, receive, send) if names_itself else self._serve_plainly(scope, receive, send)
 
     async def _serve_plainly(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve what is no inference request: with a name too, with the tenant's limits, and ``HEAD`` as ``GET``."""

@@ -2,8 +2,8 @@
 
 Rules of this file
 - When the client leaves, the request's own task is cancelled, wherever it is (admission, tokenization, waiting for
-  tokens, writing), and its streams are cancelled on the way out. Our own server calls when that happens
-  (``poolgrid.http.http_protocol``); under any other ASGI server one watcher task per request waits for it.
+  tokens, writing), and its streams are cancelled on the way out. Our server calls when that happens
+  (``poolgrid.http.exchange.ON_DISCONNECT``); under another ASGI server such a request runs to its end.
 - A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
 - Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
   control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
@@ -50,9 +51,8 @@ from poolgrid.frontend.stream_head import StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import NOTHING_YET, Account, EndedRequest, Traffic
-from poolgrid.http.direct_cycle import CONNECTION
-from poolgrid.http.direct_cycle import Connection as DirectConnection
-from poolgrid.http.http_protocol import SERVER_ENDS
+from poolgrid.http.exchange import ON_DISCONNECT
+from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.process.clock import Clock
@@ -63,9 +63,6 @@ from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 log: Final = logging.getLogger(__name__)
-
-# A compiled module looks up what it imports at each use.
-_perf_counter: Final = perf_counter
 
 WORKERS_IN_HEADER_MAX: Final = 16
 """Distinct workers that ``x-poolgrid-worker`` lists for a request of many sequences."""
@@ -143,15 +140,13 @@ class InferenceEndpoint:
         self._tracing = tracing
         self._isolates = settings.isolate_tenants
         self._left_out: set[str] = set()
-        self.body_bytes_max = settings.max_body_bytes
-        """Largest body that a server may gather before it calls."""
+        self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
+        """Shortest answer that is compressed."""
+        self._body_bytes_max = settings.max_body_bytes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Return what serves one POST: a coroutine around it would be woken with it every time."""
-        arrived_ms = self._clock.monotonic_ms()
-        extensions = scope.get("extensions")
-        direct = extensions.get(CONNECTION) if extensions else None
-        return _Exchange(self, scope, arrived_ms, receive, send, direct).run()
+        return _Exchange(self, scope, self._clock.monotonic_ms(), receive, send).run()
 
     def note_left_out(self, types: Collection[str], request_id: str) -> None:
         """Log the types of tools that a request was run without, each once."""
@@ -193,14 +188,12 @@ class _Exchange:
         arrived_ms: float,
         receive: Receive,
         send: Send,
-        direct: DirectConnection | None,
     ) -> None:
-        self._direct = direct
         self._endpoint = endpoint
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
         self._scope = scope
-        self._headers = headers = _headers_of(scope, direct)
+        self._headers = headers = _Headers(scope)
         self._wanted_id = endpoint._request_ids.wanted(headers.request_id)
         self._arrived_ms = arrived_ms
         self._caller = caller_of(scope)
@@ -230,31 +223,22 @@ class _Exchange:
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
-        watcher: asyncio.Task[None] | None = None
-        task = asyncio.current_task() if self._direct is None else self._direct.task
+        task = asyncio.current_task()
         assert task is not None, "servers call applications in a task"
         self._endpoint.begin(self)
         try:
-            limit = self._endpoint.body_bytes_max
+            limit = self._endpoint._body_bytes_max
             headers = self._headers
-            if not headers.is_taken:
-                check_announced(headers.content_type, headers.content_length, limit, self._scope["headers"])
-                # Of another with this head only the length is another's, at which the server has looked.
-                headers.is_taken = True
-            body: bytes | None
-            if self._direct is None:
-                body = await receive_body(self._receive, limit)
-            else:
-                body, self._direct.body = self._direct.body, b""
+            check_announced(headers.content_type, headers.content_length, limit, self._scope["headers"])
+            body = await receive_body(self._receive, limit)
             if body is None:
                 self._left()
                 return
             if self.trace is not None:
                 self.trace.add("receive", self._arrived_ms)
-            if self._direct is None:
-                watcher = detached(_watch(self._receive, self, task), f"client of {self._wanted_id}")
-            else:
-                self._direct.on_left = partial(_leave, self, task)
+            on_disconnect = (self._scope.get("extensions") or {}).get(ON_DISCONNECT)
+            if on_disconnect is not None:
+                on_disconnect(partial(_leave, self, task))
             if headers.content_encoding:
                 body = await self._inflate(body)
             if len(body) > SHORT_BYTES:
@@ -297,9 +281,6 @@ class _Exchange:
                 await self._answer_error(RequestError(503, "not_ready", SERVER_ENDS))
             else:
                 raise
-        except OSError:
-            # Servers that tell a writer of a closed connection do it with OSError (ASGI 2.4).
-            self._left()
         except Exception:
             trace_id = "" if self.trace is None else self.trace.trace_id
             named = about(request_id=str(self._wanted_id), trace_id=trace_id)
@@ -308,10 +289,6 @@ class _Exchange:
             await self._answer_error(RequestError(500, "internal_error", message))
         finally:
             self.done = True
-            if watcher is not None:
-                watcher.cancel()
-            if self._direct is not None:
-                self._direct.on_left = None
             account = NOTHING_YET
             try:
                 self._give_up()
@@ -344,7 +321,7 @@ class _Exchange:
 
     async def _tokenize(self, job: PreparedRequest, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
-        began_s = _perf_counter()
+        began_s = perf_counter()
         began_ms = 0.0 if self.trace is None else self._clock.monotonic_ms()
         fast = job.model.tokenizes_fast()
         if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
@@ -358,7 +335,7 @@ class _Exchange:
         job.forget_prompt()
         if self.trace is not None:
             self.trace.add("render and tokenize", began_ms)
-        self._metrics.tokenization.observe(_perf_counter() - began_s)
+        self._metrics.tokenization.observe(perf_counter() - began_s)
         return prompts
 
     async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
@@ -482,7 +459,6 @@ class _Exchange:
         [output] = self._outputs
         stream = output.stream
         assert stream is not None, "submitted before anything is awaited from it"
-        write = None if self._direct is None else self._direct.write
         index = output.index
         while True:
             self._absorb(output, await stream.next())
@@ -500,8 +476,7 @@ class _Exchange:
             if last and not failed:
                 break
             if part:
-                if write is None or not head.is_sent or not write(part):
-                    await self._write(await head.before(part))
+                await self._write(part if head.is_sent else await head.before(part))
                 if keep_alive is not None:
                     keep_alive.wrote = True
             if failed:
@@ -548,9 +523,6 @@ class _Exchange:
                 body = compressed(body)
                 headers.append((b"content-encoding", b"gzip"))
         self._begin(200, headers)
-        if self._direct is not None and self._direct.answer(200, headers, body):
-            self.done = True
-            return
         headers.append((b"content-length", b"%d" % len(body)))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._end(body)
@@ -691,10 +663,8 @@ class _Exchange:
             ]
             await self._start(error.status, headers)
             await self._end(body)
-        except OSError:
-            self._left()
         except asyncio.CancelledError:
-            # The watcher saw the client leave while its error was being written.
+            # The client left while its error was being written.
             if not self.left:
                 raise
             task = asyncio.current_task()
@@ -838,13 +808,6 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
 ]
 
 
-async def _watch(receive: Receive, exchange: _Exchange, task: asyncio.Task[Any]) -> None:
-    """Wait until the client leaves, then cancel the request's task."""
-    while (await receive())["type"] != "http.disconnect":
-        pass  # a server may repeat the end of the body
-    _leave(exchange, task)
-
-
 def _leave(exchange: _Exchange, task: asyncio.Task[Any]) -> None:
     """Cancel the request of a client that has left, unless it has its answer."""
     if not exchange.done:
@@ -864,13 +827,10 @@ class _Headers:
         "content_length",
         "content_type",
         "hints",
-        "is_taken",
         "request_id",
     )
 
     def __init__(self, scope: Scope) -> None:
-        self.is_taken = False
-        """Whether what they announce was looked at."""
         self.content_type = self.content_length = self.content_encoding = self.accept_encoding = b""
         self.request_id: bytes | None = None
         self.hints: dict[str, str] | None = None
@@ -888,20 +848,6 @@ class _Headers:
             elif name in _HINT_HEADERS:
                 self.hints = self.hints or {}
                 self.hints[_HINT_HEADERS[name]] = value.decode("latin-1")
-
-
-def _headers_of(scope: Scope, direct: DirectConnection | None) -> _Headers:
-    """Return the headers of a request: read once where a connection sends the same head again and again."""
-    of_head = None if direct is None else direct.of_head
-    if of_head is None:
-        return _Headers(scope)
-    headers: _Headers | None = of_head.get(_OF_HEAD)
-    if headers is None:
-        headers = of_head[_OF_HEAD] = _Headers(scope)
-    return headers
-
-
-_OF_HEAD: Final = "poolgrid.inference_endpoint"
 
 
 def _listed(values: list[str]) -> str:

@@ -21,7 +21,7 @@ import zmq
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints
-from poolgrid.transport.dealer_choice import connect_dealer
+from poolgrid.transport.dealer import connect_dealer
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta
