@@ -20,13 +20,6 @@ class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
     config: Path = Field(
         description="Pool-grid document: the pools and which of them serves which request; see docs/pool_grids.md."
     )
-    http_workers: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Processes that share the HTTP port, each a global router of its own over the same pools, with its "
-        "own queue and caches. One uses one core; take as many as there are cores to spare.",
-    )
     pool_url: tuple[str, ...] = Field(
         (),
         max_length=512,

@@ -63,10 +63,10 @@ class RequestBooks:
         self._on_ended = on_ended
         self._on_free = on_free
         self._full = full
-        self._plans = state.selector.can_plan
+        self._plans = state.selector.planner is not None
         self.reservations = Reservations(state, clock, self._under_way)
-        if state.projection.paces is not None:
-            state.projection.paces.on_first_token = self.first_token
+        for observer in state.projection.observers:
+            observer.report_ttft = self.first_token
 
     def enter(self, routed: Routed, chosen: Chosen, dispatch_id: str) -> None:
         """Book a leg that was sent to its worker; its delivery has the reason of the decision already.

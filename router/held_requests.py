@@ -3,7 +3,7 @@
 Rules
     1. A request is held until the worker that a plan gave it has no prompt to compute, and at most ``hold_limit_ms``.
        Then it goes to a worker as it is, like one that is not held.
-    2. Those whose turn it is, up to ``PLANNED_MAX``, are planned together (``poolgrid.router.core.hold_plan``): at the
+    2. Those whose turn it is, up to ``PLANNED_MAX``, are planned together (``core.policy.Planner``): at the
        end of a turn of the event loop in which one came or a first token was seen, and when events were applied. A plan
        is forgotten at once: who it does not place is planned anew.
     3. Nobody is refused because others are held. Where that takes the room, those whose turn it is go to workers.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from poolgrid.process.clock import Clock
 from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.hold_plan import HELD_MAX, PLANNED_MAX
+from poolgrid.router.core.policy import HELD_MAX, PLANNED_MAX
 from poolgrid.router.routed import Routed
 from poolgrid.serving.admission.admission_queue import AdmissionQueue
 from poolgrid.serving.admission.queued_request import QueuedRequest

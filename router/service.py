@@ -231,7 +231,7 @@ class RouterService:
         delivery = TokenDelivery(request.request_id, self._on_client_left, self._loop)
         routed = Routed(RequestMachine(request, delivery, self._migration_limit), path, watch)
         cause = _BEHIND_OTHERS
-        if chooser.can_plan and chooser.plans and chooser.can_be_planned(routed):
+        if chooser.plans and chooser.can_be_planned(routed):
             cause = WaitCause.HELD
         elif not self.line.is_before(request.model):
             missing = self._dispatch(routed)

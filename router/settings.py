@@ -9,12 +9,13 @@ from pydantic import Field, model_validator
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
-from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
-from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
+from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
 from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
 from poolgrid.serving.prompt_paths import BUDGET_BYTES
 from poolgrid.serving.reuse_sketch import SKETCH_BYTES
@@ -30,13 +31,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         le=65535,
         description="Port at which global routers ask this pool to select and reserve workers; 0 takes any free one.",
     )
-    http_workers: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Processes that share the HTTP port, each a router of its own over the same event stream, with its "
-        "own admission queue and caches. One uses one core; take as many as there are cores to spare.",
-    )
     feed_endpoint: ZmqAddress | None = Field(
         None,
         description="Feed of a consolidator that runs alone (tcp://host:port, with names also "
@@ -49,9 +43,8 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
     )
     policy: str = Field(
         "kv",
-        examples=["kv", "approximate", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
-        description="How a worker is chosen: kv, approximate, predicted, field, lmetric, round-robin, random, "
-        "least-loaded, or module:Class of your own.",
+        examples=list(policy_names()),
+        description="How a worker is chosen: " + ", ".join(policy_names()) + ", or module:Class of your own.",
     )
     prefill_weight: float = Field(1.0, ge=0, le=1000, description="Cost of one block that must be computed.")
     queue_weight: float = Field(
@@ -67,7 +60,9 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost instead of taking the cheapest."
     )
     approximate_ttl_ms: float = Field(
-        120_000, gt=0, description="How long the approximate policy believes that a worker holds what it was sent."
+        APPROXIMATE_TTL_MS,
+        gt=0,
+        description="How long the approximate policy believes that a worker holds what it was sent.",
     )
     index_budget_bytes: int = Field(
         4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
@@ -109,13 +104,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         True,
         description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
         "poolgrid replay, what-if and explain; segments and retention are the journal's.",
-    )
-    decision_queue_limit: int = Field(
-        20_000,
-        ge=100,
-        le=10_000_000,
-        description="Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it "
-        "they are dropped, and the journal says how many.",
     )
     worker_queue_factor: float = Field(
         2.0,

@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "consolidator"),
     "router.core": ("wire", "consolidator.core.sharded_map"),
+    "router.policies": ("wire", "router.core"),
     "router": (
         "wire",
         "process",
@@ -76,7 +77,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tools.simulation": (
         "wire",
         "process.settings",
+        "process.plugins",
         "router.core",
+        "router.policy_loading",
         "global_router.core",
         "workers.core",
         "workers.engines.simulated.core",
@@ -103,6 +106,7 @@ PURE = (
     "kubernetes.slices",
     "serving.admission",
     "router.core",
+    "router.policies",
     "consolidator.core",
     "global_router.core",
     "workers.core",

@@ -66,7 +66,6 @@ class Recordings:
             settings_noted(life, "simulated", {name: getattr(settings, name) for name in DECIDING_SETTINGS}),
             clock,
             SEGMENT_BYTES,
-            settings.decision_queue_limit,
         )
 
     def counts(self) -> dict[str, int]:

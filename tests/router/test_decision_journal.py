@@ -15,6 +15,7 @@ from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
 from poolgrid.consolidator.journal.stored_records import offset_of
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
 from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
@@ -156,7 +157,7 @@ def test_a_checkpoint_says_what_the_router_believed_by_its_own_choices(name: str
     router = recorded(steps=900, segment_bytes=60_000, **MIDWAY[name])
     last = entries_of(router.decisions_disk, Checkpoint)[-1]
     projection = router.projection
-    believed = projection.approximate or projection.trust.predictions
+    believed = projection.predictions
 
     assert last.beliefs is not None
     assert not last.complete, "a reader that knows no beliefs must not begin here"
@@ -368,7 +369,7 @@ def test_records_of_another_stream_are_not_taken_for_those_that_the_router_saw()
 
 def test_inputs_beyond_the_limit_are_dropped_counted_and_said_and_the_rest_is_derived() -> None:
     async def run() -> RecordedRouter:
-        router = RecordedRouter(seed=9, decision_queue_limit=100)
+        router = RecordedRouter(seed=9, queue_limit=100)
         for name in NAMES:
             router.join(name)
         for number in range(900):
@@ -526,7 +527,7 @@ def test_a_dry_run_leaves_a_counting_policy_where_it_was() -> None:
         await router.recorder.stop()
         request = RoutingRequest("r", "m", 32, 16, 2)
         return [
-            str(decided(router.selector.select(request, [1, 2], 0.0, 0, dry_run=dry)).worker)
+            str(decided(router.selector.select(WorkerWanted(request, [1, 2], 0.0, 0), dry_run=dry)).worker)
             for dry in (True, True, False, True, False)
         ]
 

@@ -21,7 +21,11 @@ from poolgrid.process.tasks import cancel_all, owned
 
 
 class MediaBudget:
-    """The bytes of all leases together."""
+    """The bytes of media that this process holds for requests in flight: all leases together.
+
+    An addition that would exceed it is refused (429): nothing waits, because what would make room is the end of other
+    answers.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
