@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, taken_apart
+from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
@@ -29,7 +29,7 @@ _encode: Final = msgspec.json.Encoder().encode
 class AnswerPart:
     """A part that is being written; ``data`` is what the client gets of it."""
 
-    kind: Kind
+    kind: PieceKind
     data: dict[str, Any]
     texts: list[str] = field(default_factory=list)
 
@@ -87,20 +87,20 @@ class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
             events += self._finish()
         return events
 
-    def _add(self, piece: Piece) -> list[Event]:
+    def _add(self, piece: AnswerPiece) -> list[Event]:
         kind, text = piece
-        if kind is Kind.CALL:
-            return [*self._close_part(), *self._open_part(Kind.ARGUMENTS, text)]
+        if kind is PieceKind.CALL:
+            return [*self._close_part(), *self._open_part(PieceKind.ARGUMENTS, text)]
         events: list[Event] = []
         if self._part is None or self._part.kind is not kind:
             events += [*self._close_part(), *self._open_part(kind)]
         assert self._part is not None, "it was just opened"
         return [*events, *self._delta(self._part, text)]
 
-    def _open_part(self, kind: Kind, name: str = "") -> list[Event]:
+    def _open_part(self, kind: PieceKind, name: str = "") -> list[Event]:
         """Open a part; ``name`` is that of a call's function."""
         call_id = ""
-        if kind is Kind.ARGUMENTS:
+        if kind is PieceKind.ARGUMENTS:
             call_id = self._call_ids.of(0, self._calls, name)
             self._calls += 1
         self._part = self._made(kind, call_id, name)
@@ -120,7 +120,7 @@ class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
         return self._close_part()
 
     @abstractmethod
-    def _made(self, kind: Kind, call_id: str, name: str) -> AnswerPart: ...
+    def _made(self, kind: PieceKind, call_id: str, name: str) -> AnswerPart: ...
 
     @abstractmethod
     def _opened(self, part: AnswerPart) -> list[Event]: ...

@@ -39,7 +39,7 @@ from poolgrid.frontend.access.limit_shares import (
 )
 from poolgrid.frontend.access.meter import Meter
 from poolgrid.frontend.access.shared_meter import SharedMeter
-from poolgrid.frontend.access.tenants import Account, Tenants
+from poolgrid.frontend.access.tenants import TenantAccount, Tenants
 from poolgrid.nats.bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
 from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.nats.leader import WRONG_LAST_SEQUENCE
@@ -156,8 +156,8 @@ class LimitsOnNats:
         self.on_routers: Callable[[int], None] = lambda routers: None
         """Told how many routers there are, whenever that changes."""
         self._tenants: Callable[[], Tenants] = dict  # type: ignore[assignment]  # until it is followed
-        self._accounts: dict[str, Account] | None = None
-        self._by_page: dict[int, dict[str, Account]] = {}
+        self._accounts: dict[str, TenantAccount] | None = None
+        self._by_page: dict[int, dict[str, TenantAccount]] = {}
         self._active: set[str] = set()
         self._seen = 0
         self._beat_ms = float("-inf")
@@ -271,7 +271,7 @@ class LimitsOnNats:
             for limit, share in zip(limits_of(account.tenant), self._meter_of(name).shares, strict=True)
         )
 
-    def _accounts_now(self) -> dict[str, Account]:
+    def _accounts_now(self) -> dict[str, TenantAccount]:
         return self._accounts or {}
 
     def _meter_of(self, tenant: str) -> SharedMeter:

@@ -17,7 +17,7 @@ import msgspec
 
 from poolgrid.frontend.access.key_file import Tenant
 from poolgrid.frontend.access.limit_shares import IN_FLIGHT, KINDS, NOTHING, Amounts, Use, limits_of
-from poolgrid.frontend.access.meter import MINUTE_MS, Bucket, Meter, Rate, Verdict
+from poolgrid.frontend.access.meter import MINUTE_MS, Meter, Rate, RateDecision, TokenBucket
 
 WINDOW_MS = 5_000.0
 """What was used counts for one to two of these."""
@@ -58,7 +58,7 @@ class SharedMeter(Meter):
                 more += self._owed
                 self._owed = 0.0 if share else more
             if not share:
-                self._buckets[rate] = Bucket()
+                self._buckets[rate] = TokenBucket()
                 continue
             bucket = bucket.resized(share, now_ms)
             # What is given back is never more than was used.
@@ -92,7 +92,7 @@ class SharedMeter(Meter):
 
     # What tenants ask
 
-    def begin(self, rules: Tenant, now_ms: float) -> Verdict:
+    def begin(self, rules: Tenant, now_ms: float) -> RateDecision:
         """Count a request in, unless it would be one too many at a time or in its minute."""
         self._note()
         limited = self._of_share(rules)
@@ -106,7 +106,7 @@ class SharedMeter(Meter):
     def end(self, rules: Tenant, output_tokens: int, now_ms: float) -> None:
         super().end(self._of_share(rules), output_tokens, now_ms)
 
-    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, Bucket, float]]:
+    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, TokenBucket, float]]:
         """Return the bucket of each rate of which this router has a share, as it is now."""
         limited = self._of_share(rules)
         limits = (limited.requests_per_minute, limited.tokens_per_minute)

@@ -16,7 +16,7 @@ from poolgrid.frontend.dialects import ANTHROPIC
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.conversation import parsed_input
 from poolgrid.frontend.messages_api.schema import MessagesBody
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser
+from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder, escape_line_ends
@@ -124,10 +124,10 @@ class MessagesEncoder(PieceEncoder[Event]):
         message["usage"] = _usage(counts["prompt_tokens"], counts["completion_tokens"], cached)
         return message
 
-    def _made(self, kind: Kind, call_id: str, name: str) -> AnswerPart:
-        if kind is Kind.ARGUMENTS:
+    def _made(self, kind: PieceKind, call_id: str, name: str) -> AnswerPart:
+        if kind is PieceKind.ARGUMENTS:
             return AnswerPart(kind, {"type": "tool_use", "id": call_id, "name": name, "input": {}})
-        if kind is Kind.REASONING:
+        if kind is PieceKind.REASONING:
             return AnswerPart(kind, {"type": "thinking", "thinking": "", "signature": ""})
         return AnswerPart(kind, {"type": "text", "text": ""})
 
@@ -135,14 +135,14 @@ class MessagesEncoder(PieceEncoder[Event]):
         return [{"type": "content_block_start", "index": len(self._parts), "content_block": dict(part.data)}]
 
     def _delta(self, part: AnswerPart, text: str) -> list[Event]:
-        if part.kind is Kind.REASONING and not self._shows_thinking:
+        if part.kind is PieceKind.REASONING and not self._shows_thinking:
             return []
         part.texts.append(text)
         name, field = _DELTAS[part.kind]
         return [{"type": "content_block_delta", "index": len(self._parts), "delta": {"type": name, field: text}}]
 
     def _closed(self, part: AnswerPart, text: str) -> list[Event]:
-        if part.kind is Kind.ARGUMENTS:
+        if part.kind is PieceKind.ARGUMENTS:
             part.data["input"] = parsed_input(text)
         else:
             part.data[_DELTAS[part.kind][1]] = text
@@ -155,9 +155,9 @@ class MessagesEncoder(PieceEncoder[Event]):
 
 
 _DELTAS: Final = {
-    Kind.CONTENT: ("text_delta", "text"),
-    Kind.REASONING: ("thinking_delta", "thinking"),
-    Kind.ARGUMENTS: ("input_json_delta", "partial_json"),
+    PieceKind.CONTENT: ("text_delta", "text"),
+    PieceKind.REASONING: ("thinking_delta", "thinking"),
+    PieceKind.ARGUMENTS: ("input_json_delta", "partial_json"),
 }
 
 

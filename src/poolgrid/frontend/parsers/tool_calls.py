@@ -27,7 +27,7 @@ from poolgrid.frontend.parsers.call_forms import (
     declared_name,
 )
 from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, joined_pieces
+from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
 from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags, fitted
 
 Declared = Mapping[str, Mapping[str, Any]]
@@ -69,7 +69,7 @@ class ToolCalls:
         self._state: Callable[[ToolCalls], bool] = ToolCalls._begin if bare else ToolCalls._text
         """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
-        self._out: list[Piece] = []
+        self._out: list[AnswerPiece] = []
         self._space = Trimmer(leading=False)
         self._call: CallForm | None = None
         self._call_text: list[str] = []
@@ -85,14 +85,14 @@ class ToolCalls:
     def beginnings(self) -> tuple[str, ...]:
         return self._markers
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPiece]:
         """Take new text and return what is certain now."""
         self._buffer += text
         while self._buffer and self._state(self):
             pass
         return self._taken()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerPiece]:
         """Return what was held back."""
         if self._call is not None:
             self._call.end()
@@ -105,10 +105,10 @@ class ToolCalls:
         self._aside.clear()
         rest = self._space.release()
         if rest:
-            self._out.append(Piece(Kind.CONTENT, rest))
+            self._out.append(AnswerPiece(PieceKind.CONTENT, rest))
         return self._taken()
 
-    def _taken(self) -> list[Piece]:
+    def _taken(self) -> list[AnswerPiece]:
         out, self._out = self._out, []
         return joined_pieces(out)
 
@@ -190,8 +190,8 @@ class ToolCalls:
         self._space.restart()
         self._aside.clear()
         self._announced = True
-        self._out.append(Piece(Kind.CALL, name))
-        self._out.append(Piece(Kind.ARGUMENTS, fitted(call.arguments, self._declared[name])))
+        self._out.append(AnswerPiece(PieceKind.CALL, name))
+        self._out.append(AnswerPiece(PieceKind.ARGUMENTS, fitted(call.arguments, self._declared[name])))
         self._state = ToolCalls._after
         self._closers_left = self._closers
 
@@ -276,7 +276,7 @@ class ToolCalls:
     def _content(self, text: str) -> None:
         shown = self._space.feed(text)
         if shown:
-            self._out.append(Piece(Kind.CONTENT, shown))
+            self._out.append(AnswerPiece(PieceKind.CONTENT, shown))
 
 
 class SomeCalls:
@@ -288,18 +288,18 @@ class SomeCalls:
         self._passes = True
         """Whether the call that began last is passed on."""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPiece]:
         return self._kept(self._calls.feed(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerPiece]:
         return self._kept(self._calls.finish())
 
-    def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:
-        kept: list[Piece] = []
+    def _kept(self, pieces: Sequence[AnswerPiece]) -> list[AnswerPiece]:
+        kept: list[AnswerPiece] = []
         for piece in pieces:
-            if piece.kind is Kind.CALL:
+            if piece.kind is PieceKind.CALL:
                 self._passes = self._wants(piece.text)
-            if self._passes or piece.kind not in (Kind.CALL, Kind.ARGUMENTS):
+            if self._passes or piece.kind not in (PieceKind.CALL, PieceKind.ARGUMENTS):
                 kept.append(piece)
         return kept
 
@@ -463,24 +463,24 @@ class CustomCalls:
         self._text_of: Final = text_of
         self._held: list[str] | None = None
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPiece]:
         return self._converted(self._parser.feed(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerPiece]:
         return [*self._converted(self._parser.finish()), *self._released()]
 
-    def _converted(self, pieces: list[Piece]) -> list[Piece]:
-        converted: list[Piece] = []
+    def _converted(self, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
+        converted: list[AnswerPiece] = []
         for piece in pieces:
-            if piece.kind is Kind.ARGUMENTS and self._held is not None:
+            if piece.kind is PieceKind.ARGUMENTS and self._held is not None:
                 self._held.append(piece.text)
                 continue
             converted += self._released()
             converted.append(piece)
-            if piece.kind is Kind.CALL and piece.text in self._names:
+            if piece.kind is PieceKind.CALL and piece.text in self._names:
                 self._held = []
         return converted
 
-    def _released(self) -> list[Piece]:
+    def _released(self) -> list[AnswerPiece]:
         held, self._held = self._held, None
-        return [Piece(Kind.ARGUMENTS, self._text_of("".join(held)))] if held else []
+        return [AnswerPiece(PieceKind.ARGUMENTS, self._text_of("".join(held)))] if held else []

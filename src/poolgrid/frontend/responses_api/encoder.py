@@ -13,11 +13,11 @@ import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser
+from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import escape_line_ends
-from poolgrid.frontend.responses_api.calls import FORMS, CallForm
+from poolgrid.frontend.responses_api.calls import FORMS, CallItem
 from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.tools import ClientTool
 from poolgrid.wire.hashing import TOKEN_BYTES
@@ -29,7 +29,7 @@ Event = tuple[str, dict[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class _Item(AnswerPart):
-    form: CallForm | None = None
+    form: CallItem | None = None
     """Of a call."""
 
 
@@ -126,17 +126,17 @@ class ResponsesEncoder(PieceEncoder[Event]):
         return response
 
     def _finish(self) -> list[Event]:
-        opened = self._open_part(Kind.CONTENT) if not self._parts and self._part is None else []
+        opened = self._open_part(PieceKind.CONTENT) if not self._parts and self._part is None else []
         return [*opened, *self._close_part()]
 
-    def _made(self, kind: Kind, call_id: str, name: str) -> AnswerPart:
+    def _made(self, kind: PieceKind, call_id: str, name: str) -> AnswerPart:
         data: dict[str, Any]
-        form: CallForm | None = None
-        if kind is Kind.ARGUMENTS:
+        form: CallItem | None = None
+        if kind is PieceKind.ARGUMENTS:
             tool = self._client_tools.get(name)
             form = FORMS["function" if tool is None else tool.kind]
             data = form.begun(call_id, name, tool)
-        elif kind is Kind.REASONING:
+        elif kind is PieceKind.REASONING:
             data = {"type": "reasoning", "summary": [], "content": []}
         else:
             data = {"type": "message", "role": "assistant", "content": []}
@@ -148,7 +148,7 @@ class ResponsesEncoder(PieceEncoder[Event]):
     def _opened(self, part: AnswerPart) -> list[Event]:
         added = {"output_index": len(self._parts), "item": dict(part.data)}
         events: list[Event] = [("response.output_item.added", added)]
-        if part.kind is not Kind.ARGUMENTS:
+        if part.kind is not PieceKind.ARGUMENTS:
             empty = _part(part.kind, "")
             events.append(("response.content_part.added", {**self._place(part), "content_index": 0, "part": empty}))
         return events
@@ -160,9 +160,9 @@ class ResponsesEncoder(PieceEncoder[Event]):
         if part.form is not None:
             name = part.form.event
             return [(f"response.{name}.delta", {**place, "delta": text})] if name else []
-        if part.kind is Kind.REASONING:
+        if part.kind is PieceKind.REASONING:
             self._reasoning.append(text)
-        logprobs: dict[str, Any] = {"logprobs": []} if part.kind is Kind.CONTENT else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if part.kind is PieceKind.CONTENT else {}
         name = _DELTAS[part.kind]
         return [(f"response.{name}.delta", {**place, "content_index": 0, **logprobs, "delta": text})]
 
@@ -179,7 +179,7 @@ class ResponsesEncoder(PieceEncoder[Event]):
             whole = _part(part.kind, text)
             part.data["content"] = [whole]
             place["content_index"] = 0
-            logprobs: dict[str, Any] = {"logprobs": []} if part.kind is Kind.CONTENT else {}
+            logprobs: dict[str, Any] = {"logprobs": []} if part.kind is PieceKind.CONTENT else {}
             events.append((f"response.{_DELTAS[part.kind]}.done", {**place, **logprobs, "text": text}))
             events.append(("response.content_part.done", {**place, "part": whole}))
         part.data["status"] = "incomplete" if self._finish_reason == "length" else "completed"
@@ -199,13 +199,13 @@ class ResponsesEncoder(PieceEncoder[Event]):
 
 
 _DELTAS: Final = {
-    Kind.CONTENT: "output_text",
-    Kind.REASONING: "reasoning_text",
+    PieceKind.CONTENT: "output_text",
+    PieceKind.REASONING: "reasoning_text",
 }
-_PREFIXES: Final = {Kind.CONTENT: "msg", Kind.REASONING: "rs"}
+_PREFIXES: Final = {PieceKind.CONTENT: "msg", PieceKind.REASONING: "rs"}
 
 
-def _part(kind: Kind, text: str) -> dict[str, Any]:
-    if kind is Kind.REASONING:
+def _part(kind: PieceKind, text: str) -> dict[str, Any]:
+    if kind is PieceKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
