@@ -145,7 +145,7 @@ class PromptEncoder:
 
         ``template_text`` shows which delimiters prompts will have.
         """
-        self._backend = ways = (
+        self._backend = (
             tokenizer if isinstance(tokenizer, TokenizerBackend) else TokenizerBackend(tokenizer, fast, word_cache)
         )
         self._reference = self._backend.reference

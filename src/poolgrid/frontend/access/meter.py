@@ -106,13 +106,11 @@ class Meter:
         ]
 
     def take_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> float:
-        """Take tokens and return 0.0; or take nothing, and return in how many seconds they are due."""
         if rules.tokens_per_minute is None:
             return 0.0
         return self._take(Rate.TOKENS, tokens, rules.tokens_per_minute, now_ms)
 
     def give_back_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> None:
-        """Undo ``take_tokens``."""
         if rules.tokens_per_minute is not None and tokens > 0:
             self._charge(rules, -tokens, now_ms)
 

@@ -117,11 +117,9 @@ class SharedMeter(Meter):
         ]
 
     def take_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> float:
-        """Take tokens and return 0.0; or take nothing, and return in how many seconds they are due."""
         return super().take_tokens(self._of_share(rules), tokens, now_ms)
 
     def give_back_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> None:
-        """Undo ``take_tokens``."""
         super().give_back_tokens(self._of_share(rules), tokens, now_ms)
 
     def _of_share(self, rules: Tenant) -> Tenant:

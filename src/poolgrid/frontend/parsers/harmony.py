@@ -67,14 +67,12 @@ class Harmony:
         self._out: list[AnswerPiece] = []
 
     def feed(self, text: str) -> list[AnswerPiece]:
-        """Take new text and return what is certain now."""
         self._buffer += text
         while self._buffer and self._state(self):
             pass
         return self._taken()
 
     def finish(self) -> list[AnswerPiece]:
-        """Return what was held back."""
         rest, self._buffer = self._buffer, ""
         if self._state == Harmony._body:
             self._show(rest)

@@ -57,7 +57,6 @@ class MarkedReasoning:
         """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
 
     def feed(self, text: str) -> list[AnswerPiece]:
-        """Take new text and return what is certain now."""
         if self._state == MarkedReasoning._content and not self._drops and not self._buffer:
             return [AnswerPiece(PieceKind.CONTENT, text)] if text else []
         self._buffer += text
@@ -66,7 +65,6 @@ class MarkedReasoning:
         return self._taken()
 
     def finish(self) -> list[AnswerPiece]:
-        """Return what was held back."""
         kind = PieceKind.REASONING if self._state == MarkedReasoning._reasoning else PieceKind.CONTENT
         rest = "".join(self._lead) + self._buffer
         if kind is PieceKind.REASONING:
@@ -184,7 +182,6 @@ class FurtherReasoning:
         self._fresh = True
 
     def finish(self) -> list[AnswerPiece]:
-        """Return what was held back."""
         if self._state == FurtherReasoning._inside:
             self._out.append(AnswerPiece(PieceKind.REASONING, self._space.feed(self._buffer)))
         else:

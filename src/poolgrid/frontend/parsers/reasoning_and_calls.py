@@ -45,7 +45,6 @@ class ReasoningAndCalls:
         return joined_pieces(self._through(self._reasoning.feed(text)))
 
     def finish(self) -> list[AnswerPiece]:
-        """Return what was held back."""
         result = self._through(self._reasoning.finish())
         called = False
         held = self._release()

@@ -86,14 +86,12 @@ class ToolCalls:
         return self._markers
 
     def feed(self, text: str) -> list[AnswerPiece]:
-        """Take new text and return what is certain now."""
         self._buffer += text
         while self._buffer and self._state(self):
             pass
         return self._taken()
 
     def finish(self) -> list[AnswerPiece]:
-        """Return what was held back."""
         if self._call is not None:
             self._call.end()
             self._call_ended(self._call)
