@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,14 +25,13 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.frontend.traffic import open_report
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.fleet_source import GlobalFleetSource
-from poolgrid.global_router.http_api import add_global_router_endpoints, decisions_of
+from poolgrid.global_router.http_api import add_global_router_endpoints
 from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
 from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
 from poolgrid.global_router.router_link import Discover
@@ -43,7 +42,7 @@ from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
-from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
+from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.process.tracing.tracing import Tracing
@@ -54,7 +53,7 @@ from poolgrid.transport.tls import client_context
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ def _check_urls(document: GridDocument, urls: dict[str, str]) -> None:
         raise ValueError(f"pool_url names {', '.join(unknown)}; the document's pools are {', '.join(sorted(names))}")
 
 
-def named_routers(names: Names) -> Routers:
+def named_routers(names: Discovery) -> Routers:
     """Return the way from the name of a pool's routers to those that are registered, the oldest first."""
 
     def routers(address: str) -> list[RouterAddress]:
@@ -118,10 +117,11 @@ async def serve(
     settings: GlobalRouterSettings,
     frontend: FrontendSettings,
     stop: asyncio.Event,
-    ready: Callable[[str], None],
+    ready: Callable[..., None],
     place: GroupPlace | None = None,
 ) -> None:
-    """Run a global router until ``stop`` is set; ``ready`` is told its URL once every pool was looked for.
+    """Run a global router until ``stop`` is set; ``ready`` gets the words of the ready line, its URL
+    first, once every pool was looked for.
     ``place`` is its place among processes that share the port, if there are several.
 
     Pools that are missing then are used when they come. Raises ``OSError`` when the port cannot be bound,
@@ -141,12 +141,12 @@ async def serve(
         awake = _start_clock(opened, settings, clock)
         client = await _open_client(opened, settings)
         configuration = Configuration(loaded, settings.config, awake)
-        names: Names | None = None
+        names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
+            from poolgrid.discovery.opening import open_discovery
 
-            names = await open_names(opened, settings, clock, registry)
+            names = await open_discovery(opened, settings, clock, registry)
         shared = _open_shared(opened, settings, frontend, clock, registry, place)
         pools = _open_pools(opened, settings, context, client, awake, names)
         links = _open_links(opened, settings, context, awake, metrics)
@@ -166,25 +166,20 @@ async def serve(
             use_document()
 
         configuration.listen(on_reload)
-        member = GroupMember(place) if place is not None else None
-        group_metrics = GroupMetrics(registry, member) if member is not None else None
-        group = ConfigurationGroup(configuration, member)
         app = create_app(
             service,
             {prompt_model.name: prompt_model},
             settings=frontend,
             registry=registry,
-            ready=lambda: service.view.missing() or (member.missing() if member is not None else None),
+            ready=service.view.missing,
             endpoints=service.view.endpoints,
             clock=clock,
-            exposed=group_metrics,
             place=place,
             tracing=tracing,
             shared=shared,
         )
         opened.push_async_callback(app.close)
-        decisions = decisions_of(service, member)
-        add_global_router_endpoints(app, service, awake, group, decisions)
+        add_global_router_endpoints(app, service, awake)
         if names is not None:
             add_fleet_list(app, names.fleet)
         open_report(opened, app.traffic, lambda: service.waiting_room.view().requests, clock)
@@ -196,18 +191,15 @@ async def serve(
             registry,
             app,
             service.stop,
-            reuse_port=place is not None,
             has_keys=frontend.api_keys is not None,
+            place=place,
         )
-        of_page: dict[str, LoopAnswer] = {}
         if frontend.fleet_page:
             served = open_served_seconds(opened, app.served, clock)
             namespace = settings.namespace if settings.has_names else ""
             source = GlobalFleetSource(service, client, awake, served, place, namespace)
-            of_page = open_fleet_page(opened, app, source, clock, member)
-        hang_up = _take_hang_ups(opened, group)
-        if member is not None and group_metrics is not None:
-            await _join_group(opened, member, group_metrics, group, {**of_page, **decisions.answers()})
+            open_fleet_page(opened, app, source, clock)
+        hang_up = _take_hang_ups(opened)
         if names is not None:
             from poolgrid.discovery.ports import Scope
 
@@ -225,14 +217,12 @@ async def serve(
             return
         app.state.preparation.forms.make_ready(service.view.models())
         missing = [pool.name for pool in pools.all() if pool.status is None]
-        if member is not None:
-            member.set_ready(True)
         if names is not None:
             instance = "global-router" if place is None else f"global-router.{place.index}"
             await names.register(GLOBAL_ROUTER, instance, {"http": settings.reachable(server.url)})
             opened.push_async_callback(names.withdraw)
         log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
-        ready(server.url)
+        ready(server.url, *([f"admin={server.admin_url}"] if server.admin_url else []))
         await stop.wait()
 
 
@@ -311,7 +301,7 @@ def _open_shared(
     address, index = settings.advertise_host or settings.host, 0 if place is None else place.index
     where = f"{socket.gethostname()} {address}:{settings.port} {index}" if settings.port else ""
     scope = f"{settings.namespace}.{SHARED_BY}"
-    sharing = Sharing(scope, where, settings.names_lease_s, settings.names_replicas)
+    sharing = Sharing(scope, where, settings.names_lease_s, settings.nats_replicas)
     plane = load_plugin(EVENT_PLANES, settings.share_state)
     return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))
 
@@ -322,7 +312,7 @@ def _open_pools(
     context: zmq.Context[Any],
     client: httpx.AsyncClient,
     awake: Clock,
-    names: Names | None,
+    names: Discovery | None,
 ) -> Pools:
     discover = discovery(client)
     routers = None if names is None else named_routers(names)
@@ -363,27 +353,10 @@ def _open_service(
     return service
 
 
-async def _join_group(
-    opened: AsyncExitStack,
-    member: GroupMember,
-    metrics: GroupMetrics,
-    group: ConfigurationGroup,
-    loop_answers: Mapping[str, LoopAnswer],
-) -> None:
-    opened.push_async_callback(member.stop)
-    await member.start({"metrics": metrics.text, **group.answers()}, loop_answers)
-    await group.adopt()
-
-
-def _take_hang_ups(opened: AsyncExitStack, group: ConfigurationGroup) -> asyncio.Event:
+def _take_hang_ups(opened: AsyncExitStack) -> asyncio.Event:
     """Return what SIGHUP sets: the document is to be read again."""
     hang_up = asyncio.Event()
-
-    def on_hang_up() -> None:
-        group.forget()
-        hang_up.set()
-
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, on_hang_up)
+    loop.add_signal_handler(signal.SIGHUP, hang_up.set)
     opened.callback(loop.remove_signal_handler, signal.SIGHUP)
     return hang_up

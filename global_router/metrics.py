@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.target_board import TargetBoard
-from poolgrid.process.instruments import Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.serving.leg_times import LegTimes
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
@@ -48,12 +48,6 @@ class GlobalRouterMetrics:
             buckets=SELECT_SECONDS_BUCKETS,
             registry=registry,
         )
-        Gauge(
-            "poolgrid_global_router_http_workers",
-            "HTTP processes whose figures are in this answer.",
-            across="sum",
-            registry=registry,
-        ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_global_router_queue_seconds",
             "Time requests waited for a pool with room, by cause: `pools_full`, `behind_others`, or, of requests whose "
@@ -170,17 +164,16 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the state is now."""
-        pools = GaugeFamily(
+        pools = GaugeMetricFamily(
             "poolgrid_global_router_pools",
             "1 for the state that a pool is in.",
             labels=["pool", "state"],
-            across="largest",
         )
         for name, state in dict(self._viewed.pool_states()).items():
             for each in PoolStanding:
                 pools.add_metric([name, each.value], 1.0 if each is state else 0.0)
-        dispatched = GaugeFamily(
-            "poolgrid_global_router_in_flight", "Dispatches under way, by pool.", labels=["pool"], across="sum"
+        dispatched = GaugeMetricFamily(
+            "poolgrid_global_router_in_flight", "Dispatches under way, by pool.", labels=["pool"]
         )
         for name, count in dict(self._viewed.in_flight()).items():
             dispatched.add_metric([name], count)
@@ -202,26 +195,23 @@ class StateCollector(Collector):
                 self._viewed.queued_prompt_tokens,
             ),
         ):
-            yield GaugeFamily(f"poolgrid_global_router_{name}", text, across="sum", value=value)
-        yield GaugeFamily(
+            yield GaugeMetricFamily(f"poolgrid_global_router_{name}", text, value=value)
+        yield GaugeMetricFamily(
             "poolgrid_global_router_queue_fill_ratio",
             "How full the queue is: the larger share of `queue_limit` and of `queue_prompt_tokens` that is used. "
             "At 1 the lowest priority is answered 429.",
             value=self._viewed.queue_fill,
-            across="largest",
         )
-        yield GaugeFamily(
+        yield GaugeMetricFamily(
             "poolgrid_global_router_backlog_seconds",
             "Time that the waiting requests will take, at the rate at which requests finished lately. Above some "
             "seconds for longer than a burst the pools need more workers: scale by it.",
             value=self._viewed.backlog_s,
-            across="largest",
         )
-        yield GaugeFamily(
+        yield GaugeMetricFamily(
             "poolgrid_global_router_revision",
             "Revision of the document in force. If it differs between replicas, one has not reloaded.",
             value=self._viewed.revision(),
-            across="largest",
         )
 
 

@@ -7,25 +7,18 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.names import is_name, parse_name
 
 
-class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
+class GlobalRouterSettings(ServerSettings, TraceSettings, DiscoverySettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(
         description="Pool-grid document: the pools and which of them serves which request; see docs/pool_grids.md."
-    )
-    http_workers: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Processes that share the HTTP port, each a global router of its own over the same pools, with its "
-        "own queue and caches. One uses one core; take as many as there are cores to spare.",
     )
     pool_url: tuple[str, ...] = Field(
         (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -14,6 +14,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.bootstrap import create as create_consolidator
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
@@ -21,7 +22,6 @@ from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.served_seconds import open_served_seconds
 from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.fleet_list import add_fleet_list
-from poolgrid.frontend.group_decisions import GroupDecisions
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
@@ -31,7 +31,7 @@ from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
-from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
+from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.process.tracing.tracing import Tracing
@@ -49,7 +49,6 @@ from poolgrid.router.http_api import (
     add_index_endpoint,
     add_pool_endpoint,
     add_router_endpoints,
-    decisions_of,
     endpoints,
     readiness,
     troubles,
@@ -66,7 +65,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +83,8 @@ class Endpoints(NamedTuple):
     """Where global routers ask for workers."""
     ext_proc: str = ""
     """Where gateways ask for endpoints; empty where they cannot."""
+    admin: str = ""
+    """Where this process alone answers, when several share the port."""
 
 
 async def serve(
@@ -112,12 +113,12 @@ async def serve(
         make_context = _context_maker(settings, registry)
         _warn_of_exposures(settings, frontend)
         state = make_state(settings)
-        names: Names | None = None
+        names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
+            from poolgrid.discovery.opening import open_discovery
 
-            names = await open_names(opened, settings, clock, registry)
+            names = await open_discovery(opened, settings, clock, registry)
         shared = _open_shared(opened, settings, frontend, clock, registry)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         if names is not None and isinstance(feed, RemoteFeed):
@@ -130,27 +131,23 @@ async def serve(
         if shared is not None:
             shared.limits.on_routers = service.line.divide
         plane = _open_select_plane(opened, settings, context, service, state, metrics, awake, tracing, feed)
-        member = GroupMember(place) if place is not None else None
-        group_metrics = GroupMetrics(registry, member) if member is not None else None
         completeness = Completeness()
         app = create_app(
             service,
             {prompt_model.name: prompt_model},
             settings=frontend,
             registry=registry,
-            ready=readiness(service, member, completeness),
+            ready=readiness(service, completeness),
             endpoints=lambda: endpoints(service),
             troubles=lambda: troubles(service, recorder, completeness),
             clock=clock,
-            exposed=group_metrics,
             place=place,
             data_dir=consolidator.data_dir,
             tracing=tracing,
             shared=shared,
         )
         opened.push_async_callback(app.close)
-        decisions = decisions_of(service, member)
-        _add_endpoints(app, service, feed, clock, plane, recorder, decisions)
+        _add_endpoints(app, service, feed, clock, plane, recorder)
         if names is not None:
             add_fleet_list(app, names.fleet)
         open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
@@ -160,17 +157,14 @@ async def serve(
             registry,
             app,
             service.end_requests,
-            reuse_port=place is not None,
             has_keys=frontend.api_keys is not None,
+            place=place,
         )
-        of_page: dict[str, LoopAnswer] = {}
         if frontend.fleet_page:
-            player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=member is not None)
+            player, watch = _make_player(consolidator, embedded), FleetWatch(state)
             served = open_served_seconds(opened, app.served, clock)
             source = RouterFleetSource(settings, service.view, watch, player, served, place)
-            of_page = open_fleet_page(opened, app, source, clock, member)
-        if member is not None and group_metrics is not None:
-            await _join_group(opened, member, group_metrics, {**of_page, **decisions.answers()})
+            open_fleet_page(opened, app, source, clock)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
@@ -189,14 +183,12 @@ async def serve(
             from poolgrid.router.endpoint_picker.opening import open_endpoint_picker
 
             ext_proc = await open_endpoint_picker(opened, settings, frontend, app, service, state, registry, awake)
-        if member is not None:
-            member.set_ready(True)
         offset = state.projection.next_offset
         if names is not None:
             await _register(opened, settings, names, server.url, plane, embedded)
         log.info("router at %s, policy %s, journal offset %d", server.url, state.selector.policy.name, offset)
         ingest = embedded.ingest_endpoint if embedded is not None else ""
-        ready(Endpoints(server.url, ingest, plane.endpoint, ext_proc))
+        ready(Endpoints(server.url, ingest, plane.endpoint, ext_proc, server.admin_url))
         await stop.wait()
 
 
@@ -259,29 +251,29 @@ def _make_feed(
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
-        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, consolidator.blocks_per_worker_max)
+        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
         return cast(PoolFeed, feed), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
 
 
-def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed, clock: Clock) -> None:
+def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed, clock: Clock) -> None:
     """Follow the journal of a consolidator wherever it is, when it was given by name."""
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return
-    from poolgrid.discovery.consolidators import NamedConsolidator
+    from poolgrid.discovery.consolidators import DiscoveredConsolidator
 
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")
 
-    NamedConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
+    DiscoveredConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
 
 
 async def _register(
     opened: AsyncExitStack,
     settings: RouterSettings,
-    names: Names,
+    names: Discovery,
     url: str,
     plane: SelectPlane,
     embedded: ConsolidatorService | None,
@@ -303,7 +295,7 @@ async def _register(
 def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:
     kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
     # A data_dir beside a stream has no journal in it, only decisions.
-    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, consolidator.blocks_per_worker_max)
+    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, BLOCKS_PER_WORKER_MAX)
 
 
 def _add_endpoints(
@@ -313,9 +305,8 @@ def _add_endpoints(
     clock: Clock,
     plane: SelectPlane,
     recorder: DecisionRecorder | None,
-    decisions: GroupDecisions,
 ) -> None:
-    add_router_endpoints(app, service, clock, feed.loading, decisions)
+    add_router_endpoints(app, service, clock, feed.loading)
     add_index_endpoint(app, service)
     add_route_endpoint(app, service)
     add_drain_endpoint(app, service)
@@ -406,13 +397,6 @@ def _open_shared(
     address = settings.advertise_host or settings.host
     place = f"{socket.gethostname()} {address}:{settings.port} {settings.router_id}" if settings.port else ""
     scope = f"{settings.namespace}.{settings.nats_pool}"
-    sharing = Sharing(scope, place, settings.names_lease_s, settings.names_replicas)
+    sharing = Sharing(scope, place, settings.names_lease_s, settings.nats_replicas)
     plane = load_plugin(EVENT_PLANES, settings.share_state)
     return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))
-
-
-async def _join_group(
-    opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics, loop_answers: Mapping[str, LoopAnswer]
-) -> None:
-    opened.push_async_callback(member.stop)
-    await member.start({"metrics": metrics.text}, loop_answers)

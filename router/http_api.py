@@ -12,10 +12,8 @@ from fastapi.responses import StreamingResponse
 
 from poolgrid.frontend.app import Readiness
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.group_decisions import GroupDecisions
 from poolgrid.frontend.openapi import error_answers
 from poolgrid.process.clock import Clock
-from poolgrid.process.process_group import GroupMember
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
@@ -55,7 +53,6 @@ def add_router_endpoints(
     service: RouterService,
     clock: Clock,
     who_loads: Callable[[], Sequence[LoadingWorker]],
-    decisions: GroupDecisions,
 ) -> None:
     """Add ``/v1/workers``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
 
@@ -82,33 +79,20 @@ def add_router_endpoints(
         limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
     ) -> dict[str, Any]:
         """List the last routing decisions, newest first."""
-        return await decisions.newest(limit)
+        return DecisionList(data=[each.summary() for each in service.books.decisions.newest(limit)]).to_json()
 
     @app.get("/v1/decisions/{request_id}", tags=["router"], responses=error_answers({"404": "Not kept (any more)"}))
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
         """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
-        known = await decisions.about(request_id)
-        if known is None:
+        attempts = [each.explanation() for each in service.books.decisions.of_request(request_id)]
+        if not attempts:
             raise RequestError(
                 404,
                 "decision_not_found",
                 f"no decision about request {request_id!r} is kept; the last {len(service.books.decisions)} are",
                 param="request_id",
             )
-        return known
-
-
-def decisions_of(service: RouterService, member: GroupMember | None) -> GroupDecisions:
-    """Return the last decisions of a router, and of the processes that share its port."""
-
-    def newest(limit: int) -> dict[str, Any]:
-        return DecisionList(data=[decision.summary() for decision in service.books.decisions.newest(limit)]).to_json()
-
-    def about(request_id: str) -> dict[str, Any] | None:
-        attempts = [decision.explanation() for decision in service.books.decisions.of_request(request_id)]
-        return RequestExplanation(request_id=request_id, attempts=attempts).to_json() if attempts else None
-
-    return GroupDecisions(newest, about, member)
+        return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
 
 
 def loading_row(worker: LoadingWorker) -> LoadingRow:
@@ -277,18 +261,13 @@ def troubles(
     return found
 
 
-def readiness(
-    service: RouterService, member: GroupMember | None = None, completeness: Completeness | None = None
-) -> Readiness:
-    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has, some
-    worker generates, and no model is served in stages of which one is still missing."""
+def readiness(service: RouterService, completeness: Completeness | None = None) -> Readiness:
+    """Return the check behind ``/ready``: the router's state is that of the pool, some worker
+    generates, and no model is served in stages of which one is still missing."""
 
     def missing() -> str | None:
         if not service.ready:
             return "the router is rebuilding its state from the journal"
-        others = member.missing() if member is not None else None
-        if others is not None or completeness is None:
-            return others
-        return completeness.missing(endpoints(service))
+        return None if completeness is None else completeness.missing(endpoints(service))
 
     return missing

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.process.instruments import Across, Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
@@ -111,13 +111,6 @@ class RouterMetrics:
         self.ttft_later = self.ttft_error_seconds.labels("later")
         self.ttft_sooner = self.ttft_error_seconds.labels("sooner")
         self.leg_times = LegTimes("poolgrid_router_leg_seconds", registry)
-        Gauge(
-            "poolgrid_router_http_workers",
-            "HTTP processes whose figures are in this answer. If there are fewer than `http_workers`, one is "
-            "restarting or stuck.",
-            across="sum",
-            registry=registry,
-        ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_router_queue_seconds",
             "Time requests waited for a worker with room, by cause: `workers_full`, `unreachable` (who could serve it "
@@ -271,90 +264,78 @@ class StateCollector(Collector):
         projection = self._viewed.projection
         index = projection.index
         active, waiting = self._viewed.counts()
-        gauges: tuple[tuple[str, str, float, Across], ...] = (
-            ("active_requests", "Requests on workers now.", active, "sum"),
+        gauges: tuple[tuple[str, str, float], ...] = (
+            ("active_requests", "Requests on workers now.", active),
             (
                 "queued_requests",
                 "Requests waiting for a worker with room. At `queue_limit` the next one is refused.",
                 waiting,
-                "sum",
             ),
             (
                 "queued_prompt_tokens",
                 "Prompt tokens of the waiting requests. At `queue_prompt_tokens` a request is refused.",
                 self._viewed.queued_prompt_tokens,
-                "sum",
             ),
             (
                 "queue_fill_ratio",
                 "How full the queue is: the larger share of `queue_limit` and of `queue_prompt_tokens` that is used. "
                 "At 1 the next request is refused.",
                 self._viewed.queue_fill,
-                "largest",
             ),
             (
                 "backlog_seconds",
                 "Time that the waiting requests will take, at the rate at which requests finished lately. Above some "
                 "seconds for longer than a burst the pool needs more workers: scale by it.",
                 self._viewed.backlog_s,
-                "largest",
             ),
             (
                 "behind_records",
                 "Records that the pool's journal is known to hold and that are not applied yet. There may be "
                 "more. It is 0 while the router is level with the journal.",
                 self._viewed.behind_records,
-                "largest",
             ),
             (
                 "index_blocks",
                 "Blocks in the prefix index. One that some workers hold without its ancestors counts twice.",
                 len(index),
-                "largest",
             ),
             (
                 "index_bytes",
                 "Bytes that the prefix index uses. Compare with `index_budget_bytes`.",
                 index.size_bytes(),
-                "sum",
             ),
-            ("ledger_requests", "Requests in the load ledger.", len(projection.ledger), "largest"),
+            ("ledger_requests", "Requests in the load ledger.", len(projection.ledger)),
             (
                 "ledger_bytes",
                 "Bytes that the requests in the load ledger use, at most `ledger_budget_bytes`.",
                 projection.ledger.size_bytes(),
-                "sum",
             ),
             (
                 "decision_log_bytes",
                 "Bytes that the decisions kept for `/v1/decisions` use, at most `decision_log_bytes`.",
                 self._viewed.decisions.size_bytes,
-                "sum",
             ),
-            ("journal_offset", "Next journal offset to apply.", projection.next_offset, "largest"),
+            ("journal_offset", "Next journal offset to apply.", projection.next_offset),
             (
                 "journal_trouble",
                 "1 while what the router knows may not be current, because the consolidator is silent or "
                 "cannot write. Alert on it. `/health` and `/v1/pool` say why.",
                 int(bool(self._viewed.trouble)),
-                "largest",
             ),
             (
                 "path_cache_bytes",
                 "Bytes that the sequence hashes of prompt parts use, at most `path_cache_bytes`.",
                 self._viewed.paths.used_bytes,
-                "sum",
             ),
             (
                 "reuse_sketch_bytes",
                 "Bytes that the memory of seen prompts uses, at most `reuse_sketch_bytes`. At its bound it forgets, "
                 "and `poolgrid_router_achievable_tokens_total` is a lower bound.",
                 self._viewed.sketch.used_bytes,
-                "sum",
             ),
         )
-        for name, text, value, across in gauges:
-            yield GaugeFamily(f"poolgrid_router_{name}", text, across=across, value=value)
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=value)
         ledger, trust, retention = projection.ledger, projection.trust, projection.observer("retention")
         for name, text, count in (
             (
@@ -410,35 +391,31 @@ class StateCollector(Collector):
         ):
             yield CounterMetricFamily(f"poolgrid_router_{name}", text, value=count)
         states = {"ready": 0, "draining": 0, "unreachable": 0}
-        yield GaugeFamily(
+        yield GaugeMetricFamily(
             "poolgrid_router_untrusted_workers",
             "Workers whose overlap is predicted from the router's own choices, because their stream is not believed.",
             value=len(trust.untrusted),
-            across="largest",
         )
-        disagreement = GaugeFamily(
+        disagreement = GaugeMetricFamily(
             "poolgrid_router_overlap_disagreement_ratio",
             "Share of tokens that the index and the worker disagree about, over its last 64 requests.",
             labels=["worker"],
-            across="largest",
         )
         for key, check in list(trust.checks.items()):
             disagreement.add_metric([str(key)], check.disagreement)
         yield disagreement
         streams = dict.fromkeys((state.name.lower() for state in OWN_STATES), 0)
         further = dict.fromkeys((state.name.lower() for state in StreamState), 0)
-        lag = GaugeFamily(
+        lag = GaugeMetricFamily(
             "poolgrid_router_event_lag_seconds",
             "Age of a worker's last batch when the consolidator recorded it. The wall clocks of two machines "
             "are compared, and negative values show as 0.",
             labels=["worker"],
-            across="largest",
         )
-        held = GaugeFamily(
+        held = GaugeMetricFamily(
             "poolgrid_router_worker_blocks",
             "Blocks that the index says a worker holds. Compare with `poolgrid_worker_cached_blocks` of that worker.",
             labels=["worker"],
-            across="largest",
         )
         by_role: dict[tuple[str, str, str], int] = {}
         # A copy: scrapes run beside the loop that owns the fleet.
@@ -457,38 +434,34 @@ class StateCollector(Collector):
             if worker.last_event_ms:
                 lag.add_metric([str(key)], max(0, worker.last_recorded_ms - worker.last_event_ms) / 1000)
             held.add_metric([str(key)], index.held_blocks(key))
-        workers = GaugeFamily(
+        workers = GaugeMetricFamily(
             "poolgrid_router_workers",
             "Workers that are `ready`, `draining` or `unreachable`.",
             labels=["state"],
-            across="largest",
         )
         for state, count in states.items():
             workers.add_metric([state], count)
-        role_workers = GaugeFamily(
+        role_workers = GaugeMetricFamily(
             "poolgrid_router_role_workers",
             "Workers of each model and role (`aggregated`, `prefill`, `decode`, `encode`) that are `ready`, `draining` "
             "or `unreachable`. A role that had workers and has no ready one cannot serve its leg.",
             labels=["model", "role", "state"],
-            across="largest",
         )
         for labels, count in by_role.items():
             role_workers.add_metric(labels, count)
         yield role_workers
-        stream_states = GaugeFamily(
+        stream_states = GaugeMetricFamily(
             "poolgrid_router_streams",
             "Workers by the state of their own event stream: syncing, live, replaying, snapshotting or stale.",
             labels=["state"],
-            across="largest",
         )
         for state, count in streams.items():
             stream_states.add_metric([state], count)
-        further_states = GaugeFamily(
+        further_states = GaugeMetricFamily(
             "poolgrid_router_further_sources",
             "Further sources of workers by the state of their event stream: syncing, live, replaying, "
             "snapshotting, stale, absent or former.",
             labels=["state"],
-            across="largest",
         )
         for state, count in further.items():
             further_states.add_metric([state], count)
@@ -525,26 +498,23 @@ class DecisionRecordCollector(Collector):
             ("decision_journal_errors", "Writes to the decision journal that failed.", counters.failed_writes),
         ):
             yield CounterMetricFamily(f"poolgrid_router_{name}", text, value=count)
-        gauges: tuple[tuple[str, str, float, Across], ...] = (
+        gauges: tuple[tuple[str, str, float], ...] = (
             (
                 "decision_journal_failing",
                 "1 while the decision journal cannot be written. Routing goes on, but decisions of that time "
                 "cannot be replayed.",
                 bool(recorder.failing),
-                "largest",
             ),
             (
                 "decision_journal_bytes",
                 "Size of the decision journal, which `retention_bytes` bounds.",
                 recorder.segments.sizes()[1],
-                "sum",
             ),
             (
                 "decision_journal_pending",
-                "Inputs of decisions that wait to be written. At `decision_queue_limit` they are dropped.",
+                "Inputs of decisions that wait to be written. At 20,000 they are dropped.",
                 recorder.pending,
-                "sum",
             ),
         )
-        for name, text, value, across in gauges:
-            yield GaugeFamily(f"poolgrid_router_{name}", text, across=across, value=float(value))
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=float(value))

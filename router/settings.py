@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.plugins import policy_names
@@ -22,7 +22,7 @@ from poolgrid.serving.reuse_sketch import SKETCH_BYTES
 from poolgrid.wire.names import is_name
 
 
-class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSettings, EndpointPickerSettings):
+class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, DiscoverySettings, EndpointPickerSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     select_port: int = Field(
@@ -30,13 +30,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         ge=0,
         le=65535,
         description="Port at which global routers ask this pool to select and reserve workers; 0 takes any free one.",
-    )
-    http_workers: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Processes that share the HTTP port, each a router of its own over the same event stream, with its "
-        "own admission queue and caches. One uses one core; take as many as there are cores to spare.",
     )
     feed_endpoint: ZmqAddress | None = Field(
         None,
@@ -111,13 +104,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         True,
         description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
         "poolgrid replay, what-if and explain; segments and retention are the journal's.",
-    )
-    decision_queue_limit: int = Field(
-        20_000,
-        ge=100,
-        le=10_000_000,
-        description="Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it "
-        "they are dropped, and the journal says how many.",
     )
     worker_queue_factor: float = Field(
         2.0,

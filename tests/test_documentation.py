@@ -16,7 +16,7 @@ import pytest
 import typer
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
-    GaugeMetricFamily,  # noqa: TID251
+    GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
@@ -26,7 +26,6 @@ from lab.website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, witho
 from lab.website.metrics_tables import PAGES as METRICS_PAGES
 from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
-from poolgrid.process.instruments import GaugeFamily
 from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 from poolgrid.router.core.cost import CostWeights
@@ -228,7 +227,7 @@ ALONE = ("poolgrid_worker_", "poolgrid_trtllm_")
 
 def test_every_gauge_says_what_becomes_of_it_across_http_processes() -> None:
     gauges = [metric for metric, _ in exported() if metric.type == "gauge"]
-    silent = [metric.name for metric in gauges if not isinstance(metric, GaugeFamily)]
+    silent = [metric.name for metric in gauges if not isinstance(metric, GaugeMetricFamily)]
 
     assert [name for name in silent if not name.startswith(ALONE)] == []
 

@@ -7,6 +7,7 @@ from importlib import metadata
 
 from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
@@ -83,6 +84,5 @@ def open_recorder(
         state,
         settings_noted(settings.router_id, metadata.version("poolgrid"), values),
         clock,
-        data.segment_bytes,
-        settings.decision_queue_limit,
+        Tuning().segment_bytes_of(data.retention_bytes),
     )

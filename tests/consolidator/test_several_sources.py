@@ -191,43 +191,6 @@ def test_a_publisher_that_is_lost_takes_what_only_it_said_and_brings_it_back(tmp
     run(scenario)
 
 
-def test_blocks_of_a_lost_life_do_not_survive_into_the_next(tmp_path: Path) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        engine, cache = PubEngine(context), Cache("vllm")
-        lasting, lasting_cache = PubEngine(context), Cache("vllm", salt=5)
-        replays = [asyncio.create_task(one.answer_replays("vllm")) for one in (engine, lasting)]
-        listed = sources_file(tmp_path, entry(engine), entry(lasting, "store", outlives_worker=True))
-        service = await started(pub_sources=listed, lease_ms=60_000)
-        reader = Reader()
-        service.subscribe(reader)
-        pusher = await joined(context, service)
-        await engine.publish([cache.store(prompt(1), Tier.HOST)])
-        await lasting.publish([lasting_cache.store(prompt(2), Tier.DISK)])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, cache, lasting_cache))
-        pusher.push([stored(names(prompt(4)))])
-        await pusher.settle()
-
-        pusher.close()
-        pusher = await joined(context, service, epoch=2)
-        await reader.until(lambda: reader.view.get("w") == both(pusher, lasting_cache))
-        assert state(service) is StreamState.FORMER
-        await engine.publish([cache.store(prompt(3), Tier.HOST)])
-        await lasting.publish([lasting_cache.store(prompt(5), Tier.DISK)])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, lasting_cache))
-
-        await engine.publish([cache.clear(), cache.store(prompt(6), Tier.HOST)])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, cache, lasting_cache))
-        assert state(service) is StreamState.LIVE
-        for task in replays:
-            await ended(task)
-        engine.close()
-        lasting.close()
-        pusher.close()
-        await service.stop()
-
-    run(scenario)
-
-
 def test_a_restarted_consolidator_merges_as_before_and_forgets_what_is_not_listed_any_more(tmp_path: Path) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         engine, cache = PubEngine(context), Cache("vllm")
@@ -288,7 +251,7 @@ def test_an_entry_that_is_wrong_says_file_entry_field_value_and_what_is_allowed(
 ) -> None:
     path = sources_file(tmp_path, {**FURTHER, **changes})
     with pytest.raises(ValueError, match=reason) as caught:
-        load_sources(path, 8)
+        load_sources(path)
     assert f"reading the PUB sources {path}: " in str(caught.value)
 
 
@@ -300,17 +263,17 @@ def test_entries_that_are_wrong_beside_each_other_name_both(tmp_path: Path) -> N
         ([FURTHER, engine], "entry 0: source 'kvbm' speaks about worker w, which entry 1 lists with a card"),
         ([engine, engine], "entry 1: worker w is listed twice, entry 0 lists it already"),
         (
-            [{**FURTHER, "source": name} for name in "abc"],
-            "entry 2: source 'c' is number 3 of worker w, allowed are at",
+            [{**FURTHER, "source": name} for name in "abcdefgh"],
+            "entry 7: source 'h' is number 8 of worker w, allowed are at",
         ),
         ([plain], "entry 0: has neither card .* nor source"),
         ([{**engine, "outlives_worker": True}], "entry 0: has outlives_worker True beside card"),
         ([7], "entry 0: is 7, allowed is an object"),
     ):
         with pytest.raises(ValueError, match=reason):
-            load_sources(sources_file(tmp_path, *entries), 3)
+            load_sources(sources_file(tmp_path, *entries))
     two_ranks = sources_file(tmp_path, FURTHER, {**FURTHER, "dp_rank": 1})
-    assert [source.key for source in load_sources(two_ranks, 3)] == [W, WorkerKey(WorkerId("w"), 1)]
+    assert [source.key for source in load_sources(two_ranks)] == [W, WorkerKey(WorkerId("w"), 1)]
 
 
 def test_a_worker_that_comes_and_goes_while_its_publisher_connects_holds_nobody_up(tmp_path: Path) -> None:
@@ -347,7 +310,7 @@ def test_a_publisher_that_cannot_be_subscribed_to_costs_its_worker_nothing(
 ) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         engine, cache = PubEngine(context), Cache("vllm")
-        (good,) = load_sources(sources_file(tmp_path, entry(engine)), 8)
+        (good,) = load_sources(sources_file(tmp_path, entry(engine)))
         bad = msgspec.structs.replace(good, source="bad", endpoint="tcp://nowhere")  # as no file's check lets in
         monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
         replays = asyncio.create_task(engine.answer_replays("vllm"))

@@ -22,13 +22,14 @@ from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.ports import Disk, Journal, PoolListener
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.nats.election import Succession, SuccessionMetrics
+from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
 from poolgrid.nats.follower import NatsFeed
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderWatch
@@ -205,14 +206,16 @@ class Store:
                 "feed_port": world.port(),
                 "query_port": world.port(),
                 "lease_ms": LEASE_MS,
-                "stale_after_ms": STALE_AFTER_MS,
-                "snapshot_every_records": world.scenario.snapshot_every_records,
                 "fsync": plan.fsync,
-                "append_retry_ms": 100,
-                "fsync_interval_ms": 400,
-                "feed_keep_alive_ms": 300,
-                "blocks_per_worker_max": BLOCKS_PER_WORKER_MAX,
             }
+        )
+        self._tuning = Tuning(
+            stale_after_ms=STALE_AFTER_MS,
+            snapshot_every_records=world.scenario.snapshot_every_records,
+            append_retry_ms=100,
+            fsync_interval_ms=400,
+            feed_keep_alive_ms=300,
+            blocks_per_worker_max=BLOCKS_PER_WORKER_MAX,
         )
         self.ingest_endpoint = f"tcp://127.0.0.1:{self._settings.ingest_port}"
         self.feed_endpoint = f"tcp://127.0.0.1:{self._settings.feed_port}"
@@ -231,6 +234,7 @@ class Store:
             lambda: self._open(consolidator_id),
             consolidator_id,
             self._world.network.context,
+            tuning=self._tuning,
         )
         return self.service
 
@@ -259,6 +263,7 @@ class Store:
             consolidator_id,
             self._world.network.context,
             on_fenced,
+            tuning=self._tuning,
         )
         return self.service
 
@@ -320,7 +325,7 @@ class SucceedingProcess(Process):
     def __init__(self, world: World, plan: PoolPlan, number: int) -> None:
         super().__init__(world, f"{plan.name}.consolidator{number}")
         self.store = Store(world, plan, self.machine)
-        self.succession: Succession | None = None
+        self.succession: LeaderElection | None = None
         self._servers = world.streams[plan.name]
         self._ids = 0
 
@@ -332,11 +337,11 @@ class SucceedingProcess(Process):
         settings = ConsolidatorProcessSettings.model_construct(
             **{**ConsolidatorProcessSettings().model_dump(), "leader_lease_s": LEADER_LEASE_S}
         )
-        self.succession = Succession(
+        self.succession = LeaderElection(
             settings,
             link.journal,
             self.machine,
-            SuccessionMetrics(CollectorRegistry()),
+            LeaderElectionMetrics(CollectorRegistry()),
             lambda name, on_fenced: self.store.make_successor(name, on_fenced, self._servers),
             self._new_id,
         )

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
 from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import Tenants
@@ -42,13 +42,13 @@ class Router:
     """The limits of one router, and requests that are in flight there for as long as somebody wants."""
 
     def __init__(self, server: NatsServer, scope: str, place: str = "") -> None:
-        settings = NamesSettings(names="nats", nats_url=(server.url,))
+        settings = DiscoverySettings(names="nats", nats_url=(server.url,))
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
         self.limits = LimitsOnNats(settings, scope, place, LEASE_S, 1, self.clock, self.registry)
         self.told: list[int] = []
         self.limits.on_routers = self.told.append
-        self.tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": ACME}), self.clock.monotonic_ms(), self.limits.meter)
+        self.tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": ACME}), self.limits.meter)
         self.limits.start(lambda: self.tenants)
 
     def begin(self) -> bool:
@@ -62,7 +62,7 @@ class Router:
 
     def change(self, tenant: Tenant) -> None:
         """Have a tenant be allowed something else."""
-        self.tenants.use(KeyDocument(1, "5" * 64, {"acme": tenant}), self.clock.monotonic_ms())
+        self.tenants.use(KeyDocument(1, "5" * 64, {"acme": tenant}))
 
     @property
     def meter(self) -> SharedMeter:

@@ -34,7 +34,6 @@ from tests.slurm.cluster import free_ports
 
 RANKS = 4
 PATIENCE_S = 240.0
-LEASE_MS = 3000
 WORKER = ("worker", "--engine", "trtllm", "--model-path", "tiny", "--kv-block-size", "16", "--max-batch-size", "64")
 NODE = 'exec env SLURMD_NODENAME=node$((OMPI_COMM_WORLD_RANK / 2)) "$0" -m poolgrid "$@"'
 """Two ranks on each node, which only their names tell apart."""
@@ -56,7 +55,7 @@ class Group:
         rank_port, self.http_port = free_ports(2)
         options = (
             *("--nodes", "2", "--tensor-parallel-size", str(RANKS), "--leader-host", "127.0.0.1"),
-            *("--rank-port", str(rank_port), "--rank-lease-ms", str(LEASE_MS), "--http-port", str(self.http_port)),
+            *("--rank-port", str(rank_port), "--http-port", str(self.http_port)),
             *("--worker-id", "wide", "--consolidator", ingest),
         )
         with self.log.open("wb") as log:

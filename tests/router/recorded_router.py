@@ -22,8 +22,8 @@ from poolgrid.router.core.inputs import (
 )
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
-from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome
+from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.replay import DecisionReplay, ReplayOutcome
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
 from poolgrid.router.settings import RouterSettings
@@ -72,14 +72,13 @@ class RecordedRouter:
         self,
         seed: int = 0,
         segment_bytes: int = 1 << 20,
+        queue_limit: int = QUEUE_LIMIT,
         honesty: float = 0.9,
         churn: float = 1.0,
         scale: int = 1,
         **given: object,
     ) -> None:
-        """With ``stream`` decisions are kept there in place of a directory.
-
-        ``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once."""
+        """``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once."""
         self.settings = RouterSettings.model_validate({"reservation_ttl_ms": 500, **given})
         self.clock = TurnedClock()
         self.pool_disk = FakeDisk()
@@ -96,6 +95,7 @@ class RecordedRouter:
         self._seq = 0
         self._epoch = 0
         self._segment_bytes = segment_bytes
+        self._queue_limit = queue_limit
         self._honesty = honesty
         """Share of the requests that reuse what the index says."""
         self._scale = scale
@@ -117,7 +117,7 @@ class RecordedRouter:
             settings_noted("r", "test", values),
             self.clock,
             self._segment_bytes,
-            settings.decision_queue_limit,
+            self._queue_limit,
         )
         self.state.log = self.recorder
         self.recorder.start()
@@ -244,7 +244,7 @@ class RecordedRouter:
 
     def replay(self, pool: FakeDisk | None = None, decisions: FakeDisk | None = None) -> ReplayOutcome:
         """Replay what was recorded."""
-        return Replay(pool or self.pool_disk, decisions or self.decisions_disk, policy_of, BLOCKS_MAX).run()
+        return DecisionReplay(pool or self.pool_disk, decisions or self.decisions_disk, policy_of, BLOCKS_MAX).run()
 
 
 async def written(router: RecordedRouter, until: Callable[[], bool] | None = None) -> None:

@@ -16,13 +16,13 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import Generate, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
-from poolgrid.workers.engines.trtllm.engine import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 
 
 @asynccontextmanager
 async def pair(
-    limits: EngineLimits | None = None, **settings: Any
+    limits: TrtllmLimits | None = None, **settings: Any
 ) -> AsyncIterator[tuple[RunningEngine, RunningEngine]]:
     async with (
         running_engine(Role.PREFILL, limits, **settings) as prefill,
@@ -133,7 +133,7 @@ def test_a_first_token_that_stops_ends_the_request_without_a_decode_leg() -> Non
             first = int.from_bytes(expected(request)[:4], "little")
             last = await prefill.finish(msgspec.structs.replace(request, stop_token_ids=(first,)))
             assert (last.finish_reason, last.disaggregated_params) == ("stop", None)
-            assert not prefill.engine._kept
+            assert not prefill.engine._requests._kept_legs
 
     asyncio.run(scenario())
 
@@ -160,7 +160,7 @@ def test_a_prefilled_leg_is_kept_until_its_router_says_that_it_is_over() -> None
 
 def test_a_leg_that_nobody_speaks_of_is_given_up_and_counted() -> None:
     async def scenario() -> None:
-        limits = EngineLimits(kv_transfer_timeout_ms=20.0, progress_timeout_ms=40.0)
+        limits = TrtllmLimits(kv_transfer_timeout_ms=20.0, progress_timeout_ms=40.0)
         async with running_engine(Role.PREFILL, limits) as prefill:
             await prefilled(prefill, make_request("r"))
             await prefill.until(lambda: prefill.released == ["r"])
@@ -173,7 +173,7 @@ def test_a_leg_that_nobody_speaks_of_is_given_up_and_counted() -> None:
 
 def test_legs_that_run_or_are_kept_are_bounded() -> None:
     async def scenario() -> None:
-        async with running_engine(Role.PREFILL, EngineLimits(kept_transfers_max=2)) as prefill:
+        async with running_engine(Role.PREFILL, TrtllmLimits(kept_transfers_max=2)) as prefill:
             await prefilled(prefill, make_request("kept"))
             prefill.executor.pause()
             prefill.engine.submit(make_request("runs", stage=Stage.PREFILL))
@@ -244,7 +244,7 @@ def test_a_transfer_that_fails_is_retryable() -> None:
         async with pair() as (prefill, decode):
             request = make_request("r")
             params = await prefilled(prefill, request)
-            found = codec.decode(params, prefill.engine._library.disaggregated_params).params
+            found = codec.decode(params, prefill.engine._calls.library.disaggregated_params).params
             damaged = codec.encode(replace(found, opaque_state=b"x" * 40))
             last = await decode.finish(decode_leg(request, damaged))
             assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
@@ -282,6 +282,6 @@ def test_context_results_without_params_are_no_prefilled_legs() -> None:
             prefill.llm.generate_async = forgetting
             last = await prefill.finish(make_request("r", stage=Stage.PREFILL))
             assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
-            assert not prefill.engine._kept
+            assert not prefill.engine._requests._kept_legs
 
     asyncio.run(scenario())

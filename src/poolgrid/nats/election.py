@@ -36,7 +36,7 @@ MakeService = Callable[[str, Callable[[JournalFenced], None]], ConsolidatorServi
 """From a consolidator's id, and whom to tell that the journal is another's."""
 
 
-class SuccessionMetrics:
+class LeaderElectionMetrics:
     """What is counted of the lives of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -45,7 +45,6 @@ class SuccessionMetrics:
             "1 while this consolidator writes the pool's journal, 0 while it stands by. Alert when none of a pool is "
             "active.",
             registry=registry,
-            across="largest",
         )
         self.lives = Counter(
             "poolgrid_consolidator_lives",
@@ -59,7 +58,7 @@ class SuccessionMetrics:
         )
 
 
-class Succession:
+class LeaderElection:
     """Implements ``poolgrid.http.health_app.Observed`` over the lives of one process."""
 
     def __init__(
@@ -67,7 +66,7 @@ class Succession:
         settings: ConsolidatorProcessSettings,
         journal: JetStreamJournal,
         clock: Clock,
-        metrics: SuccessionMetrics,
+        metrics: LeaderElectionMetrics,
         make_service: MakeService,
         new_id: Callable[[], str] = lambda: os.urandom(8).hex(),
     ) -> None:
@@ -126,7 +125,7 @@ class Succession:
             await unless(lease.lost, service.start(), "start of the consolidator")
             if lease.lost.is_set():
                 return
-            await lease.announce(self._settings.advertised(service.ingest_endpoint))
+            await lease.announce(self._settings.reachable(service.ingest_endpoint))
             self._metrics.active.set(1)
             self._metrics.lives.inc()
             log.info("consolidator %s is the active one of pool %s", consolidator_id, self._journal.connection.pool)

@@ -16,9 +16,11 @@ Rules:
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from poolgrid.wire import codec as wire_codec
@@ -42,7 +44,6 @@ from poolgrid.workers.engines.trtllm.core.sampling import (
 )
 from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, orders_by_priority, parameters_of
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
-from poolgrid.workers.engines.trtllm.machine import machine_id
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ HEALTH_TOKEN = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """What a request becomes, as far as that is known without TensorRT-LLM."""
 
     sampling: SamplingPlan
@@ -78,9 +79,12 @@ class TrtllmCalls:
         facts: ModelFacts,
         processors: ProcessorsOfRequests,
     ) -> None:
-        self._library = library
+        self.library = library
+        self.llm = llm
+        self.arguments = arguments
+        self.transfers_kv = bool((arguments.values.get("cache_transceiver_config") or {}).get("backend"))
+        """Whether prefill and decode legs can run."""
         self._processors = processors
-        self._llm = llm
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._vocabulary_size = facts.vocabulary_size
         self._measures = bool(arguments.values.get("enable_iter_perf_stats"))
@@ -101,9 +105,9 @@ class TrtllmCalls:
 
     @property
     def takes_retention(self) -> bool:
-        return self._library.kv_cache_retention is not None and "kv_cache_retention_config" in self._accepted
+        return self.library.kv_cache_retention is not None and "kv_cache_retention_config" in self._accepted
 
-    def plan(self, request: Generate) -> Plan | None:
+    def plan(self, request: Generate) -> RequestPlan | None:
         """Return what a request becomes, ``None`` for an encode leg; raises ``RefusedError``."""
         if request.stage is Stage.ENCODE:
             return None
@@ -126,7 +130,7 @@ class TrtllmCalls:
             )
         seed = None if request.multimodal is None else self._name_media(request, salt)
         sampling = plan_sampling(request, self._eos_token_ids, self._guide_backend, self._ignores)
-        plan = Plan(sampling, adapter, salt, seed)
+        plan = RequestPlan(sampling, adapter, salt, seed)
         self._processors.check(request)
         self.roots.note(request.token_ids, routing.lora_name, None if adapter is None else adapter.number, salt)
         return plan
@@ -143,12 +147,12 @@ class TrtllmCalls:
             except DecodeError:
                 return None  # it is refused where its media are loaded
             self.media.note(digests, [item.media_hash for item in items], seed)
-        return seed if self._library.names_media else None
+        return seed if self.library.names_media else None
 
     def generate(
         self,
         request: Generate,
-        plan: Plan | None,
+        plan: RequestPlan | None,
         inputs: Any,
         context_only: bool,
         handles: Sequence[tuple[codec.HandleField, dict[str, Any]]] = (),
@@ -160,7 +164,7 @@ class TrtllmCalls:
         Raises ``RefusedError``, and what TensorRT-LLM raises.
         """
         if plan is None:
-            return self._llm.generate_async(inputs)
+            return self.llm.generate_async(inputs)
         routing = request.routing
         given: dict[str, Any] = {"sampling_params": self.sampling_params(request, plan), "streaming": not context_only}
         params, prompt = self._disaggregated_params(request, context_only, handles)
@@ -170,7 +174,7 @@ class TrtllmCalls:
             inputs = list(unpack_tokens(prompt))
         adapter = plan.adapter
         if adapter is not None:
-            given["lora_request"] = self._library.lora_request(
+            given["lora_request"] = self.library.lora_request(
                 adapter.name, adapter.number, adapter.path, adapter.checkpoint_source
             )
         if plan.cache_salt:
@@ -182,17 +186,17 @@ class TrtllmCalls:
             given["kv_cache_retention_config"] = self._retention(request.retention, request)
         if request.trace is not None and "trace_headers" in self._accepted:
             given["trace_headers"] = request.trace.headers
-        return self._llm.generate_async(inputs, **given)
+        return self.llm.generate_async(inputs, **given)
 
     async def generate_one(self, rank: int) -> None:
         """Let a rank generate one token of the worker's own."""
         given = self._scheduling(rank)
         if "cache_salt" in self._accepted:
             given["cache_salt"] = HEALTH_SALT
-        sampling = self._library.sampling_params(
+        sampling = self.library.sampling_params(
             end_id=-1, pad_id=0, max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
         )
-        result = self._llm.generate_async([HEALTH_TOKEN], sampling_params=sampling, streaming=False, **given)
+        result = self.llm.generate_async([HEALTH_TOKEN], sampling_params=sampling, streaming=False, **given)
         try:
             # Not ``result(timeout)``: it has no effect.
             await result.aresult()
@@ -203,7 +207,7 @@ class TrtllmCalls:
 
     def text_of(self, tokens: bytes) -> str:
         """Return the text of tokens (u32 little-endian); raises ``RefusedError`` where nobody can tell."""
-        tokenizer = getattr(self._llm, "tokenizer", None)
+        tokenizer = getattr(self.llm, "tokenizer", None)
         if tokenizer is None:
             raise UnableError("an output with media goes on as text, and this engine has no tokenizer")
         text: str = tokenizer.decode(list(unpack_tokens(tokens)))
@@ -211,7 +215,7 @@ class TrtllmCalls:
 
     def _retention(self, retention: KvRetention, request: Generate) -> Any:
         """Return how long a request's blocks stay, as TensorRT-LLM takes it; durations are ``timedelta``."""
-        made = self._library.kv_cache_retention
+        made = self.library.kv_cache_retention
         assert made is not None, "a plan was made, so the version has it"
         length = len(request.token_ids) // 4
         emitted = request.routing.emitted_tokens
@@ -235,9 +239,9 @@ class TrtllmCalls:
     def _scheduling(self, rank: int) -> dict[str, Any]:
         if "scheduling_params" not in self._accepted:
             return {}
-        return {"scheduling_params": self._library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
+        return {"scheduling_params": self.library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
 
-    def sampling_params(self, request: Generate, made: Plan) -> Any:
+    def sampling_params(self, request: Generate, made: RequestPlan) -> Any:
         """Return a request's own ``SamplingParams``; raises ``RefusedError``."""
         plan = made.sampling
         arguments = dict(plan.arguments)
@@ -245,13 +249,13 @@ class TrtllmCalls:
             # What TensorRT-LLM's own metrics are made of.
             arguments["return_perf_metrics"] = True
         if plan.guide is not None:
-            arguments["guided_decoding"] = self._library.guided_decoding_params(**plan.guide)
+            arguments["guided_decoding"] = self.library.guided_decoding_params(**plan.guide)
         if plan.logit_bias:
             arguments["embedding_bias"] = embedding_bias(plan.logit_bias, self._vocabulary_size)
         processor = self._processors.make(request, self._vocabulary_size)
         if processor is not None:
             arguments["logits_processor"] = processor
-        return self._library.sampling_params(**arguments)
+        return self.library.sampling_params(**arguments)
 
     def _disaggregated_params(
         self, request: Generate, context_only: bool, handles: Sequence[tuple[codec.HandleField, dict[str, Any]]]
@@ -265,7 +269,7 @@ class TrtllmCalls:
         if request.disaggregated_params is not None:
             try:
                 decoded = codec.decode(
-                    request.disaggregated_params, self._library.disaggregated_params, self._library.logprob
+                    request.disaggregated_params, self.library.disaggregated_params, self.library.logprob
                 )
             except DecodeError as error:
                 raise RefusedError(f"disaggregated_params: {error}") from None
@@ -290,7 +294,7 @@ class TrtllmCalls:
             made.request_type = codec.GENERATION_ONLY
         elif context_only:
             if made is None:
-                made = self._library.disaggregated_params()
+                made = self.library.disaggregated_params()
             made.request_type = codec.CONTEXT_ONLY
         elif made is not None:
             made.request_type = codec.WHOLE
@@ -339,3 +343,15 @@ def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:
     for token_id, value in bias.items():
         tensor[token_id] = value
     return tensor
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Drawn by Linux at each start of a machine; the same in all its containers."""
+
+
+def machine_id() -> str:
+    """Return what tells this machine from others, until it is started anew."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

@@ -2,9 +2,9 @@
 
 Rules for this file:
 
-1. Everything that happens goes through a ``Turn``: the caller opens one, hands in messages, and gets back records and
-   replies. **The shell appends the records to the journal first; only then do replies leave and records get
-   published.** An acknowledgement therefore always means "in the journal".
+1. Everything that happens goes through a ``ConsolidatorTurn``: the caller opens one, hands in messages, and gets back
+   records and replies. **The shell appends the records to the journal first; only then do replies leave and records
+   get published.** An acknowledgement therefore always means "in the journal".
 2. Every accepted batch becomes exactly one record, also when nothing of it is news: the record moves the cursor that a
    restarted consolidator will know. Offsets have no holes.
 3. A life ends before the next begins: a new epoch writes ``WorkerLeft`` and ``WorkerJoined`` before anything of the new
@@ -19,45 +19,34 @@ Rules for this file:
    is held while any of them says so; the first to say it and the last to take it back are told to readers. Gaps, leases
    and acknowledgements are the business of the rank's own stream alone.
 
-What may join: see ``_objection``. Limits: ``ConsolidatorLimits``.
+What may join: see ``compatibility``. Limits: ``ConsolidatorLimits``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
-from poolgrid.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.consolidator.core.compatibility import incompatibility
+from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
+    MemberRank,
     PoolState,
-    WorkerRank,
 )
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.card_check import card_problem, name_problem
 from poolgrid.wire.events import (
     AnyEvent,
-    BlocksReleased,
-    BlocksRemoved,
-    BlocksShared,
-    BlocksStored,
     CacheCleared,
     EventBatch,
     JournalRecord,
-    LoadReported,
-    PrefillCompleted,
     RequestFinished,
-    RequestProgressed,
-    RequestStarted,
     SnapshotBegan,
-    SnapshotEnded,
     StreamStateChanged,
-    WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import HASH_SPEC
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.ingest import (
     Acknowledged,
@@ -71,7 +60,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, POOL_TEMPLATES_CHARS_MAX, TEXT_CHARS_MAX
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 LIVE = StreamState.LIVE
@@ -84,6 +73,9 @@ ones (a snapshot in one piece) a stored chain stays one event, blocks that reade
 EVENTS_BESIDE_OTHERS_MAX = EVENTS_PER_BATCH_MAX // 2 - 1024
 """Events of a batch of a worker with several sources: a removed event may become two, one for the blocks that another
 source still holds; the rest is room for what a restatement takes back."""
+
+SOURCES_PER_WORKER_MAX = 8
+"""Event sources of one worker rank, its own stream included; engines and block managers have two or three."""
 
 NAME_CHARS_IN_REASON_MAX = 200
 """Characters of a refused value that are repeated in the reason."""
@@ -104,7 +96,7 @@ class ConsolidatorLimits:
 
     workers_max: int = 4096
     """WorkerRank ranks in the pool; a further one is refused."""
-    sources_per_worker_max: int = 8
+    sources_per_worker_max: int = SOURCES_PER_WORKER_MAX
     """Sources of one rank; a further one is refused."""
     blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX
     """Blocks remembered per rank; further chains are not taken in and counted."""
@@ -155,7 +147,7 @@ class MemberLeft(NamedTuple):
 
 
 @dataclass(slots=True)
-class Turn:
+class ConsolidatorTurn:
     """All that follows from the messages of one wake-up, in order."""
 
     now: Now
@@ -199,10 +191,7 @@ class Consolidator:
 
     # Turns
 
-    def begin(self, now: Now) -> Turn:
-        return Turn(now)
-
-    def finish(self, turn: Turn) -> None:
+    def finish(self, turn: ConsolidatorTurn) -> None:
         """Close a turn: one acknowledgement per rank whose batches were taken in."""
         for key, peer in turn.acknowledge.items():
             worker = self.pool.workers.get(key)
@@ -212,7 +201,7 @@ class Consolidator:
 
     # What workers send
 
-    def receive(self, peer: bytes, message: ToConsolidator, turn: Turn) -> None:
+    def receive(self, peer: bytes, message: ToConsolidator, turn: ConsolidatorTurn) -> None:
         """Take in a control message of a worker."""
         if isinstance(message, Hello):
             self._hello(peer, message, turn)
@@ -221,7 +210,7 @@ class Consolidator:
         else:
             self._goodbye(peer, message, turn)
 
-    def batch(self, peer: bytes, batch: EventBatch, turn: Turn) -> None:
+    def batch(self, peer: bytes, batch: EventBatch, turn: ConsolidatorTurn) -> None:
         """Take in a batch that a worker pushed."""
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         name = (batch.worker_id, batch.dp_rank)
@@ -243,7 +232,7 @@ class Consolidator:
             return
         self._take(worker, batch, peer, turn)
 
-    def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: Turn) -> WorkerRank | None:
+    def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: ConsolidatorTurn) -> MemberRank | None:
         """Return the rank when this life of it is a member, else answer why not."""
         worker = self.pool.workers.get(key)
         link = self._links.get(key)
@@ -261,7 +250,7 @@ class Consolidator:
         link.peer = peer
         return worker
 
-    def _hello(self, peer: bytes, hello: Hello, turn: Turn) -> None:
+    def _hello(self, peer: bytes, hello: Hello, turn: ConsolidatorTurn) -> None:
         key = WorkerKey(WorkerId(hello.worker_id), hello.dp_rank)
         worker = self.pool.workers.get(key)
         link = self._links.get(key)
@@ -271,21 +260,23 @@ class Consolidator:
         if worker is not None and hello.epoch < worker.epoch:
             self._refuse(peer, key, _older(key, hello.epoch, worker.epoch), turn)
             return
-        objection = self._objection(key, hello.card)
+        objection = incompatibility(self.pool.workers, self.limits.workers_max, key, hello.card)
         if objection is not None:
             self._refuse(peer, key, objection, turn)
             return
         if worker is not None:
             verdict = worker.cursors[WORKER_SOURCE].judge_announcement(hello.epoch, hello.next_seq)
             reason = None
-            if verdict is Verdict.NEW_EPOCH:
+            if verdict is SequenceVerdict.NEW_EPOCH:
                 reason = f"replaced by epoch {hello.epoch}"
-            elif verdict is Verdict.BACKWARDS:
+            elif verdict is SequenceVerdict.BACKWARDS:
                 reason = f"its sequence went back to {hello.next_seq}"
             elif hello.card != worker.card:
                 reason = "its card changed"
             if reason is not None:
-                self._leave(worker, reason, turn, over=verdict in (Verdict.NEW_EPOCH, Verdict.BACKWARDS))
+                self._leave(
+                    worker, reason, turn, over=verdict in (SequenceVerdict.NEW_EPOCH, SequenceVerdict.BACKWARDS)
+                )
                 worker = None
         if worker is None:
             worker = self._join(key, hello.epoch, hello.card, turn)
@@ -307,25 +298,25 @@ class Consolidator:
             )
         )
 
-    def _heartbeat(self, peer: bytes, heartbeat: Heartbeat, turn: Turn) -> None:
+    def _heartbeat(self, peer: bytes, heartbeat: Heartbeat, turn: ConsolidatorTurn) -> None:
         key = WorkerKey(WorkerId(heartbeat.worker_id), heartbeat.dp_rank)
         worker = self._live(peer, key, heartbeat.epoch, turn)
         if worker is None:
             return
         cursor = worker.cursors[WORKER_SOURCE]
         verdict = cursor.judge_announcement(heartbeat.epoch, heartbeat.next_seq)
-        if verdict is Verdict.GAP:
+        if verdict is SequenceVerdict.GAP:
             self._ask_again(worker, heartbeat.next_seq, peer, turn)
-        elif verdict is Verdict.NEXT:
+        elif verdict is SequenceVerdict.NEXT:
             self._caught_up(worker, turn)
-        elif verdict is Verdict.BACKWARDS:
+        elif verdict is SequenceVerdict.BACKWARDS:
             # Only a Hello carries the card that a new life needs.
             self.tally.unknown += 1
             turn.replies.append((peer, Unknown(*key)))
             return
         turn.acknowledge[key] = peer
 
-    def _goodbye(self, peer: bytes, goodbye: Goodbye, turn: Turn) -> None:
+    def _goodbye(self, peer: bytes, goodbye: Goodbye, turn: ConsolidatorTurn) -> None:
         key = WorkerKey(WorkerId(goodbye.worker_id), goodbye.dp_rank)
         worker = self._live(peer, key, goodbye.epoch, turn)
         if worker is None:
@@ -336,10 +327,10 @@ class Consolidator:
 
     # Sources of the consolidator's own making: engines that publish themselves
 
-    def attach(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> str | None:
+    def attach(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: ConsolidatorTurn) -> str | None:
         """Make a rank a member by configuration, under a new epoch; return why not when it may not."""
         worker = self.pool.workers.get(key)
-        objection = self._objection(key, card)
+        objection = incompatibility(self.pool.workers, self.limits.workers_max, key, card)
         if objection is None and worker is not None and epoch <= worker.epoch:
             objection = _older(key, epoch, worker.epoch)
         if objection is not None:
@@ -351,13 +342,13 @@ class Consolidator:
         self._links[key].attached = True
         return None
 
-    def detach(self, key: WorkerKey, reason: str, turn: Turn) -> None:
+    def detach(self, key: WorkerKey, reason: str, turn: ConsolidatorTurn) -> None:
         """End the membership of an attached rank."""
         worker = self.pool.workers.get(key)
         if worker is not None:
             self._leave(worker, reason, turn)
 
-    def take(self, batch: EventBatch, turn: Turn) -> bool:
+    def take(self, batch: EventBatch, turn: ConsolidatorTurn) -> bool:
         """Take in a batch of an attached source; say whether it was accepted.
 
         A further source of a worker that joined by itself has a cursor of its own; a new epoch on it drops what the
@@ -378,12 +369,12 @@ class Consolidator:
             elif batch.epoch > cursor.epoch and batch.seq == 0:
                 worker.presence.clear(batch.source, before)
                 cursor.begin(batch.epoch)
-            elif cursor.judge_batch(batch.epoch, batch.seq) is not Verdict.NEXT:
+            elif cursor.judge_batch(batch.epoch, batch.seq) is not SequenceVerdict.NEXT:
                 self.tally.refused += 1
                 return False
         return self._take(worker, batch, b"", turn, before)
 
-    def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: Turn) -> None:
+    def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: ConsolidatorTurn) -> None:
         """Take back what the journal knows from further sources that nobody follows any more."""
         for key, worker in self.pool.workers.items():
             for source, cursor in list(worker.cursors.items()):
@@ -412,7 +403,7 @@ class Consolidator:
             if link.behind_seq >= 0 and self.pool.workers[key].stream(WORKER_SOURCE).state is StreamState.REPLAYING
         ]
 
-    def expire(self, turn: Turn) -> None:
+    def expire(self, turn: ConsolidatorTurn) -> None:
         """Let the ranks go whose lease has run out, and stop trusting those whose gap nobody fills."""
         open_since = turn.now.monotonic_ms - self.limits.stale_after_ms
         for key, link in self._behind():
@@ -428,7 +419,7 @@ class Consolidator:
             reason = f"lease expired: silent for {self.limits.lease_ms} ms"
             self._leave(self.pool.workers[key], reason, turn, over=False)
 
-    def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: Turn) -> None:
+    def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: ConsolidatorTurn) -> None:
         """Write how far the stream of a source can be trusted, if that is news."""
         worker = self.pool.workers.get(key)
         if worker is None or worker.stream(source).state is state:
@@ -437,7 +428,7 @@ class Consolidator:
         fold(worker.streams, CONSOLIDATOR_SOURCE, events)
         self._record(key, worker.epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
 
-    def _caught_up(self, worker: WorkerRank, turn: Turn) -> None:
+    def _caught_up(self, worker: MemberRank, turn: ConsolidatorTurn) -> None:
         """Note that nothing is missing of what a rank is known to have sent."""
         self._links[worker.key].behind_seq = -1
         if worker.stream(WORKER_SOURCE).state in (StreamState.REPLAYING, StreamState.STALE):
@@ -449,20 +440,25 @@ class Consolidator:
     # The one way in for batches
 
     def _take(
-        self, worker: WorkerRank, batch: EventBatch, peer: bytes, turn: Turn, before: list[AnyEvent] | None = None
+        self,
+        worker: MemberRank,
+        batch: EventBatch,
+        peer: bytes,
+        turn: ConsolidatorTurn,
+        before: list[AnyEvent] | None = None,
     ) -> bool:
         source, seq = batch.source, batch.seq
         cursor = worker.cursors[source]
         tally = self.tally
         if seq == cursor.next_seq and batch.epoch == cursor.epoch:
             pass  # the next one, as nearly always, found without asking for a verdict
-        elif (verdict := cursor.judge_batch(batch.epoch, seq)) is Verdict.NEXT:
+        elif (verdict := cursor.judge_batch(batch.epoch, seq)) is SequenceVerdict.NEXT:
             pass
-        elif verdict is Verdict.DUPLICATE:
+        elif verdict is SequenceVerdict.DUPLICATE:
             tally.duplicates += 1
             turn.acknowledge[worker.key] = peer
             return False
-        elif verdict is Verdict.GAP and batch.events and type(batch.events[0]) is SnapshotBegan:
+        elif verdict is SequenceVerdict.GAP and batch.events and type(batch.events[0]) is SnapshotBegan:
             tally.restatements += 1
             turn.remarks.append(
                 f"worker {worker.key} restates its cache at batch {batch.seq}: "
@@ -470,7 +466,7 @@ class Consolidator:
             )
             self._lose_requests(worker, batch, turn)
             cursor.next_seq = batch.seq
-        elif verdict is Verdict.GAP:
+        elif verdict is SequenceVerdict.GAP:
             self._ask_again(worker, batch.seq, peer, turn)
             link = self._links[worker.key]
             link.behind_seq = max(link.behind_seq, batch.seq)
@@ -489,7 +485,8 @@ class Consolidator:
             return False
         known = worker.streams.get(source)
         is_live = known is not None and known.state is LIVE
-        events, tells = self._consolidate(worker, batch, is_live, whole=len(batch.events) > EVENTS_TO_SPLIT_MAX)
+        events, tells, ignored = worker.take(batch, is_live, whole=len(batch.events) > EVENTS_TO_SPLIT_MAX)
+        tally.ignored_events += ignored
         if before:
             events[:0] = before
         cursor.next_seq += 1
@@ -514,62 +511,7 @@ class Consolidator:
             turn.acknowledge[key] = peer
         return True
 
-    def _consolidate(
-        self, worker: WorkerRank, batch: EventBatch, is_live: bool, whole: bool
-    ) -> tuple[list[AnyEvent], bool]:
-        """Change the worker's state as the batch says; return what the journal and the readers get, and whether any of
-        it says how far a stream can be trusted."""
-        out: list[AnyEvent] = []
-        presence = worker.presence
-        source = batch.source
-        tells = False
-        restating = worker.restating or (not is_live and worker.stream(source).state is StreamState.SNAPSHOTTING)
-        for event in batch.events:
-            if (
-                type(event) is RequestStarted
-                or type(event) is PrefillCompleted
-                or type(event) is RequestProgressed
-                or type(event) is RequestFinished
-                or type(event) is LoadReported
-                or type(event) is WorkerDraining
-            ):
-                worker.note(event)
-                out.append(event)
-            elif type(event) is BlocksStored:
-                before = len(out)
-                presence.store(source, event, out)
-                if whole and len(out) - before > 1:
-                    out[before:] = [event]
-            elif type(event) is BlocksRemoved:
-                presence.remove(source, event, out)
-            elif type(event) is CacheCleared:
-                presence.clear(source, out)
-            elif type(event) is SnapshotBegan:
-                tells = True
-                if presence.restate(source, event, out):
-                    worker.restating = True
-                else:
-                    # To readers it would mean that nothing at all is held; they are told what is gone.
-                    out.append(StreamStateChanged(source, StreamState.SNAPSHOTTING, "its cache is restated"))
-                restating = True
-            elif type(event) is SnapshotEnded:
-                if restating:
-                    tells = True
-                    restating = worker.restating = False
-                    out.append(event)
-            elif (
-                type(event) is WorkerJoined
-                or type(event) is WorkerLeft
-                or type(event) is BlocksShared
-                or type(event) is BlocksReleased
-                or type(event) is StreamStateChanged
-            ):
-                self.tally.ignored_events += 1  # the consolidator says these, never a source
-            else:
-                assert_never(event)
-        return out, tells
-
-    def _lose_requests(self, worker: WorkerRank, batch: EventBatch, turn: Turn) -> None:
+    def _lose_requests(self, worker: MemberRank, batch: EventBatch, turn: ConsolidatorTurn) -> None:
         if not worker.requests or batch.source != WORKER_SOURCE:
             return
         lost: list[AnyEvent] = [RequestFinished(request_id, "lost") for request_id in worker.requests]
@@ -579,7 +521,7 @@ class Consolidator:
             part = lost[at : at + EVENTS_PER_BATCH_MAX]
             self._record(worker.key, worker.epoch, 0, batch.time_ms, part, CONSOLIDATOR_SOURCE, turn)
 
-    def _ask_again(self, worker: WorkerRank, seen_seq: int, peer: bytes, turn: Turn) -> None:
+    def _ask_again(self, worker: MemberRank, seen_seq: int, peer: bytes, turn: ConsolidatorTurn) -> None:
         """Ask for what is missing; once per gap, and again when no answer came for ``resend_retry_ms``."""
         wanted = worker.cursors[WORKER_SOURCE].next_seq
         link = self._links[worker.key]
@@ -604,45 +546,7 @@ class Consolidator:
 
     # Membership
 
-    def _objection(self, key: WorkerKey, card: WorkerCard) -> str | None:
-        """Say why a rank with this card may not join, or ``None``."""
-        members = self.pool.workers
-        if key not in members and len(members) >= self.limits.workers_max:
-            return f"the pool has {len(members)} worker ranks, allowed are at most {self.limits.workers_max}"
-        problem = name_problem("worker_id", key.worker_id, needed=True) or card_problem(card)
-        if problem is not None:
-            return problem
-        if card.dp_size < 1 or key.dp_rank >= card.dp_size:
-            return f"dp_rank is {key.dp_rank}, the card's dp_size {card.dp_size} allows 0 to {card.dp_size - 1}"
-        if card.hash_spec != HASH_SPEC:
-            return (
-                f"the card's hash_spec is {card.hash_spec!r}, this pool hashes blocks with {HASH_SPEC!r}: "
-                "its blocks would never be found"
-            )
-        templates = len(card.chat.chat_template)
-        for other_key, other in members.items():
-            if other_key == key:
-                continue
-            if other_key.worker_id == key.worker_id and other.card.dp_size != card.dp_size:
-                return f"the card's dp_size is {card.dp_size}, rank {other_key} of the worker has {other.card.dp_size}"
-            if other.card.model == card.model and other.card.block_size != card.block_size:
-                return (
-                    f"the card's block_size is {card.block_size}, worker {other_key} serves model {card.model!r} with "
-                    f"{other.card.block_size}; all workers of a model in a pool must agree"
-                )
-            if other.card.model == card.model:
-                contradiction = _contradiction(card, other_key, other.card)
-                if contradiction is not None:
-                    return contradiction
-            templates += len(other.card.chat.chat_template)
-        if card.chat.chat_template and templates > POOL_TEMPLATES_CHARS_MAX:
-            return (
-                f"with the card's chat.chat_template those of the pool have {templates} characters, allowed are "
-                f"{POOL_TEMPLATES_CHARS_MAX}: give the template to the routers"
-            )
-        return None
-
-    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> WorkerRank:
+    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: ConsolidatorTurn) -> MemberRank:
         worker = self.pool.workers[key] = self.pool.new_worker(key, epoch, card)
         self._links[key] = _Link(turn.now.monotonic_ms)
         self.tally.joined += 1
@@ -651,7 +555,7 @@ class Consolidator:
         turn.remarks.append(f"worker {key} joined: epoch {epoch}, model {card.model}, {card.role.name.lower()}")
         return worker
 
-    def _leave(self, worker: WorkerRank, reason: str, turn: Turn, over: bool = True) -> None:
+    def _leave(self, worker: MemberRank, reason: str, turn: ConsolidatorTurn, over: bool = True) -> None:
         self.pool.forget(worker.key)
         turn.members.append(MemberLeft(worker.key, over, self._links.pop(worker.key).heard_ms))
         turn.acknowledge.pop(worker.key, None)
@@ -661,7 +565,14 @@ class Consolidator:
         turn.remarks.append(f"worker {worker.key} left: epoch {worker.epoch}, {reason[:TEXT_CHARS_MAX]}")
 
     def _record(
-        self, key: WorkerKey, epoch: int, seq: int, time_ms: int, events: list[AnyEvent], source: str, turn: Turn
+        self,
+        key: WorkerKey,
+        epoch: int,
+        seq: int,
+        time_ms: int,
+        events: list[AnyEvent],
+        source: str,
+        turn: ConsolidatorTurn,
     ) -> None:
         pool = self.pool
         turn.records.append(
@@ -671,29 +582,14 @@ class Consolidator:
 
     # Answers
 
-    def _acknowledged(self, worker: WorkerRank) -> Acknowledged:
+    def _acknowledged(self, worker: MemberRank) -> Acknowledged:
         return Acknowledged(*worker.key, worker.epoch, worker.cursors[WORKER_SOURCE].next_seq, self.consolidator_id)
 
-    def _refuse(self, peer: bytes, key: WorkerKey, reason: str, turn: Turn) -> None:
+    def _refuse(self, peer: bytes, key: WorkerKey, reason: str, turn: ConsolidatorTurn) -> None:
         self.tally.refused += 1
         turn.remarks.append(f"refused worker {key}: {reason}")
         if peer:
             turn.replies.append((peer, JoinRefused(*key, reason=reason[:TEXT_CHARS_MAX])))
-
-
-def _contradiction(card: WorkerCard, other_key: WorkerKey, other: WorkerCard) -> str | None:
-    """Say what two workers of a model tell routers differently, or ``None``."""
-    told = [(f"chat.{field}", own, others) for field, own, others in card.chat.contradictions(other.chat)]
-    largest, others = card.media.item_bytes_max, other.media.item_bytes_max
-    if largest and others and largest != others:
-        told.append(("media.item_bytes_max", str(largest), str(others)))
-    if not told:
-        return None
-    field, own_value, other_value = told[0]
-    return (
-        f"the card's {field} is {own_value}, worker {other_key} serves model {card.model!r} with {other_value}; all "
-        "workers of a model in a pool must agree, or say nothing"
-    )
 
 
 def _older(key: WorkerKey, epoch: int, current: int) -> str:

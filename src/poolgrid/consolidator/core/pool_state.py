@@ -34,9 +34,9 @@ from typing import assert_never
 
 import msgspec
 
+from poolgrid.consolidator.core.block_ownership import BlockOwnership, Frozen, dump
 from poolgrid.consolidator.core.cursor import Cursor
 from poolgrid.consolidator.core.frozen_blocks import Discarded
-from poolgrid.consolidator.core.presence import Frozen, Presence, dump
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
     AnyEvent,
@@ -45,6 +45,7 @@ from poolgrid.wire.events import (
     BlocksShared,
     BlocksStored,
     CacheCleared,
+    EventBatch,
     JournalRecord,
     LoadReported,
     PrefillCompleted,
@@ -73,7 +74,7 @@ WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillComplet
 """What an event may say of a worker and its requests."""
 
 
-class WorkerRank:
+class MemberRank:
     """All that the stream says of one worker rank."""
 
     __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating", "streams")
@@ -93,7 +94,7 @@ class WorkerRank:
         self.restating = False
         self.load: LoadReported | None = None
         self.requests: dict[str, RequestState] = {}
-        self.presence = Presence(blocks_max, discarded)
+        self.presence = BlockOwnership(blocks_max, discarded)
         self.cursors: dict[str, Cursor] = {WORKER_SOURCE: Cursor(epoch)}
         self.streams: dict[str, SourceStream] = {WORKER_SOURCE: SourceStream(WORKER_SOURCE, StreamState.SYNCING)}
 
@@ -103,55 +104,90 @@ class WorkerRank:
 
     def apply(self, source: str, event: AnyEvent) -> None:
         """Apply one event of a journal record that is about this worker."""
-        if (
-            type(event) is BlocksStored
-            or type(event) is BlocksRemoved
-            or type(event) is BlocksShared
-            or type(event) is BlocksReleased
-            or type(event) is CacheCleared
-        ):
-            self.presence.apply(source, event)
-        elif type(event) is SnapshotBegan:
-            self.restating = True
-            self.presence.apply(source, event)
-        elif type(event) is SnapshotEnded:
-            self.restating = False
-        elif type(event) is StreamStateChanged:
-            pass  # of the record, which ``poolgrid.wire.streams.fold`` takes whole
-        elif type(event) is WorkerJoined or type(event) is WorkerLeft:
-            pass  # of the pool, which has begun or ended this worker
-        else:
-            self.note(event)
+        match event:
+            case BlocksStored() | BlocksRemoved() | BlocksShared() | BlocksReleased() | CacheCleared():
+                self.presence.apply(source, event)
+            case SnapshotBegan():
+                self.restating = True
+                self.presence.apply(source, event)
+            case SnapshotEnded():
+                self.restating = False
+            case StreamStateChanged() | WorkerJoined() | WorkerLeft():
+                pass  # of the stream, which ``poolgrid.wire.streams.fold`` takes, or of the pool
+            case _:
+                self.note(event)
+
+    def take(self, batch: EventBatch, is_live: bool, whole: bool) -> tuple[list[AnyEvent], bool, int]:
+        """Change the state as a batch of a source says.
+
+        Return what the journal and the readers get, whether any of it says how far a stream can be trusted, and how
+        many events were ignored. With ``whole`` a stored chain stays one event.
+        """
+        out: list[AnyEvent] = []
+        presence, source = self.presence, batch.source
+        tells, ignored = False, 0
+        restating = self.restating or (not is_live and self.stream(source).state is StreamState.SNAPSHOTTING)
+        for event in batch.events:
+            match event:
+                case BlocksStored():
+                    before = len(out)
+                    presence.store(source, event, out)
+                    if whole and len(out) - before > 1:
+                        out[before:] = [event]
+                case BlocksRemoved():
+                    presence.remove(source, event, out)
+                case CacheCleared():
+                    presence.clear(source, out)
+                case SnapshotBegan():
+                    tells = True
+                    if presence.restate(source, event, out):
+                        self.restating = True
+                    else:
+                        # To readers it would mean that nothing at all is held; they are told what is gone.
+                        out.append(StreamStateChanged(source, StreamState.SNAPSHOTTING, "its cache is restated"))
+                    restating = True
+                case SnapshotEnded():
+                    if restating:
+                        tells = True
+                        restating = self.restating = False
+                        out.append(event)
+                case WorkerJoined() | WorkerLeft() | BlocksShared() | BlocksReleased() | StreamStateChanged():
+                    ignored += 1  # the consolidator writes these, never a source
+                case _:
+                    self.note(event)
+                    out.append(event)
+        return out, tells, ignored
 
     def note(self, event: WorkerEvent) -> None:
         """Apply an event that is about the worker and its requests, and not about blocks."""
-        if type(event) is RequestStarted:
-            self.requests.pop(event.request_id, None)
-            if len(self.requests) >= REQUESTS_PER_WORKER_MAX:
-                del self.requests[next(iter(self.requests))]
-            self.requests[event.request_id] = RequestState(
-                event.request_id, event.isl, event.cached_tokens, event.active_blocks, prefilling=True
-            )
-        elif type(event) is RequestProgressed:
-            request = self.requests.get(event.request_id)
-            if request is not None:
+        match event:
+            case RequestStarted():
+                self.requests.pop(event.request_id, None)
+                if len(self.requests) >= REQUESTS_PER_WORKER_MAX:
+                    del self.requests[next(iter(self.requests))]
                 self.requests[event.request_id] = RequestState(
-                    request.request_id, request.isl, request.cached_tokens, event.active_blocks, request.prefilling
+                    event.request_id, event.isl, event.cached_tokens, event.active_blocks, prefilling=True
                 )
-        elif type(event) is PrefillCompleted:
-            request = self.requests.get(event.request_id)
-            if request is not None:
-                self.requests[event.request_id] = RequestState(
-                    request.request_id, request.isl, request.cached_tokens, request.active_blocks, prefilling=False
-                )
-        elif type(event) is RequestFinished:
-            self.requests.pop(event.request_id, None)
-        elif type(event) is LoadReported:
-            self.load = event
-        elif type(event) is WorkerDraining:
-            self.draining = True
-        else:
-            assert_never(event)
+            case RequestProgressed():
+                request = self.requests.get(event.request_id)
+                if request is not None:
+                    self.requests[event.request_id] = RequestState(
+                        request.request_id, request.isl, request.cached_tokens, event.active_blocks, request.prefilling
+                    )
+            case PrefillCompleted():
+                request = self.requests.get(event.request_id)
+                if request is not None:
+                    self.requests[event.request_id] = RequestState(
+                        request.request_id, request.isl, request.cached_tokens, request.active_blocks, prefilling=False
+                    )
+            case RequestFinished():
+                self.requests.pop(event.request_id, None)
+            case LoadReported():
+                self.load = event
+            case WorkerDraining():
+                self.draining = True
+            case _:
+                assert_never(event)
 
     def state(self) -> WorkerState:
         """Return the worker without its blocks, as readers get it."""
@@ -226,10 +262,10 @@ class PoolState:
         self._blocks_max = blocks_per_worker_max
         self.offset = 0
         """Offset of the next record."""
-        self.workers: dict[WorkerKey, WorkerRank] = {}
+        self.workers: dict[WorkerKey, MemberRank] = {}
         self.discarded = Discarded()
         """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
-        self._frozen: list[Presence] = []
+        self._frozen: list[BlockOwnership] = []
 
     def apply(self, record: JournalRecord) -> None:
         """Fold the next record in. Records must come in order: an offset out of line is our own fault."""
@@ -255,9 +291,9 @@ class PoolState:
             cursor.epoch = record.epoch
             cursor.next_seq = record.seq + 1
 
-    def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> WorkerRank:
+    def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> MemberRank:
         """Return a worker as it is right after it joined; the caller lists it."""
-        return WorkerRank(key, epoch, card, self._blocks_max, self.discarded)
+        return MemberRank(key, epoch, card, self._blocks_max, self.discarded)
 
     def forget(self, key: WorkerKey) -> None:
         """Forget a worker, if there is one of that name."""
@@ -267,7 +303,7 @@ class PoolState:
 
     def freeze(self) -> FrozenPool:
         """Return a copy at this offset, in a fixed order of workers; made in one go."""
-        return self._frozen_with(Presence.freeze)
+        return self._frozen_with(BlockOwnership.freeze)
 
     def freeze_in_place(self) -> FrozenPool:
         """Return the state at this offset, as it stays until ``thaw`` whatever is applied meanwhile; nothing is copied.
@@ -276,7 +312,7 @@ class PoolState:
         """
         assert not self._frozen, "what was frozen before is not thawed yet"
         self._frozen = [worker.presence for worker in self.workers.values()]
-        return self._frozen_with(Presence.freeze_in_place)
+        return self._frozen_with(BlockOwnership.freeze_in_place)
 
     def thaw(self, changes: int) -> bool:
         """Have so many of the changes since ``freeze_in_place`` made to what was frozen; return whether there are more.
@@ -290,7 +326,7 @@ class PoolState:
                 frozen.pop()
         return bool(frozen)
 
-    def _frozen_with(self, freeze: Callable[[Presence], Frozen]) -> FrozenPool:
+    def _frozen_with(self, freeze: Callable[[BlockOwnership], Frozen]) -> FrozenPool:
         return FrozenPool(
             self.offset,
             [
@@ -327,7 +363,7 @@ class PoolState:
         """Return the state that a snapshot describes: workers, then (position of the worker, source, chain)."""
         pool = cls(blocks_per_worker_max)
         pool.offset = offset
-        listed: list[WorkerRank] = []
+        listed: list[MemberRank] = []
         for entry in entries:
             state = entry.state
             worker = pool.new_worker(WorkerKey(WorkerId(state.worker_id), state.dp_rank), state.epoch, state.card)

@@ -17,8 +17,7 @@ import msgspec
 
 from poolgrid.frontend.access.key_file import Tenant
 from poolgrid.frontend.access.limit_shares import IN_FLIGHT, KINDS, NOTHING, Amounts, Use, limits_of
-from poolgrid.frontend.access.meter import Meter, OwnCell, Rate, Verdict
-from poolgrid.frontend.access.token_bucket import MINUTE_MS, Bucket
+from poolgrid.frontend.access.meter import MINUTE_MS, Meter, Rate, RateDecision, TokenBucket
 
 WINDOW_MS = 5_000.0
 """What was used counts for one to two of these."""
@@ -35,7 +34,7 @@ class SharedMeter(Meter):
     __slots__ = ("_before", "_limited", "_note", "_now", "_owed", "_rules", "_since_ms", "shares")
 
     def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__(OwnCell())
+        super().__init__()
         self.shares: Amounts = NOTHING
         self._note = note
         self._rules: Tenant | None = None
@@ -54,16 +53,16 @@ class SharedMeter(Meter):
         self.shares, self._rules = shares, None
         for rate in Rate:
             share, more = shares[_KIND[rate]], float(charged[_KIND[rate]])
-            bucket = self._cell.bucket(rate)
+            bucket = self._buckets[rate]
             if rate is Rate.TOKENS:
                 more += self._owed
                 self._owed = 0.0 if share else more
             if not share:
-                self._cell.store(rate, Bucket())
+                self._buckets[rate] = TokenBucket()
                 continue
             bucket = bucket.resized(share, now_ms)
             # What is given back is never more than was used.
-            self._cell.store(rate, bucket.charged(max(more, -bucket.used(now_ms)), now_ms))
+            self._buckets[rate] = bucket.charged(max(more, -bucket.used(now_ms)), now_ms)
 
     def use_of(self, rules: Tenant, now_ms: float) -> Use:
         """Return what is used and wanted now."""
@@ -83,7 +82,7 @@ class SharedMeter(Meter):
             else min(limits[kind], needed[kind])
             for kind in KINDS
         ]
-        used = [int(self._cell.bucket(rate).used(now_ms)) for rate in Rate]
+        used = [int(self._buckets[rate].used(now_ms)) for rate in Rate]
         return Use(self.in_flight, (wants[0], wants[1], wants[2]), (0, used[0], used[1]))
 
     @property
@@ -93,7 +92,7 @@ class SharedMeter(Meter):
 
     # What tenants ask
 
-    def begin(self, rules: Tenant, now_ms: float) -> Verdict:
+    def begin(self, rules: Tenant, now_ms: float) -> RateDecision:
         """Count a request in, unless it would be one too many at a time or in its minute."""
         self._note()
         limited = self._of_share(rules)
@@ -107,22 +106,20 @@ class SharedMeter(Meter):
     def end(self, rules: Tenant, output_tokens: int, now_ms: float) -> None:
         super().end(self._of_share(rules), output_tokens, now_ms)
 
-    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, Bucket, float]]:
+    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, TokenBucket, float]]:
         """Return the bucket of each rate of which this router has a share, as it is now."""
         limited = self._of_share(rules)
         limits = (limited.requests_per_minute, limited.tokens_per_minute)
         return [
-            (rate, self._cell.bucket(rate).resized(limit, now_ms), now_ms)
+            (rate, self._buckets[rate].resized(limit, now_ms), now_ms)
             for rate, limit in zip(Rate, limits, strict=True)
             if limit
         ]
 
     def take_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> float:
-        """Take tokens and return 0.0; or take nothing, and return in how many seconds they are due."""
         return super().take_tokens(self._of_share(rules), tokens, now_ms)
 
     def give_back_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> None:
-        """Undo ``take_tokens``."""
         super().give_back_tokens(self._of_share(rules), tokens, now_ms)
 
     def _of_share(self, rules: Tenant) -> Tenant:

@@ -10,9 +10,8 @@ Rules
        than the last begins with empty caches.
     4. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
        tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
-    5. Limits hold for what shares the cells: one process, or all HTTP processes of one router
-       (``poolgrid.frontend.access.shared_cells``). Several routers of a pool each allow the whole of them, unless each
-       has a share of them (``poolgrid.frontend.access.shared_meter``).
+    5. Limits hold for one process; processes that share a port allow an equal part of them each. Several routers of a
+       pool each allow the whole of them, unless each has a share (``poolgrid.frontend.access.shared_meter``).
 
 Nothing here waits or knows of HTTP; times are arguments.
 """
@@ -25,10 +24,9 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from poolgrid.frontend.access.cache_salt import cache_salt
-from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
+from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant, cache_salt
 from poolgrid.frontend.access.limit_headers import Standing
-from poolgrid.frontend.access.meter import Meter, OwnCell
+from poolgrid.frontend.access.meter import Meter
 from poolgrid.inference.cache_domain import WHOLE, CacheDomain, CacheShares
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
@@ -49,7 +47,7 @@ class KnownKey(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Account:
+class TenantAccount:
     """What one tenant may do and has used."""
 
     name: str
@@ -59,12 +57,11 @@ class Account:
     cache_shares: CacheShares
     """Among how many tenants caches are divided."""
 
-    def use(self, tenant: Tenant, secret: bytes, cache_shares: CacheShares, now_ms: float) -> None:
+    def use(self, tenant: Tenant, secret: bytes, cache_shares: CacheShares) -> None:
         """Go by new rules from now on."""
         self.tenant = tenant
         self.secret = secret
         self.cache_shares = cache_shares
-        self.meter.use(tenant, now_ms)
 
 
 MakeMeter = Callable[[str], Meter]
@@ -72,37 +69,37 @@ MakeMeter = Callable[[str], Meter]
 
 
 def _own_meter(_: str) -> Meter:
-    return Meter(OwnCell())
+    return Meter()
 
 
 class Tenants:
     """All accounts, and the keys that lead to them."""
 
-    def __init__(self, document: KeyDocument, now_ms: float, make_meter: MakeMeter = _own_meter) -> None:
+    def __init__(self, document: KeyDocument, make_meter: MakeMeter = _own_meter) -> None:
         self._make_meter = make_meter
-        self._accounts: dict[str, Account] = {}
-        self._leaving: dict[str, Account] = {}
+        self._accounts: dict[str, TenantAccount] = {}
+        self._leaving: dict[str, TenantAccount] = {}
         """Tenants that are in the document no more, and were asked something when they went."""
         self._keys: dict[bytes, list[KnownKey]] = {}
         self._cache_shares = WHOLE
-        self.use(document, now_ms)
+        self.use(document)
 
     @property
-    def accounts(self) -> dict[str, Account]:
+    def accounts(self) -> dict[str, TenantAccount]:
         return self._accounts
 
-    def use(self, document: KeyDocument, now_ms: float) -> None:
+    def use(self, document: KeyDocument) -> None:
         """Go by a new document from now on."""
         secret = bytes.fromhex(document.salt_secret)
         known = {**self._leaving, **self._accounts}
         if document.tenants.keys() != self._accounts.keys():
             self._cache_shares = CacheShares(max(1, len(document.tenants)), self._cache_shares.edition + 1)
         shares = self._cache_shares
-        accounts: dict[str, Account] = {}
+        accounts: dict[str, TenantAccount] = {}
         keys: dict[bytes, list[KnownKey]] = {}
         for name, tenant in document.tenants.items():
-            account = known.pop(name, None) or Account(name, tenant, secret, self._make_meter(name), shares)
-            account.use(tenant, secret, shares, now_ms)
+            account = known.pop(name, None) or TenantAccount(name, tenant, secret, self._make_meter(name), shares)
+            account.use(tenant, secret, shares)
             accounts[name] = account
             for key in tenant.keys:
                 digest = bytes.fromhex(key.hash.removeprefix(HASH_PREFIX))
@@ -110,7 +107,7 @@ class Tenants:
         self._accounts, self._keys = accounts, keys
         self._leaving = {name: account for name, account in known.items() if account.meter.in_flight}
 
-    def authenticate(self, key: bytes | None, wall_ms: float) -> Account:
+    def authenticate(self, key: bytes | None, wall_ms: float) -> TenantAccount:
         """Return the account that a key leads to; raises ``Refused`` (401)."""
         if not key:
             raise Refused(
@@ -135,7 +132,7 @@ class Caller:
 
     __slots__ = ("_output_tokens", "_prompt_tokens", "_rules", "_secret", "account")
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: TenantAccount) -> None:
         self.account = account
         self._rules = account.tenant
         self._secret = account.secret

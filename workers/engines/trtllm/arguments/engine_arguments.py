@@ -25,12 +25,12 @@ from typing import Any
 import yaml
 
 from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults, balancer_warning
-from poolgrid.workers.engines.trtllm.arguments.contract import ContractError, Fault, contract, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, ContractError, contract, look_up, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine
 from poolgrid.workers.engines.trtllm.arguments.event_stream import PATH as STREAM
-from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStream, event_stream, stream_faults
-from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, TrtllmSettings
+from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStreamEndpoints, event_stream, stream_faults
+from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, EVENT_BUFFER_MAX_SIZE, TrtllmSettings
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -49,25 +49,19 @@ DISCRIMINATORS = ("decoding_type", "algorithm")
 _ARGUMENT_OF_SETTING = {
     "model_path": "model",
     "tensor_parallel_size": "tensor_parallel_size",
-    "pipeline_parallel_size": "pipeline_parallel_size",
-    "expert_parallel_size": "moe_expert_parallel_size",
     "enable_attention_dp": "enable_attention_dp",
-    "gpus_per_node": "gpus_per_node",
     "kv_block_size": "kv_cache_config.tokens_per_block",
     "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
     "max_batch_size": "max_batch_size",
     "max_num_tokens": "max_num_tokens",
     "max_seq_len": "max_seq_len",
-    "max_beam_width": "max_beam_width",
     "guided_decoding_backend": "guided_decoding_backend",
     "trust_remote_code": "trust_remote_code",
-    "load_format": "load_format",
 }
 
 
 _ARGUMENT_OF_OTHER_SETTING = {
     "kv_transfer_timeout_ms": "cache_transceiver_config.kv_transfer_timeout_ms",
-    "event_buffer_max_size": "kv_cache_config.event_buffer_max_size",
 }
 """Settings that become arguments in some modes only."""
 
@@ -92,7 +86,7 @@ class EngineArguments:
     """What was asked for and is not done, one line each."""
     publishes_kv_events: bool = False
     """Whether the engine makes KV cache events at all."""
-    stream: EventStream | None = None
+    stream: EventStreamEndpoints | None = None
     """Where it publishes them by itself; ``None`` = they are read through ``LLM``."""
 
     @property
@@ -201,8 +195,7 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
         # MultimodalEncoder has a default of its own (16384), larger than LLM's.
         defaults.pop("max_num_tokens", None)
     if settings.publish_events_and_metrics and settings.disaggregation_mode != "encode":
-        layer = given if "event_buffer_max_size" in settings.model_fields_set else defaults
-        _put(layer, "kv_cache_config.event_buffer_max_size", settings.event_buffer_max_size)
+        _put(defaults, "kv_cache_config.event_buffer_max_size", EVENT_BUFFER_MAX_SIZE)
     return Layer(DEFAULT, defaults), Layer(COMMAND_LINE, given)
 
 
@@ -212,7 +205,7 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     merged = merge(layers)
     faults = contract().check(merged.values)
     if not merged.values.get("model"):
-        faults.insert(0, Fault("model", "is required and absent, give --model-path"))
+        faults.insert(0, ArgumentFault("model", "is required and absent, give --model-path"))
     _raise(faults, merged)
     warnings = _overridden(layers[1].values, merged)
     merged, publishes = _require(settings, merged, warnings)
@@ -222,9 +215,11 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes, stream=stream)
 
 
-def _raise(faults: Sequence[Fault], arguments: EngineArguments) -> None:
+def _raise(faults: Sequence[ArgumentFault], arguments: EngineArguments) -> None:
     if faults:
-        placed = [Fault(fault.path, f"{fault.message} (from {arguments.source(fault.path)})") for fault in faults]
+        placed = [
+            ArgumentFault(fault.path, f"{fault.message} (from {arguments.source(fault.path)})") for fault in faults
+        ]
         raise ContractError("checking engine arguments, the engine is not started", placed)
 
 
@@ -285,7 +280,7 @@ def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[s
         elif not look_up(values, "kv_cache_config.event_buffer_max_size"):
             need(
                 "kv_cache_config.event_buffer_max_size",
-                settings.event_buffer_max_size,
+                EVENT_BUFFER_MAX_SIZE,
                 "0 means no events, and --publish-events-and-metrics is on",
             )
     elif event_stream(values) is not None:
