@@ -38,7 +38,7 @@ routers may have here together. A peer whose connection broke never asks."""
 
 
 @dataclass(slots=True)
-class Peer:
+class RouterPeer:
     """A router connection with requests here."""
 
     heard_ms: float
@@ -74,7 +74,7 @@ class Peers:
         self._metrics = metrics
         self._end = end
         self._broken = broken
-        self._peers: dict[bytes, Peer] = {}
+        self._peers: dict[bytes, RouterPeer] = {}
         self._abandoned: dict[str, bytes] = {}
         """Requests that were ended because their peer was silent, and the peer; oldest first."""
         self._silent: dict[bytes, dict[str, None]] = {}
@@ -97,7 +97,7 @@ class Peers:
         """Note that a peer's request was accepted."""
         peer = self._peers.get(peer_id)
         if peer is None:
-            peer = self._peers[peer_id] = Peer(self._clock.monotonic_ms())
+            peer = self._peers[peer_id] = RouterPeer(self._clock.monotonic_ms())
             self._watch_leases()
         peer.requests[request_id] = None
         self.owners[request_id] = peer_id

@@ -53,7 +53,6 @@ from poolgrid.wire.requests import (
 from poolgrid.wire.requests import Drain as DrainOrder
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.booked_prefill import BookedPrefill
-from poolgrid.workers.core.joined_output import JoinedOutput
 from poolgrid.workers.core.refusal import (
     BrokenError,
     BusyError,
@@ -62,7 +61,8 @@ from poolgrid.workers.core.refusal import (
     RefusedError,
     UnknownModelError,
 )
-from poolgrid.workers.drain import Drain
+from poolgrid.workers.core.token_coalescer import TokenCoalescer
+from poolgrid.workers.drain import WorkerDrain
 from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
 from poolgrid.workers.leg_traces import LegTraces
@@ -135,14 +135,14 @@ class WorkerService:
         self._kept: set[str] = set()
         """Prefill legs that have had their last delta and whose KV is kept."""
         self._endings = Endings()
-        self._joined = JoinedOutput()
+        self._joined = TokenCoalescer()
         self._traces = None if tracing is None else LegTraces(tracing, worker_id, card.role.name.lower())
         self._books = [BookedPrefill() for _ in range(engine.dp_size)]
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when a report cannot be delivered."""
         self._empty = asyncio.Event()
         self._empty.set()
-        self._drain = Drain(
+        self._drain = WorkerDrain(
             worker_id, limits.drain_timeout_ms, self._peers.owners, self._empty, self._end_elsewhere, self._refuse_all
         )
         engine.observe_health(self._on_health)
@@ -274,7 +274,7 @@ class WorkerService:
             self._membership.leave(reason)
         elif self._membership.is_away and not self._engine.unhealthy_reason and not self._drain.is_on:
             log.warning("the engine is well again: joining the pool in another life")
-            self._membership.come_back()
+            self._membership.rejoin()
 
     # -- from routers --------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.core.refusal import BusyError
 from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
@@ -559,7 +559,7 @@ class WorkerProcess(Process):
         context = network.context()
         self.epoch = epoch = clock.wall_ms() * 1_000_000 + clock.lives
         requests = RequestSocket(context, "127.0.0.1", self._port if plan.same_port else world.port())
-        limits = EngineLimits(
+        limits = SimulatedLimits(
             block_size=world.scenario.block_size,
             total_kv_blocks=plan.total_kv_blocks,
             host_kv_blocks=plan.host_kv_blocks,

@@ -25,7 +25,7 @@ from poolgrid.tools.simulation.worker_speeds import SpeedError, WorkerSpeeds
 from poolgrid.tools.simulation.workload import build_workload
 from poolgrid.workers.core.shipped_timing import timing_model
 from poolgrid.workers.core.timing import TableError
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 
 def run_simulation(trace: Path, settings: SimulationSettings) -> int:
@@ -63,7 +63,7 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
     workload = build_workload(rows, settings.speed, settings.block_size)
     roomy = workload.total_tokens // settings.block_size + 2 * len(rows) + 1
     try:
-        limits = EngineLimits(
+        limits = SimulatedLimits(
             block_size=settings.block_size,
             total_kv_blocks=settings.blocks_per_worker or roomy,
             host_kv_blocks=settings.host_blocks_per_worker,

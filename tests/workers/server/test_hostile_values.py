@@ -11,9 +11,9 @@ import pytest
 from poolgrid.wire.events import CacheCleared
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-from poolgrid.workers.core.joined_output import JoinedOutput
+from poolgrid.workers.core.token_coalescer import TokenCoalescer
 from poolgrid.workers.engines.server.engine import ServerEngine
-from poolgrid.workers.engines.server.request_books import RequestBooks
+from poolgrid.workers.engines.server.request_ledger import RequestLedger
 from poolgrid.workers.service import WorkerService
 from tests.workers.builders import make_request, prefill_leg
 from tests.workers.server.harness import DIALECTS, Harness, chunks, harness
@@ -194,7 +194,7 @@ def raises_for(name: str, method: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "place"),
-    [(ServerEngine, "_take"), (RequestBooks, "grow"), (RequestBooks, "_book"), (ServerEngine, "_on_end")],
+    [(ServerEngine, "_take"), (RequestLedger, "grow"), (RequestLedger, "_book"), (ServerEngine, "_on_end")],
 )
 def test_a_fault_of_one_request_in_the_engine_is_its_own(
     owner: type, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -219,7 +219,7 @@ def test_a_fault_of_one_request_in_the_engine_is_its_own(
 def test_a_fault_of_one_delta_in_the_service_is_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(JoinedOutput, "add", raises_for("r2", JoinedOutput.add))
+    monkeypatch.setattr(TokenCoalescer, "add", raises_for("r2", TokenCoalescer.add))
 
     async def scenario() -> None:
         async with harness("vllm") as worker:
@@ -236,12 +236,12 @@ def test_a_fault_of_one_delta_in_the_service_is_its_own(
 
 
 def test_a_delta_that_no_message_can_carry_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = JoinedOutput.add
+    add = TokenCoalescer.add
 
-    def swell(self: JoinedOutput, delta: TokenDelta, ready: list[TokenDelta]) -> None:
+    def swell(self: TokenCoalescer, delta: TokenDelta, ready: list[TokenDelta]) -> None:
         add(self, TokenDelta("r2", 2**70, b"") if delta.request_id == "r2" else delta, ready)
 
-    monkeypatch.setattr(JoinedOutput, "add", swell)
+    monkeypatch.setattr(TokenCoalescer, "add", swell)
 
     async def scenario() -> None:
         async with harness("vllm") as worker:
@@ -256,7 +256,7 @@ def test_a_delta_that_no_message_can_carry_ends_its_own_request(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("owner", "place"),
-    [(WorkerService, "_deliver"), (RequestBooks, "load"), (WorkerService, "_note_if_empty")],
+    [(WorkerService, "_deliver"), (RequestLedger, "load"), (WorkerService, "_note_if_empty")],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_a_fault_of_a_whole_report_ends_every_request_at_once(
@@ -315,14 +315,14 @@ def test_a_request_whose_submission_fails_is_refused_and_not_dropped(monkeypatch
 def test_a_fault_over_cache_events_ends_every_request_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets log what a handler of theirs raises, and go on: a report that is lost there would be lost for good."""
     armed = False
-    method = RequestBooks.load
+    method = RequestLedger.load
 
-    def broken(self: RequestBooks, dp_rank: int) -> Any:
+    def broken(self: RequestLedger, dp_rank: int) -> Any:
         if armed:
             raise RuntimeError("injected")
         return method(self, dp_rank)
 
-    monkeypatch.setattr(RequestBooks, "load", broken)
+    monkeypatch.setattr(RequestLedger, "load", broken)
 
     async def scenario() -> None:
         nonlocal armed
@@ -345,14 +345,14 @@ def test_a_fault_over_cache_events_ends_every_request_at_once(monkeypatch: pytes
 
 
 def test_a_fault_over_a_leg_that_left_at_once_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    grow = RequestBooks.grow
+    grow = RequestLedger.grow
 
-    def faulty(self: RequestBooks, active: Any, piece: Any, now_ms: float, finish: Any = None, *rest: Any) -> None:
+    def faulty(self: RequestLedger, active: Any, piece: Any, now_ms: float, finish: Any = None, *rest: Any) -> None:
         if active.request_id == "r2" and finish is FinishReason.PREFILLED:
             raise RuntimeError("injected")
         grow(self, active, piece, now_ms, finish, *rest)
 
-    monkeypatch.setattr(RequestBooks, "grow", faulty)
+    monkeypatch.setattr(RequestLedger, "grow", faulty)
 
     async def scenario() -> None:
         async with harness("sglang") as worker:

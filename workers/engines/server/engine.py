@@ -43,13 +43,13 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.server.answer import Answer
+from poolgrid.workers.engines.server.answer import AnswerStream
 from poolgrid.workers.engines.server.cache_events import CacheEvents
-from poolgrid.workers.engines.server.core.calls import Dialect, Failure, Piece
+from poolgrid.workers.engines.server.core.calls import AnswerPiece, Failure, ServerDialect
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
-from poolgrid.workers.engines.server.core.room import Room
+from poolgrid.workers.engines.server.core.room import ServerRoom
 from poolgrid.workers.engines.server.health import ServerHealth
-from poolgrid.workers.engines.server.request_books import ActiveRequest, RequestBooks
+from poolgrid.workers.engines.server.request_ledger import ActiveRequest, RequestLedger
 from poolgrid.workers.engines.server.server_client import ServerClient
 from poolgrid.workers.engines.server.started_server import StartedServer
 from poolgrid.workers.metrics import WorkerMetrics
@@ -98,7 +98,7 @@ class ServerEngine:
     def __init__(
         self,
         client: ServerClient,
-        dialect: Dialect,
+        dialect: ServerDialect,
         dp_size: int,
         block_size: int,
         total_blocks: int,
@@ -124,7 +124,7 @@ class ServerEngine:
         self._server = server
         self._clock = clock
         self._metrics = metrics
-        self._books = RequestBooks(
+        self._books = RequestLedger(
             dp_size,
             block_size,
             total_blocks,
@@ -150,7 +150,7 @@ class ServerEngine:
         self._kept: dict[str, ActiveRequest] = {}
         """In order of their deadlines: all wait equally long."""
         self._exchanges: dict[asyncio.Task[None], ActiveRequest] = {}
-        self._room = Room()
+        self._room = ServerRoom()
         self._said = Complaints(log, clock)
         self._watching: list[asyncio.Task[None]] = []
         self._flushing: asyncio.Handle | None = None
@@ -170,18 +170,15 @@ class ServerEngine:
         return self._health.is_silent
 
     def observe_health(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when the server falls silent, or is well again."""
         self._observer = changed
 
     def describe(self) -> dict[str, object]:
-        """Return where the server is, what it is, and how following its events goes."""
         return {"engine_server": {**self._about(), **self._events.describe()}}
 
     def load(self, dp_rank: int) -> LoadReported:
         return self._books.load(dp_rank)
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        """Raise ``NotImplementedError``: a server cannot be asked what its cache holds."""
         raise NotImplementedError("an engine server cannot say what its cache holds; only its events tell")
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
@@ -210,7 +207,9 @@ class ServerEngine:
         prompt_tokens = self._admit(request)
         call = self._dialect.call(request)
         active = ActiveRequest(request, call, prompt_tokens)
-        active.answer = Answer(call, lambda piece: self._on_piece(active, piece), lambda: self._on_end(active, None))
+        active.answer = AnswerStream(
+            call, lambda piece: self._on_piece(active, piece), lambda: self._on_end(active, None)
+        )
         request_id = request.request_id
         self._active[request_id] = active
         self._books.enter(active, self._clock.monotonic_ms())
@@ -282,7 +281,7 @@ class ServerEngine:
         except Exception as error:
             self._break(active, error)
 
-    def _refusal(self, answer: Answer) -> Failure | None:
+    def _refusal(self, answer: AnswerStream) -> Failure | None:
         """Return what an answer with another status than 200 means."""
         if answer.status in (0, 200):
             return None
@@ -291,8 +290,7 @@ class ServerEngine:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def _on_piece(self, active: ActiveRequest, piece: Piece) -> None:
-        """Take what arrived of one answer."""
+    def _on_piece(self, active: ActiveRequest, piece: AnswerPiece) -> None:
         if self._active.get(active.request_id) is not active:
             return  # it was taken away; or its decode leg has it all
         try:
@@ -300,7 +298,7 @@ class ServerEngine:
         except Exception as error:
             self._break(active, error)
 
-    def _take(self, active: ActiveRequest, piece: Piece) -> None:
+    def _take(self, active: ActiveRequest, piece: AnswerPiece) -> None:
         cached = piece.cached_tokens
         if cached is not None:
             # The server counts the tokens of pictures too, and nobody else knows how many those are.
@@ -320,8 +318,7 @@ class ServerEngine:
             self._books.grow(active, piece, self._clock.monotonic_ms())
             self._flush_soon()
 
-    def _cut(self, active: ActiveRequest, piece: Piece, left: int) -> None:
-        """End an answer that is longer than was asked for."""
+    def _cut(self, active: ActiveRequest, piece: AnswerPiece, left: int) -> None:
         self._metrics.overlong_answers.inc()
         log.warning(
             "request %s: the engine server sent more than max_tokens (%d): its answer is cut there",
@@ -360,7 +357,7 @@ class ServerEngine:
                 self._fail(active, failure)
                 return
             whole = active.taken >= active.request.sampling.max_tokens
-            last = Piece(finish=FinishReason.LENGTH if whole else FinishReason.STOP)
+            last = AnswerPiece(finish=FinishReason.LENGTH if whole else FinishReason.STOP)
         self._finish(active, last.finish or ERROR, last)
 
     def _fail(self, active: ActiveRequest, failure: Failure) -> None:
@@ -385,12 +382,16 @@ class ServerEngine:
         if self._active.get(active.request_id) is not active:
             return
         try:
-            self._finish(active, PREFILLED, Piece(finish=PREFILLED, params=params))
+            self._finish(active, PREFILLED, AnswerPiece(finish=PREFILLED, params=params))
         except Exception as error:
             self._break(active, error)
 
     def _finish(
-        self, active: ActiveRequest, reason: FinishReason, piece: Piece | None = None, failure: Failure | None = None
+        self,
+        active: ActiveRequest,
+        reason: FinishReason,
+        piece: AnswerPiece | None = None,
+        failure: Failure | None = None,
     ) -> None:
         """Give out a request's last delta, and take it off the books, or keep it."""
         now_ms = self._clock.monotonic_ms()
@@ -409,7 +410,6 @@ class ServerEngine:
         self._flush_soon()
 
     def _close(self, active: ActiveRequest) -> None:
-        """Close a request's connection, if it has one."""
         if active.exchange is not None and active.exchange is not asyncio.current_task():
             active.exchange.cancel()
 

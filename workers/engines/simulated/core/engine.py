@@ -54,7 +54,7 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
 from poolgrid.workers.engines.simulated.core.media import Embeddings, marks_of
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.scheduler import Scheduler
-from poolgrid.workers.engines.simulated.core.sequence import Phase, Sequence
+from poolgrid.workers.engines.simulated.core.sequence import Sequence, SequencePhase
 from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 
 Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished
@@ -67,7 +67,7 @@ EXPIRED = FinishReason.EXPIRED
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLimits:
+class SimulatedLimits:
     """What the simulated engine can hold at a time."""
 
     block_size: int = 32
@@ -132,7 +132,7 @@ class StepOutcome:
         return self.ended_ms - self.started_ms
 
 
-def check_request(request: Generate, limits: EngineLimits, has_guides: bool) -> None:
+def check_request(request: Generate, limits: SimulatedLimits, has_guides: bool) -> None:
     """Raise ``RefusedError`` for a request that an engine with these limits can never serve."""
     sampling = request.sampling
     isl = len(request.token_ids) // 4
@@ -178,7 +178,7 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        limits: EngineLimits,
+        limits: SimulatedLimits,
         vocabulary: Vocabulary | None = None,
         timing: TimingModel | None = None,
         recorder: CacheRecorder | None = None,
@@ -201,7 +201,7 @@ class SimulatedEngine:
         self._scheduler = Scheduler(self._pool, limits.max_batch_size, self._transfer.kept_max)
         self._report_tokens = report_tokens
         self._sequences: dict[str, Sequence] = {}
-        self._due = Calendar(lambda step, sequence: sequence.phase is Phase.DECODING and sequence.due == step)
+        self._due = Calendar(lambda step, sequence: sequence.phase is SequencePhase.DECODING and sequence.due == step)
         """By decode step: when a block is full, or the output ends."""
         self._moments = Calendar(lambda moment_ms, sequence: sequence.wake_ms == moment_ms)
         """By time: when a transfer is complete, or a kept one expires."""
@@ -286,7 +286,7 @@ class SimulatedEngine:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        if sequence.phase is Phase.KEPT:
+        if sequence.phase is SequencePhase.KEPT:
             self._let_go(sequence, CANCELLED)
             return True
         self._next.deltas.append(
@@ -383,7 +383,7 @@ class SimulatedEngine:
         """Do what time alone brings: transfers that are complete go on, kept ones that nobody came for end."""
         while (sequence := self._moments.pop(now_ms)) is not None:
             sequence.wake_ms = -1.0
-            if sequence.phase is Phase.KEPT:
+            if sequence.phase is SequencePhase.KEPT:
                 self._next.expired += 1
                 self._let_go(sequence, EXPIRED)
             else:
@@ -412,7 +412,7 @@ class SimulatedEngine:
             if admitted is None:
                 break
             self._note_admission(admitted, now_ms)
-            if admitted.phase is Phase.TRANSFERRING:
+            if admitted.phase is SequencePhase.TRANSFERRING:
                 admitted.present_blocks = admitted.shared
                 admitted.moved_blocks = -(-admitted.isl // admitted.block_size) - admitted.shared
                 admitted.transfer_ms = self._transfer.duration_ms(self._transfer.bytes_of(admitted))
@@ -435,7 +435,7 @@ class SimulatedEngine:
         sequence.started = True
         sequence.cached_tokens = sequence.computed
         # A transfer leaves nothing to compute: for readers of the stream the whole prompt is there.
-        cached = sequence.isl if sequence.phase is Phase.TRANSFERRING else sequence.computed
+        cached = sequence.isl if sequence.phase is SequencePhase.TRANSFERRING else sequence.computed
         self._next.queue_waits_ms.append(now_ms - sequence.arrival_ms)
         self._next.facts.append(RequestStarted(sequence.request_id, sequence.isl, cached, sequence.held_blocks()))
 
@@ -486,7 +486,7 @@ class SimulatedEngine:
                     self._bring_next_token(sequence)
         for sequence in filled:
             # One of those before it may have taken its blocks.
-            if sequence.phase is Phase.DECODING:
+            if sequence.phase is SequencePhase.DECODING:
                 self._store_full_blocks(sequence)
                 self._grow(sequence)
 
@@ -564,7 +564,7 @@ class SimulatedEngine:
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         self._scheduler.remove(sequence)
-        sequence.phase = Phase.ENDED
+        sequence.phase = SequencePhase.ENDED
         sequence.wake_ms = -1.0
         del self._sequences[sequence.request_id]
         self._next.facts.append(RequestFinished(sequence.request_id, reason))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, Sampling
 from poolgrid.workers.core.refusal import UnableError
-from poolgrid.workers.engines.simulated.core.next_token import STOP, TokenStream, Vocabulary, pack_token
+from poolgrid.workers.engines.simulated.core.next_token import STOP, GeneratedTokens, Vocabulary, pack_token
 from poolgrid.workers.engines.simulated.core.token_guide import GuideBroken, TokenGuide
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Guides(Protocol):
         ...
 
 
-class GuidedTokenStream(TokenStream):
+class GuidedTokens(GeneratedTokens):
     """The tokens that follow one prompt under a guide, generated on demand.
 
     ``request`` may be the continuation of an answer: the last ``routing.emitted_tokens`` of its prompt belong to it.

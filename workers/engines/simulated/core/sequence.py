@@ -16,13 +16,13 @@ from enum import Enum
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, TokenDelta, TokenLogprobs
-from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream, Guides
+from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens, Guides
 from poolgrid.workers.engines.simulated.core.media import MediaMark, key_of, touched_blocks
-from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary, prompt_logprobs
+from poolgrid.workers.engines.simulated.core.next_token import GeneratedTokens, Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     """What a sequence is doing."""
 
     WAITING = "waiting"
@@ -80,13 +80,13 @@ class Sequence:
             and request.stage is not Stage.DECODE
             and not request.routing.emitted_tokens
         )
-        self.stream: TokenStream
+        self.stream: GeneratedTokens
         if request.sampling.guide:
             assert guides is not None, "the engine has refused a guide that it cannot keep to"
-            self.stream = GuidedTokenStream(vocabulary, seen, request, guides, guide)
+            self.stream = GuidedTokens(vocabulary, seen, request, guides, guide)
         else:
             emitted = request.routing.emitted_tokens
-            self.stream = TokenStream(vocabulary, seen, request.sampling, request.stop_token_ids, emitted)
+            self.stream = GeneratedTokens(vocabulary, seen, request.sampling, request.stop_token_ids, emitted)
         if prompt_hashes is None:
             prompt_hashes = sequence_hashes(block_hashes(self.prompt, block_size, self.seed, self.touched))
         elif len(prompt_hashes) != self.isl // block_size:
@@ -96,7 +96,7 @@ class Sequence:
             )
         self.hashes = prompt_hashes
         """Sequence hashes of whole blocks, prompt first; extended as the output fills blocks."""
-        self.phase = Phase.WAITING
+        self.phase = SequencePhase.WAITING
         self.started = False
         self.cached_tokens = 0
         """Prompt tokens that were reused when it first started."""
@@ -154,7 +154,7 @@ class Sequence:
 
     def emitted_at(self, decode_steps: int) -> int:
         """Return how many output tokens exist after that many decode steps of the engine."""
-        if self.phase is Phase.DECODING:
+        if self.phase is SequencePhase.DECODING:
             return self.base_emitted + decode_steps - self.base_step
         return self.base_emitted
 
@@ -169,7 +169,7 @@ class Sequence:
     def restart(self, decode_steps: int) -> None:
         """Go back to waiting, with nothing computed; what was emitted becomes part of what must be prefilled."""
         self.base_emitted = self.emitted_at(decode_steps)
-        self.phase = Phase.WAITING
+        self.phase = SequencePhase.WAITING
         self.target = self.isl + self.base_emitted
         self.computed = self.shared = self.private = 0
         self.name_blocks(self.target // self.block_size)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.joined_output import JoinedOutput
+from poolgrid.workers.core.token_coalescer import TokenCoalescer
 from tests.workers.builders import make_request
 
 
-def sent(joined: JoinedOutput, *deltas: TokenDelta) -> list[TokenDelta]:
+def sent(joined: TokenCoalescer, *deltas: TokenDelta) -> list[TokenDelta]:
     ready: list[TokenDelta] = []
     for delta in deltas:
         joined.add(delta, ready)
@@ -22,8 +22,8 @@ def token(position: int, request_id: str = "r") -> TokenDelta:
     return TokenDelta(request_id, position, pack_tokens([100 + position]))
 
 
-def joining(tokens_together: int = 3, logprobs: int | None = None) -> JoinedOutput:
-    joined = JoinedOutput()
+def joining(tokens_together: int = 3, logprobs: int | None = None) -> TokenCoalescer:
+    joined = TokenCoalescer()
     joined.begin(make_request("r", tokens_together=tokens_together, logprobs=logprobs))
     return joined
 
@@ -49,7 +49,7 @@ def test_an_end_after_which_another_worker_goes_on_follows_what_was_kept() -> No
 
 
 def test_requests_that_are_read_as_they_come_or_want_log_probabilities_are_left_alone() -> None:
-    for joined in (joining(tokens_together=1), joining(logprobs=0), JoinedOutput()):
+    for joined in (joining(tokens_together=1), joining(logprobs=0), TokenCoalescer()):
         deltas = [token(0), TokenDelta("r", 1, pack_tokens([101]), logprobs=(TokenLogprobs(101, -0.5),))]
         assert sent(joined, *deltas) == deltas
         assert len(joined) == 0

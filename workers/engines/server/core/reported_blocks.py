@@ -10,7 +10,7 @@ from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.cache_facts import chains, stored_chain
 
 
-class ToldBlocks:
+class ReportedBlocks:
     """The blocks of one rank by tier, each with its parent."""
 
     def __init__(self) -> None:

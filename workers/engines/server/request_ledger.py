@@ -26,8 +26,8 @@ from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor, Stall
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
-from poolgrid.workers.engines.server.answer import Answer
-from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.answer import AnswerStream
+from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
 
 PREFILLED = FinishReason.PREFILLED
 
@@ -45,11 +45,11 @@ class ActiveRequest:
     request: Generate
     call: Call
     prompt_tokens: int
-    answer: Answer = field(init=False)
+    answer: AnswerStream = field(init=False)
     exchange: asyncio.Task[None] | None = None
     taken: int = 0
     """Tokens that were reported."""
-    last_piece: Piece | None = None
+    last_piece: AnswerPiece | None = None
     """The piece with the finish reason: it goes out with the request's last delta."""
     cached_tokens: int | None = None
     cached_is_reported: bool = False
@@ -86,7 +86,7 @@ class _Pending:
     decode_tokens: int = 0
 
 
-class RequestBooks:
+class RequestLedger:
     """The books of all ranks; times come as arguments."""
 
     def __init__(
@@ -121,7 +121,7 @@ class RequestBooks:
     def grow(
         self,
         active: ActiveRequest,
-        piece: Piece,
+        piece: AnswerPiece,
         now_ms: float,
         finish: FinishReason | None = None,
         params: bytes | None = None,
@@ -173,7 +173,7 @@ class RequestBooks:
         active: ActiveRequest,
         reason: FinishReason,
         now_ms: float,
-        piece: Piece | None = None,
+        piece: AnswerPiece | None = None,
         failure: Failure | None = None,
     ) -> None:
         """Report a request's last delta, with its last piece or how it failed. A prefilled one stays on the books."""

@@ -31,7 +31,7 @@ class _Kept:
         self.tokens = b""
 
 
-class JoinedOutput:
+class TokenCoalescer:
     """What is kept back of one worker's requests."""
 
     __slots__ = ("_kept",)
