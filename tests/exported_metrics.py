@@ -14,7 +14,6 @@ from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.discovery.discovery import DiscoveryMetrics
 from poolgrid.discovery.registry import Registry, Seen
-from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding
@@ -24,6 +23,7 @@ from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.nats.connection import foreign_counter
 from poolgrid.nats.election import LeaderElectionMetrics
+from poolgrid.nats.limits import ShareMetrics
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.event_loop import LoopMetrics
 from poolgrid.router.core.load_ledger import LoadLedger

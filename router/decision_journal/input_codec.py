@@ -17,9 +17,9 @@ from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
-    Crowded,
     Expired,
     Input,
+    Overcommitted,
     PromptComputed,
     RecordsArrived,
     Released,
@@ -65,7 +65,7 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
     decision: Decision
 
 
-Kept = Decided | Booked | Crowded | Renewed | PromptComputed | Released | Expired | JournalEntry
+Kept = Decided | Booked | Overcommitted | Renewed | PromptComputed | Released | Expired | JournalEntry
 """What is kept of an input until it is written: of records and snapshots no more than the entry says."""
 
 
@@ -112,7 +112,7 @@ class InputWriter:
                 return made_of(wanted, decision, self._named(workers, out))
             case Booked():
                 return DecisionBooked(item.decision.request.request_id, item.dispatch_id, item.now_ms, item.lease_ms)
-            case Crowded():
+            case Overcommitted():
                 number = self._named((item.worker,), out)[item.worker]
                 return WorkerCrowded(number, item.dispatch_id, item.booked_tokens, item.now_ms)
             case Renewed():
@@ -188,7 +188,7 @@ class InputReader:
                     raise NoDecision(entry.request_id)
                 return Booked(decided.decision, decided.wanted.path, entry.dispatch_id, entry.now_ms, entry.lease_ms)
             case WorkerCrowded():
-                return Crowded(workers[entry.worker], entry.dispatch_id, entry.booked_tokens, entry.now_ms)
+                return Overcommitted(workers[entry.worker], entry.dispatch_id, entry.booked_tokens, entry.now_ms)
             case LeaseRenewed():
                 return Renewed(workers[entry.worker], entry.dispatch_id, entry.now_ms)
             case PrefillEnded():

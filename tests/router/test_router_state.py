@@ -6,7 +6,7 @@ import ast
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
+from poolgrid.router.core import projection as projection_module
+from poolgrid.router.core import router_state
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
-    Crowded,
     Expired,
     Input,
+    Overcommitted,
     PromptComputed,
     Released,
     Renewed,
@@ -42,7 +44,7 @@ from poolgrid.router.decision_journal.reader import decision_directories, stored
 from poolgrid.router.decision_journal.replay import DecisionReplay
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
-from poolgrid.wire.events import RequestStarted
+from poolgrid.wire.events import AnyEvent, RequestStarted
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import worker_key
 from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter
@@ -62,7 +64,7 @@ def crowd(router: RecordedRouter, number: int) -> None:
     """Now and then a worker refuses a dispatch, because others were quicker."""
     if number % 7 == 3 and router.joined:
         worker = sorted(router.joined)[number % len(router.joined)]
-        router.state.apply(Crowded(worker, f"crowded-{number}", 500 + number, router.clock.monotonic_ms()))
+        router.state.apply(Overcommitted(worker, f"crowded-{number}", 500 + number, router.clock.monotonic_ms()))
 
 
 def see_an_answer(router: RecordedRouter, number: int) -> None:
@@ -326,3 +328,8 @@ def test_nothing_in_the_router_changes_its_state_but_through_apply() -> None:
 )
 def test_a_call_beside_apply_would_be_seen(line: str) -> None:
     assert changed_parts(line)
+
+
+def test_every_kind_of_event_and_input_has_its_effect() -> None:
+    assert set(projection_module._EFFECTS) == set(get_args(AnyEvent))
+    assert set(router_state._EFFECTS) == set(get_args(Input))
