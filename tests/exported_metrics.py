@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.discovery.metrics import DiscoveryMetrics
+from poolgrid.discovery.discovery import DiscoveryMetrics
 from poolgrid.discovery.registry import Registry, Seen
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics

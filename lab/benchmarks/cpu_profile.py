@@ -43,9 +43,9 @@ GROUPS = (
 LINES: tuple[tuple[str, str, str], ...] = (
     ("zmq/sugar/socket.py", r".*\.send\w*", SEND),
     ("transport/zmq_socket.py", r".*\.send", SEND),
-    ("transport/stream_dealer.py", r"StreamDealer\.send", SEND),
+    ("transport/dealer.py", r"StreamDealer\.send", SEND),
     ("transport/zmtp.py", r"framed", SEND),
-    ("transport/stream_dealer.py", r".*", RECEIVE),
+    ("transport/dealer.py", r".*", RECEIVE),
     ("transport/zmtp.py", r".*", RECEIVE),
     ("zmq/sugar/", r".*", RECEIVE),
     ("transport/zmq_socket.py", r".*", RECEIVE),

@@ -11,7 +11,7 @@ from typing import assert_never
 
 import msgspec
 
-from poolgrid.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
+from poolgrid.consolidator.journal.inspection import NotKept, reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import StoredRecord, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision

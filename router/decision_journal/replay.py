@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.consolidator.journal.as_of import NotKept
+from poolgrid.consolidator.journal.inspection import NotKept
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.policy import Policy

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from poolgrid.consolidator.journal.as_of import state_at
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.consolidator.journal.inspection import state_at
 from poolgrid.consolidator.journal.stored_records import offset_of
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest

@@ -13,21 +13,62 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from poolgrid.discovery.metrics import DiscoveryMetrics
 from poolgrid.discovery.ports import DiscoveryUnavailable, RegistrationStore, Scope
 from poolgrid.discovery.registry import Registry
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import PERIOD_MS, Complaints
+from poolgrid.process.instruments import Counter
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.wire.answers import FleetList, NamedRow
 from poolgrid.wire.names import EndpointName
 from poolgrid.wire.registration import Registration, encode_registration
 
 log = logging.getLogger(__name__)
+
+
+class _RegistryCollector(Collector):
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        known = GaugeMetricFamily(
+            "poolgrid_names_instances",
+            "Processes that this one follows and that have a name now.",
+            labels=["component"],
+        )
+        counts: dict[str, int] = {}
+        for each in self._registry.instances():
+            counts[each.component] = counts.get(each.component, 0) + 1
+        for component in sorted(counts):
+            known.add_metric([component], counts[component])
+        yield known
+        refused = GaugeMetricFamily(
+            "poolgrid_names_refused_entries",
+            "Registrations that are there and cannot be used; the log names them.",
+        )
+        refused.add_metric([], self._registry.refused_count)
+        yield refused
+
+
+class DiscoveryMetrics:
+    """Failures to write and read, and what is known."""
+
+    def __init__(self, registry: CollectorRegistry | None, known: Registry) -> None:
+        self.failures = Counter(
+            "poolgrid_names_failures",
+            "Attempts to register (write), or to look who is there (read), that failed.",
+            ["operation"],
+            registry=registry,
+        )
+        if registry is not None:
+            registry.register(_RegistryCollector(known))
+
 
 RETRY_S = 1.0
 """Before a write that failed is tried again."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from poolgrid.consolidator.core.pool_state import MemberRank
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.card_check import card_problem, name_problem
+from poolgrid.wire.card import WorkerCard, card_problem, name_problem
 from poolgrid.wire.hashing import HASH_SPEC
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.limits import POOL_TEMPLATES_CHARS_MAX

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from poolgrid.consolidator.core.compatibility import incompatibility
-from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
+from poolgrid.consolidator.core.cursor import SequenceVerdict
 from poolgrid.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
     MemberRank,
@@ -358,20 +358,9 @@ class Consolidator:
         if worker is None:
             return False
         before: list[AnyEvent] = []
-        if batch.source != WORKER_SOURCE:
-            cursor = worker.cursors.get(batch.source)
-            if cursor is None:
-                full = len(worker.cursors) >= self.limits.sources_per_worker_max
-                if full or batch.source == CONSOLIDATOR_SOURCE or batch.seq != 0:
-                    self.tally.refused += 1
-                    return False
-                worker.cursors[batch.source] = Cursor(batch.epoch)
-            elif batch.epoch > cursor.epoch and batch.seq == 0:
-                worker.presence.clear(batch.source, before)
-                cursor.begin(batch.epoch)
-            elif cursor.judge_batch(batch.epoch, batch.seq) is not SequenceVerdict.NEXT:
-                self.tally.refused += 1
-                return False
+        if batch.source != WORKER_SOURCE and not worker.admits(batch, self.limits.sources_per_worker_max, before):
+            self.tally.refused += 1
+            return False
         return self._take(worker, batch, b"", turn, before)
 
     def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: ConsolidatorTurn) -> None:
@@ -495,11 +484,9 @@ class Consolidator:
         if tells or not is_live:  # else one that is live stays so
             fold(worker.streams, source, events)
         key, pool, wall_ms = worker.key, self.pool, turn.now.wall_ms
-        turn.records.append(
-            JournalRecord(
-                pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source
-            )  # positional: hot
-        )
+        # Positional: hot.
+        record = JournalRecord(pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source)
+        turn.records.append(record)
         pool.offset += 1
         if source == WORKER_SOURCE:
             link = self._links[key]

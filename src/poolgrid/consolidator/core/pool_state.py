@@ -35,7 +35,7 @@ from typing import assert_never
 import msgspec
 
 from poolgrid.consolidator.core.block_ownership import BlockOwnership, Frozen, dump
-from poolgrid.consolidator.core.cursor import Cursor
+from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.frozen_blocks import Discarded
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
@@ -157,6 +157,20 @@ class MemberRank:
                     self.note(event)
                     out.append(event)
         return out, tells, ignored
+
+    def admits(self, batch: EventBatch, sources_max: int, before: list[AnyEvent]) -> bool:
+        """Say whether a batch of a further source is the next of it; a new epoch drops what the source held."""
+        cursor = self.cursors.get(batch.source)
+        if cursor is None:
+            if len(self.cursors) >= sources_max or batch.source == CONSOLIDATOR_SOURCE or batch.seq != 0:
+                return False
+            self.cursors[batch.source] = Cursor(batch.epoch)
+        elif batch.epoch > cursor.epoch and batch.seq == 0:
+            self.presence.clear(batch.source, before)
+            cursor.begin(batch.epoch)
+        else:
+            return cursor.judge_batch(batch.epoch, batch.seq) is SequenceVerdict.NEXT
+        return True
 
     def note(self, event: WorkerEvent) -> None:
         """Apply an event that is about the worker and its requests, and not about blocks."""
