@@ -28,8 +28,8 @@ from poolgrid.router.core.stage_plan import (
     PREFILL_ROLES,
     SECOND_LEG,
     WHOLE_ROLES,
-    Leg,
-    Staff,
+    LegSpec,
+    RoleAvailability,
     first_leg,
 )
 from poolgrid.router.fleet_links import FleetLinks
@@ -85,7 +85,7 @@ class Chooser:
         self._links = links
         self._clock = clock
         self._behind_records = behind_records
-        self._staff: dict[str, Staff] = {}
+        self._staff: dict[str, RoleAvailability] = {}
         """By model; forgotten whenever a link or the fleet changes."""
         self._staff_version = (-1, -1)
 
@@ -278,7 +278,7 @@ class Chooser:
         coming = self._links.away | full.keys() if full else self._links.away
         return bool(coming & (found.reasons.keys() - routed.tried.keys() - routed.unable.keys()))
 
-    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> Leg:
+    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> LegSpec:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if plan.prefill_params is not None:
             return SECOND_LEG
@@ -293,7 +293,7 @@ class Chooser:
         local_max = self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL
         return first_leg(whole, True, True, uncached, local_max)
 
-    def _staff_of(self, model: str) -> Staff:
+    def _staff_of(self, model: str) -> RoleAvailability:
         """Return which roles of a model have anyone who takes requests."""
         version = (self._projection.fleet.version, self._links.version)
         if self._staff_version != version:
@@ -303,14 +303,14 @@ class Chooser:
         if staff is None:
             down = self._links.unreachable
             by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES)
-            staff = Staff(*(self._selector.available(model, roles, down) for roles in by_role))
+            staff = RoleAvailability(*(self._selector.available(model, roles, down) for roles in by_role))
             # Models that nobody serves are named by clients, without end.
             if any(staff):
                 self._staff[model] = staff
         return staff
 
 
-def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: Leg, seed: int) -> RoutingRequest:
+def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, seed: int) -> RoutingRequest:
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, final
 
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.stage_plan import Leg
+from poolgrid.router.core.stage_plan import LegSpec
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
 
 _WHOLE: Final = Stage.WHOLE
@@ -17,7 +17,7 @@ class Chosen:
 
     __slots__ = ("decision", "leg", "now_ms")
 
-    def __init__(self, decision: Decision, leg: Leg, now_ms: float) -> None:
+    def __init__(self, decision: Decision, leg: LegSpec, now_ms: float) -> None:
         self.decision = decision
         self.leg = leg
         self.now_ms = now_ms

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from poolgrid.process.clock import Clock
-from poolgrid.router.core.inputs import Crowded, Expired
+from poolgrid.router.core.inputs import Expired, Overcommitted
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.wire.identifiers import WorkerKey
 
@@ -31,7 +31,7 @@ class Reservations:
     def crowded(self, worker: WorkerKey, dispatch_id: str, booked_tokens: int) -> None:
         """Take note of what a worker has promised to others; it holds for a moment, until their events come."""
         now_ms = self._clock.monotonic_ms()
-        self._state.apply(Crowded(worker, dispatch_id, booked_tokens, now_ms))
+        self._state.apply(Overcommitted(worker, dispatch_id, booked_tokens, now_ms))
         self._await_crowding_end(now_ms)
 
     @property

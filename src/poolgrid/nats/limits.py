@@ -40,7 +40,7 @@ from poolgrid.frontend.access.limit_shares import (
 from poolgrid.frontend.access.meter import Meter
 from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import TenantAccount, Tenants
-from poolgrid.nats.bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
+from poolgrid.nats.bucket import BucketReader, BucketSpec, is_deleted, key_of, make_bucket, sequence_of
 from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.nats.leader import WRONG_LAST_SEQUENCE
 from poolgrid.process.clock import Clock
@@ -141,7 +141,7 @@ class LimitsOnNats:
         registry: CollectorRegistry,
     ) -> None:
         self._connection = NatsConnection(settings, "poolgrid limits", clock)
-        self._bucket = Bucket(
+        self._bucket = BucketSpec(
             BUCKET, "limits of poolgrid's tenants", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas=replicas
         )
         self._reader = BucketReader(self._connection, self._bucket, f"{scope}.>", lease_s, ENTRIES_MAX, clock)

@@ -25,7 +25,7 @@ import msgspec
 
 from poolgrid.frontend.responses_api.store import RETRY_AFTER_S, KeptResponse, Owner, Part
 from poolgrid.inference.ports import Refused
-from poolgrid.nats.bucket import Bucket, key_of, make_bucket
+from poolgrid.nats.bucket import BucketSpec, key_of, make_bucket
 from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.process.clock import Clock
 from poolgrid.process.nats_settings import NatsSettings
@@ -100,7 +100,7 @@ class NatsResponseStore:
         self._connection = NatsConnection(settings, "poolgrid responses", clock)
         self._clock = clock
         self._scope = scope
-        self._bucket = Bucket(
+        self._bucket = BucketSpec(
             BUCKET,
             "responses that poolgrid's clients may go on from",
             budget_bytes,
