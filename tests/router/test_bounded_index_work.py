@@ -193,6 +193,6 @@ def test_blocks_that_an_engine_evicts_from_the_end_take_no_call_each() -> None:
     finally:
         sys.setprofile(None)
 
-    assert called == ["remove", "_shorten", "take", "_write", "_no_edge", "_set_edge"]
+    assert called == ["remove", "shorten", "take", "_write", "no_edge", "set_edge"]
     assert index.find(path) == [(1, 1 << index.slot(worker))]
     assert (len(index), index.counters.blocks_removed) == (1, 999)
