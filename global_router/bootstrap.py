@@ -53,7 +53,7 @@ from poolgrid.transport.tls import client_context
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _check_urls(document: GridDocument, urls: dict[str, str]) -> None:
         raise ValueError(f"pool_url names {', '.join(unknown)}; the document's pools are {', '.join(sorted(names))}")
 
 
-def named_routers(names: Names) -> Routers:
+def named_routers(names: Discovery) -> Routers:
     """Return the way from the name of a pool's routers to those that are registered, the oldest first."""
 
     def routers(address: str) -> list[RouterAddress]:
@@ -141,12 +141,12 @@ async def serve(
         awake = _start_clock(opened, settings, clock)
         client = await _open_client(opened, settings)
         configuration = Configuration(loaded, settings.config, awake)
-        names: Names | None = None
+        names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
+            from poolgrid.discovery.opening import open_discovery
 
-            names = await open_names(opened, settings, clock, registry)
+            names = await open_discovery(opened, settings, clock, registry)
         shared = _open_shared(opened, settings, frontend, clock, registry, place)
         pools = _open_pools(opened, settings, context, client, awake, names)
         links = _open_links(opened, settings, context, awake, metrics)
@@ -312,7 +312,7 @@ def _open_pools(
     context: zmq.Context[Any],
     client: httpx.AsyncClient,
     awake: Clock,
-    names: Names | None,
+    names: Discovery | None,
 ) -> Pools:
     discover = discovery(client)
     routers = None if names is None else named_routers(names)

@@ -7,14 +7,14 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.names import is_name, parse_name
 
 
-class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
+class GlobalRouterSettings(ServerSettings, TraceSettings, DiscoverySettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(

@@ -65,7 +65,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -113,12 +113,12 @@ async def serve(
         make_context = _context_maker(settings, registry)
         _warn_of_exposures(settings, frontend)
         state = make_state(settings)
-        names: Names | None = None
+        names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
+            from poolgrid.discovery.opening import open_discovery
 
-            names = await open_names(opened, settings, clock, registry)
+            names = await open_discovery(opened, settings, clock, registry)
         shared = _open_shared(opened, settings, frontend, clock, registry)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         if names is not None and isinstance(feed, RemoteFeed):
@@ -257,23 +257,23 @@ def _make_feed(
     return EmbeddedFeed(embedded), embedded
 
 
-def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed, clock: Clock) -> None:
+def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed, clock: Clock) -> None:
     """Follow the journal of a consolidator wherever it is, when it was given by name."""
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return
-    from poolgrid.discovery.consolidators import NamedConsolidator
+    from poolgrid.discovery.consolidators import DiscoveredConsolidator
 
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")
 
-    NamedConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
+    DiscoveredConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
 
 
 async def _register(
     opened: AsyncExitStack,
     settings: RouterSettings,
-    names: Names,
+    names: Discovery,
     url: str,
     plane: SelectPlane,
     embedded: ConsolidatorService | None,

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.plugins import policy_names
@@ -22,7 +22,7 @@ from poolgrid.serving.reuse_sketch import SKETCH_BYTES
 from poolgrid.wire.names import is_name
 
 
-class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSettings, EndpointPickerSettings):
+class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, DiscoverySettings, EndpointPickerSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     select_port: int = Field(

@@ -153,7 +153,7 @@ class NoDecision(Exception):
         self.request_id = request_id
 
 
-class TooOld(NotKept):
+class PoolJournalTooShort(NotKept):
     """The pool's journal no longer reaches back as far as an input does."""
 
 
@@ -173,7 +173,7 @@ class InputReader:
         """Return the input that an entry stands for, ``None`` for one that stands for none.
 
         ``workers`` are those named so far, by number; ``projection`` is what the input will be applied to.
-        Raises ``StreamDiffers``, ``NoDecision``, ``NotKept`` or ``TooOld``.
+        Raises ``StreamDiffers``, ``NoDecision``, ``NotKept`` or ``PoolJournalTooShort``.
         """
         match entry:
             case RecordsApplied():
@@ -205,9 +205,9 @@ class InputReader:
                 assert_never(entry)
 
     def snapshot(self, offset: int, now_ms: float, projection: Projection) -> SnapshotArrived:
-        """Return the pool's state before a record; raises ``NotKept`` or ``TooOld``."""
+        """Return the pool's state before a record; raises ``NotKept`` or ``PoolJournalTooShort``."""
         if offset and offset < self._reaches_back:
-            raise TooOld(
+            raise PoolJournalTooShort(
                 f"the pool's journal no longer holds what was seen: it reaches back to record {self._reaches_back}"
             )
         frozen = state_at(self._pool, offset, self._blocks_max).freeze()

@@ -41,7 +41,7 @@ from poolgrid.router.decision_journal.entries import (
 from poolgrid.router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
 from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
-from poolgrid.router.decision_journal.replay import Replay
+from poolgrid.router.decision_journal.replay import DecisionReplay
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
 from poolgrid.wire.events import AnyEvent, RequestStarted
@@ -249,7 +249,9 @@ def test_a_recording_made_before_inputs_were_values_is_still_derived_bit_for_bit
     kinds = Counter(type(each.entry).__name__ for each in stored_entries(ReadOnlyDirectory(decisions)))
     assert kinds["WorkerCrowded"], kinds["LeaseRenewed"]
 
-    outcome = Replay(ReadOnlyDirectory(BEFORE_INPUTS), ReadOnlyDirectory(decisions), policy_of, BLOCKS_MAX).run()
+    outcome = DecisionReplay(
+        ReadOnlyDirectory(BEFORE_INPUTS), ReadOnlyDirectory(decisions), policy_of, BLOCKS_MAX
+    ).run()
 
     assert outcome.difference is None
     assert (outcome.identical, outcome.not_derivable, outcome.lost_decisions) == (kinds["DecisionMade"], 0, 0)
