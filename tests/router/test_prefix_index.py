@@ -15,17 +15,16 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from poolgrid.router.core import prefix_index, run_forest
+from poolgrid.router.core import run_forest, run_map
 from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.prefix_index import (
     BYTES_PER_BLOCK,
     HASHES_END,
-    NEAR,
-    RUN_BLOCKS_MAX,
     PrefixIndex,
     slots_of,
 )
 from poolgrid.router.core.run_forest import Run, RunForest
+from poolgrid.router.core.run_map import NEAR, RUN_BLOCKS_MAX
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.router.index_structure import assert_sound, dump, holdings
@@ -113,7 +112,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         pieces = 0
         while other.discard(3):
             pieces += 1
-        assert len(other) == other._runs.ages.entries == 0
+        assert len(other) == other._reach.forest.ages.entries == 0
         assert pieces < 2000
 
     @rule()
@@ -447,8 +446,8 @@ def test_what_a_worker_says_against_the_inside_of_a_run_is_believed_of_that_work
     for worker in (B, *honest):
         index.drop(worker)
     index.sweep()
-    assert (len(index), index._edges.entries, index._runs.ages.entries) == (0, 0, 0)
-    assert not list(index._places.items())
+    assert (len(index), index._reach.edges.entries, index._reach.forest.ages.entries) == (0, 0, 0)
+    assert not list(index._reach.places.items())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -518,7 +517,7 @@ def living_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         blocks.append(weakref.ref(run.blocks))  # its own, and as alive as it is
         return run
 
-    monkeypatch.setattr(prefix_index, "Run", make)
+    monkeypatch.setattr(run_map, "Run", make)
     monkeypatch.setattr(run_forest, "Run", make)
     return lambda: sum(each() is not None for each in blocks)
 
@@ -530,8 +529,8 @@ def test_the_garbage_collector_never_looks_at_what_an_index_holds() -> None:
         index.store(B, number, [number << 48 | 2])
 
     assert index._orphans.entries == 1000
-    maps = (index._edges, index._orphans._by_hash, index._orphans._below)
-    held = [*index._runs.ages, *index._orphans, *(shard for each in maps for shard in each.each_shard())]
+    maps = (index._reach.edges, index._orphans._by_hash, index._orphans._below)
+    held = [*index._reach.forest.ages, *index._orphans, *(shard for each in maps for shard in each.each_shard())]
     assert not any(map(gc.is_tracked, held))
 
 
