@@ -32,11 +32,12 @@ from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.fleet_source import GlobalFleetSource
 from poolgrid.global_router.http_api import add_global_router_endpoints, decisions_of
-from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
+from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
 from poolgrid.global_router.router_link import Discover
 from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings
+from poolgrid.global_router.state_metrics import register_views
 from poolgrid.http.http_server import open_server
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
@@ -45,8 +46,7 @@ from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.serving.link_budget import links_that_fit
-from poolgrid.serving.worker_links import WorkerLinks
+from poolgrid.serving.links import LinksOnDemand, link_opener, links_that_fit
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.transport.tls import client_context
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
@@ -151,9 +151,9 @@ async def serve(
         links = _open_links(opened, settings, context, awake, metrics)
         tracing = open_tracing(opened, settings, clock, "poolgrid-global-router", f"pid-{os.getpid()}")
         service = _open_service(opened, settings, configuration, pools, links, metrics, awake, tracing)
-        register_views(registry, service.view)
+        register_views(registry, service)
         if shared is not None:
-            shared.limits.on_routers = service.waiting_room.divide
+            shared.limits.on_routers = service.queue.divide
 
         def use_document() -> None:
             document = configuration.active.document
@@ -186,7 +186,7 @@ async def serve(
         add_global_router_endpoints(app, service, awake, group, decisions)
         if names is not None:
             add_fleet_list(app, names.fleet)
-        open_report(opened, app.traffic, lambda: service.waiting_room.view().requests, clock)
+        open_report(opened, app.traffic, lambda: service.queue.view().requests, clock)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
         server = open_server(
@@ -214,7 +214,7 @@ async def serve(
             await unless(stop, names.first_look(), "first look at names")
         use_document()
         server.start()
-        reload_s = settings.reload_interval_ms / 1000
+        reload_s = TIMINGS.reload_interval_ms / 1000
         background.append(supervised(service.run_housekeeping, "global router housekeeping", Restart()))
         background.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
         await unless(stop, pools.first_look(), "first look at the pools")
@@ -222,7 +222,7 @@ async def serve(
             await unless(stop, shared.limits.first_shares(), "first shares of limits")
         if stop.is_set():
             return
-        app.state.preparation.forms.make_ready(service.view.models())
+        app.state.preparation.forms.make_ready(service.models())
         missing = [pool.name for pool in pools.all() if pool.status is None]
         if member is not None:
             member.set_ready(True)
@@ -275,9 +275,7 @@ def _open_context(opened: AsyncExitStack, settings: GlobalRouterSettings, regist
 
 
 def _start_clock(opened: AsyncExitStack, settings: GlobalRouterSettings, clock: Clock) -> AwakeClock:
-    shortest_ms = min(
-        settings.worker_timeout_ms, settings.status_timeout_ms, settings.select_timeout_ms, settings.connect_timeout_ms
-    )
+    shortest_ms = min(settings.worker_timeout_ms, TIMINGS.select_timeout_ms, TIMINGS.connect_timeout_ms)
     awake = AwakeClock(clock, shortest_ms).start()
     opened.callback(awake.stop)
     return awake
@@ -327,8 +325,9 @@ def _open_pools(
 ) -> Pools:
     discover = discovery(client)
     routers = None if names is None else named_routers(names)
-    urls, interval_ms, timeout_ms = settings.pool_urls(), settings.status_interval_ms, settings.status_timeout_ms
-    pools = Pools(urls, context, discover, awake, interval_ms, timeout_ms, routers)
+    pools = Pools(
+        settings.pool_urls(), context, discover, awake, TIMINGS.status_interval_ms, TIMINGS.status_timeout_ms, routers
+    )
     opened.callback(pools.close)
     return pools
 
@@ -339,10 +338,10 @@ def _open_links(
     context: zmq.Context[Any],
     awake: Clock,
     metrics: GlobalRouterMetrics,
-) -> WorkerLinks:
+) -> LinksOnDemand:
     on_undecodable = metrics.stream_faults.labels("undecodable").inc
-    timeout_ms, idle_ms = settings.worker_timeout_ms, settings.link_idle_ms
-    links = WorkerLinks(context, timeout_ms, idle_ms, awake, on_undecodable, links_that_fit())
+    open_link = link_opener(context, settings.worker_timeout_ms, awake, on_undecodable)
+    links = LinksOnDemand(open_link, TIMINGS.link_idle_ms, awake, links_that_fit())
     opened.callback(links.close)
     return links
 
@@ -352,15 +351,14 @@ def _open_service(
     settings: GlobalRouterSettings,
     configuration: Configuration,
     pools: Pools,
-    links: WorkerLinks,
+    links: LinksOnDemand,
     metrics: GlobalRouterMetrics,
     awake: Clock,
     tracing: Tracing | None,
 ) -> GlobalRouterService:
-    not_kept = None if tracing is None else tracing.not_kept
-    service = GlobalRouterService(settings, configuration, pools, links, metrics, awake, not_kept)
+    not_sampled = None if tracing is None else tracing.not_kept
+    service = GlobalRouterService(settings, configuration, pools, links, metrics, awake, not_sampled)
     opened.callback(service.stop)
-    links.attach(service)
     return service
 
 

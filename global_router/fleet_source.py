@@ -160,7 +160,7 @@ class GlobalFleetSource:
                 # Of a group, what all of them know.
                 "since_ms": max(each["since_ms"] for each in known),
             },
-            "loop_steps": [step.explanation().to_json() for step in service.books.loop_steps[-STEPS_SHOWN:]],
+            "loop_steps": [step.explanation().to_json() for step in service.tracker.loop_steps[-STEPS_SHOWN:]],
         }
         requests = by_time([self._requests(), *(part.requests for part in others)])
         seconds, served = ({**added(each[name] for each in known)} for name in ("seconds", "served"))
@@ -168,16 +168,16 @@ class GlobalFleetSource:
 
     def _own_values(self) -> dict[str, Any]:
         service = self._service
-        active, waiting = service.view.counts()
+        active, waiting = service.counts()
         return {
-            "queue": msgspec.convert(service.waiting_room.view(), QueueRow, from_attributes=True).to_json(),
+            "queue": msgspec.convert(service.queue.view(), QueueRow, from_attributes=True).to_json(),
             "active": active,
             "waiting": waiting,
             "decisions": service.decisions.added,
             "seconds": service.decisions.seconds.rows(),
             "served": self._served.rows(),
             "since_ms": self._served.since_ms,
-            "in_flight": service.view.in_flight(),
+            "in_flight": service.in_flight(),
             "breakers": {pool.name: pool.breaker.state.value for pool in service.pools.all()},
         }
 

@@ -46,8 +46,7 @@ from poolgrid.router.decision_journal.opening import open_recorder
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.drain_endpoint import add_drain_endpoint
 from poolgrid.router.dry_run import add_route_endpoint
-from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
-from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.fleet_source import RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.health import Completeness
@@ -60,13 +59,13 @@ from poolgrid.router.http_api import (
     readiness,
     troubles,
 )
-from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import load_policy
-from poolgrid.router.ports import JournalFeed, PoolFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.link_budget import links_that_fit
+from poolgrid.router.state_metrics import DecisionRecordCollector, register_views
+from poolgrid.serving.links import link_opener, links_that_fit
 from poolgrid.transport.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
@@ -133,10 +132,10 @@ async def serve(
         recorder = _open_recorder(opened, settings, consolidator, state, awake, registry)
         tracing = open_tracing(opened, settings, clock, "poolgrid-router", settings.router_id)
         service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder, prompt_model, tracing)
-        register_views(registry, service.view)
+        register_views(registry, service)
         if shared is not None:
-            shared.limits.on_routers = service.line.divide
-        plane = _open_select_plane(opened, settings, context, service, state, metrics, awake, tracing, feed)
+            shared.limits.on_routers = service.queue.divide
+        plane = _open_select_plane(opened, settings, context, service, state, awake, tracing, feed)
         member = GroupMember(place) if place is not None else None
         group_metrics = GroupMetrics(registry, member) if member is not None else None
         completeness = Completeness()
@@ -160,7 +159,7 @@ async def serve(
         _add_endpoints(app, service, feed, clock, plane, recorder, decisions)
         if names is not None:
             add_fleet_list(app, names.fleet)
-        open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
+        open_report(opened, app.traffic, lambda: service.queue.view().requests, clock)
         server = open_server(
             opened,
             settings,
@@ -174,7 +173,7 @@ async def serve(
         if frontend.fleet_page:
             player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=member is not None)
             served = open_served_seconds(opened, app.served, clock)
-            source = RouterFleetSource(settings, service.view, watch, player, served, place)
+            source = RouterFleetSource(settings, service, watch, player, served, place)
             of_page = open_fleet_page(opened, app, source, frontend, clock, member)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, {**of_page, **decisions.answers()})
@@ -185,7 +184,7 @@ async def serve(
         await unless(stop, service.start(), "start of the router")
         if stop.is_set():
             return
-        app.state.preparation.forms.make_ready(service.view.models())
+        app.state.preparation.forms.make_ready(service.models())
         if shared is not None:
             await unless(stop, shared.limits.first_shares(), "first shares of limits")
             if stop.is_set():
@@ -207,7 +206,7 @@ async def serve(
         await stop.wait()
 
 
-def vocabulary_objection(model: PromptModel, card: WorkerCard) -> str:
+def vocabulary_check(model: PromptModel, card: WorkerCard) -> str:
     """Say why the output of a worker with this card could not be read with a model's tokenizer; empty = it can."""
     if card.model != model.name or card.vocabulary_size <= model.vocab_size * VOCABULARY_PADDING:
         return ""
@@ -268,7 +267,7 @@ def _make_feed(
     clock: Clock,
     awake: Clock,
     make_context: MakeContext,
-) -> tuple[PoolFeed, ConsolidatorService | None]:
+) -> tuple[JournalFeed, ConsolidatorService | None]:
     """Return the feed, and the consolidator if it is one of this process; the service starts and ends both."""
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
         feed, query = settings.feed_endpoint, settings.query_endpoint
@@ -335,7 +334,7 @@ def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorServi
 def _add_endpoints(
     app: Application,
     service: RouterService,
-    feed: PoolFeed,
+    feed: JournalFeed,
     clock: Clock,
     plane: SelectPlane,
     recorder: DecisionRecorder | None,
@@ -397,13 +396,14 @@ def _open_service(
     model: PromptModel,
     tracing: Tracing | None,
 ) -> RouterService:
-    open_link = link_opener(context, settings, metrics, awake)
-    objection = partial(vocabulary_objection, model)
-    not_kept = None if tracing is None else tracing.not_kept
-    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit(), objection, not_kept)
+    on_undecodable = metrics.stream_faults.labels("undecodable").inc
+    open_link = link_opener(context, settings.worker_timeout_ms, awake, on_undecodable)
+    check = partial(vocabulary_check, model)
+    not_sampled = None if tracing is None else tracing.not_kept
+    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit(), check, not_sampled)
     opened.push_async_callback(service.stop)
     if recorder is not None:
-        service.books.record = recorder
+        service.tracker.recorder = recorder
     return service
 
 
@@ -413,14 +413,11 @@ def _open_select_plane(
     context: zmq.Context[Any],
     service: RouterService,
     state: RouterState,
-    metrics: RouterMetrics,
     awake: Clock,
     tracing: Tracing | None,
-    feed: PoolFeed,
+    feed: JournalFeed,
 ) -> SelectPlane:
-    plane = SelectPlane(
-        context, settings.host, settings.select_port, service.view, state, metrics, awake, tracing, feed.loading
-    )
+    plane = SelectPlane(context, settings.host, settings.select_port, service, state, awake, tracing, feed.loading)
     opened.callback(plane.close)
     return plane
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -16,15 +16,14 @@ from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.process_group import GroupPlace
-from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
-from poolgrid.router.core.projection import Projection
 from poolgrid.router.fleet_watch import FleetWatch
+from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.admission.queue_view import QueueView
 from poolgrid.wire.answers import QueueRow, RequestExplanation
 from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import STAGE_WORD, StreamState, WorkerKey
+from poolgrid.wire.identifiers import STAGE_WORD, StreamState
 from poolgrid.wire.request_ids import dispatch_id
 from poolgrid.wire.second_counts import added
 
@@ -103,48 +102,6 @@ class Kept(msgspec.Struct):
     """Of the journal, before which none of the legs began."""
 
 
-class Viewed(Protocol):
-    """What the page reads of a router: ``poolgrid.router.view.RouterView``."""
-
-    @property
-    def ready(self) -> bool:
-        """Tell whether the router's state is that of the pool."""
-        ...
-
-    @property
-    def projection(self) -> Projection:
-        """Return the router's state."""
-        ...
-
-    @property
-    def decisions(self) -> DecisionLog:
-        """Return the last decisions."""
-        ...
-
-    @property
-    def trouble(self) -> str:
-        """Return why the router's state may not be current, in words; empty when all is well."""
-        ...
-
-    @property
-    def behind_records(self) -> int:
-        """Return how many records the pool's journal is known to hold beyond those applied."""
-        ...
-
-    @property
-    def unreachable(self) -> Mapping[WorkerKey, str]:
-        """Return the workers that the pool knows and this router cannot talk to, and why."""
-        ...
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many requests are active and how many wait."""
-        ...
-
-    def queue(self) -> QueueView:
-        """Return what operators are shown of the queue."""
-        ...
-
-
 class RouterFleetSource:
     """Implements ``poolgrid.fleet_page.ports.SharedFleetSource``."""
 
@@ -153,13 +110,13 @@ class RouterFleetSource:
     def __init__(
         self,
         settings: RouterSettings,
-        view: Viewed,
+        service: RouterService,
         watch: FleetWatch,
         player: Player,
         served: ServedSeconds,
         place: GroupPlace | None = None,
     ) -> None:
-        self._view = view
+        self._service = service
         self._watch = watch
         self._player = player
         self._served = served
@@ -188,8 +145,8 @@ class RouterFleetSource:
 
     async def look(self, others: Sequence[Part] = ()) -> Picture:
         """Return what there is to see now, with the requests and the queues of others."""
-        view, projection = self._view, self._view.projection
-        fleet, unreachable = projection.fleet.workers, view.unreachable
+        service, projection = self._service, self._service.projection
+        fleet, unreachable = projection.fleet.workers, service.unreachable
         workers: dict[str, Row] = {}
         for number, key in enumerate(sorted(fleet)):
             worker = fleet.get(key)
@@ -206,13 +163,13 @@ class RouterFleetSource:
             "about": self._about,
             "queue": one_queue([each["queue"] for each in known]),
             "totals": {
-                "ready": view.ready,
+                "ready": service.ready,
                 **{name: sum(each[name] for each in known) for name in ADDED},
                 # Of a group, what all of them know.
                 "since_ms": max(each["since_ms"] for each in known),
                 "offset": projection.next_offset,
-                "behind": view.behind_records,
-                "trouble": view.trouble,
+                "behind": service.behind_records,
+                "trouble": service.trouble,
                 "records": self._watch.records,
             },
         }
@@ -228,20 +185,20 @@ class RouterFleetSource:
         return Picture(values, tables)
 
     def _own_values(self) -> dict[str, Any]:
-        view = self._view
-        active, waiting = view.counts()
+        service = self._service
+        active, waiting = service.counts()
         return {
-            "queue": msgspec.convert(view.queue(), QueueRow, from_attributes=True).to_json(),
+            "queue": msgspec.convert(service.queue.view(), QueueRow, from_attributes=True).to_json(),
             "active": active,
             "waiting": waiting,
-            "decisions": view.decisions.added,
-            "seconds": view.decisions.seconds.rows(),
+            "decisions": service.decisions.added,
+            "seconds": service.decisions.seconds.rows(),
             "served": self._served.rows(),
             "since_ms": self._served.since_ms,
         }
 
     def _requests(self) -> dict[str, Row]:
-        decisions = self._view.decisions.newest(REQUESTS_SHOWN)
+        decisions = self._service.decisions.newest(REQUESTS_SHOWN)
         return dict(self._request(decision) for decision in reversed(decisions))
 
     def _told_requests(self, part: Part) -> dict[str, Row]:
@@ -263,7 +220,7 @@ class RouterFleetSource:
             self._watch.learn(turn)
 
     def _worker(self, worker: Worker, unreachable: str) -> Row:
-        projection = self._view.projection
+        projection = self._service.projection
         key, load, card = worker.key, worker.load, worker.card
         slot = projection.index.slot(key)
         ledger = projection.ledger
@@ -321,10 +278,10 @@ class RouterFleetSource:
     def _ended_unseen(self, decision: Decision, name: str, leg: Leg) -> bool:
         """Tell whether a dispatch is off the router's books and its end was not watched."""
         is_open = leg.ended_ms is None and not leg.released
-        return is_open and not self._view.projection.ledger.knows(decision.worker, name)
+        return is_open and not self._service.projection.ledger.knows(decision.worker, name)
 
     async def _look_at_conversations(self) -> None:
-        index = self._view.projection.index
+        index = self._service.projection.index
         found: dict[str, Row] = {}
         for conversation in self._watch.conversations.latest(CONVERSATIONS_SHOWN):
             holders = [(str(worker), blocks, lost) for worker, blocks, lost in conversation.holders(index)]
@@ -348,7 +305,7 @@ class RouterFleetSource:
 
     def kept(self, request_id: str) -> bytes | None:
         """Return what this process keeps of a request; ``None`` when that is nothing."""
-        decisions = self._view.decisions.of_request(request_id)
+        decisions = self._service.decisions.of_request(request_id)
         if not decisions:
             return None
         attempts = [decision.explanation() for decision in decisions]

@@ -68,10 +68,10 @@ def add_router_endpoints(
         projection = service.projection
         now_ms = clock.wall_ms()
         rows = [
-            worker_row(projection, projection.fleet.workers[key], service.view.unreachable.get(key, ""), now_ms)
+            worker_row(projection, projection.fleet.workers[key], service.unreachable.get(key, ""), now_ms)
             for key in sorted(projection.fleet.workers)
         ]
-        queue = msgspec.convert(service.view.queue(), QueueRow, from_attributes=True)
+        queue = msgspec.convert(service.queue.view(), QueueRow, from_attributes=True)
         members = {row.worker_id for row in rows}
         # Who has just joined may still be among them.
         loading = [loading_row(each) for each in who_loads() if each.worker_id not in members]
@@ -92,7 +92,7 @@ def add_router_endpoints(
             raise RequestError(
                 404,
                 "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.books.decisions)} are",
+                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
                 param="request_id",
             )
         return known
@@ -102,10 +102,10 @@ def decisions_of(service: RouterService, member: GroupMember | None) -> GroupDec
     """Return the last decisions of a router, and of the processes that share its port."""
 
     def newest(limit: int) -> dict[str, Any]:
-        return DecisionList(data=[decision.summary() for decision in service.books.decisions.newest(limit)]).to_json()
+        return DecisionList(data=[decision.summary() for decision in service.decisions.newest(limit)]).to_json()
 
     def about(request_id: str) -> dict[str, Any] | None:
-        attempts = [decision.explanation() for decision in service.books.decisions.of_request(request_id)]
+        attempts = [decision.explanation() for decision in service.decisions.of_request(request_id)]
         return RequestExplanation(request_id=request_id, attempts=attempts).to_json() if attempts else None
 
     return GroupDecisions(newest, about, member)
@@ -262,7 +262,7 @@ def endpoints(service: RouterService) -> list[EndpointRow]:
     if not service.ready:
         return []
     workers = service.projection.fleet.workers
-    return endpoint_rows((workers[key] for key in sorted(workers)), service.view.unreachable)
+    return endpoint_rows((workers[key] for key in sorted(workers)), service.unreachable)
 
 
 def troubles(

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "discovery.core": ("wire",),
     "discovery": ("wire", "process", "transport", "http", "nats"),
     "frontend": ("wire", "process", "http", "nats", "inference", "structured_output"),
-    "serving.admission": (),
+    "serving.fair_queue": (),
     "serving": ("wire", "process", "transport", "inference"),
     "consolidator.core": ("wire", "kv_events"),
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "nats", "discovery"),
@@ -102,7 +102,7 @@ PURE = (
     "wire",
     "structured_output",
     "discovery.core",
-    "serving.admission",
+    "serving.fair_queue",
     "router.core",
     "consolidator.core",
     "global_router.core",
@@ -522,15 +522,15 @@ def test_a_crowded_class_is_found_and_named() -> None:
 def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
     sources = {
         "router": "",
-        "router.service": "from poolgrid.router.view import RouterView",
-        "router.view": "import asyncio",
+        "router.service": "from poolgrid.router.choosing import Chooser",
+        "router.choosing": "import asyncio",
     }
     assert circle(sources) == []
 
-    found = circle({**sources, "router.view": back})
+    found = circle({**sources, "router.choosing": back})
 
     assert found[0] == found[-1]
-    assert set(found) == {"router.service", "router.view"}
+    assert set(found) == {"router.service", "router.choosing"}
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ LINES: tuple[tuple[str, str, str], ...] = (
 """Beginning of the file's path, function, group; the first line that fits counts."""
 
 EVENT_FRAMES = ("consolidator/", "router/feeds.py")
-EVENT_FUNCTIONS = ("CatchingUp.on_records", "CatchingUp.on_snapshot", "CatchingUp._step")
+EVENT_FUNCTIONS = ("JournalApplier.on_records", "JournalApplier.on_snapshot", "JournalApplier._step")
 
 WAITS = frozenset(
     (

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -24,7 +24,7 @@ from poolgrid.router.core.inputs import Booked, WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
 from poolgrid.router.fleet_watch import FleetWatch
-from poolgrid.serving.admission.queue_view import QueueView
+from poolgrid.serving.admission_queue import QueueView
 from tests.ui.large_pool import BLOCK_SIZE, LargePool
 
 INTERVAL_MS = 1.0
@@ -37,14 +37,14 @@ class OneOfTwo:
     def __init__(self, directory: Path, index: int) -> None:
         self.pool = LargePool(2, 1.0)
         self.waiting = 0
-        self.pool.queue = lambda: QueueView(self.waiting, 10, 0, 1000, float(index), {"busy": 1})  # type: ignore[method-assign]
+        self.pool.queue.view = lambda: QueueView(self.waiting, 10, 0, 1000, float(index), {"busy": 1})  # type: ignore[method-assign]
         place = GroupPlace(directory, index, 2)
         self.member = GroupMember(place)
         self.watch = FleetWatch(self.pool.state, has_siblings=True)
         self.totals = [0] * len(SERVED_COLUMNS)
         self.served = ServedSeconds(lambda: list(self.totals), SystemClock())
         player = Player(None, None, BLOCKS_PER_WORKER_MAX)
-        source = RouterFleetSource(self.pool.settings, self.pool, self.watch, player, self.served, place)
+        source = RouterFleetSource(self.pool.settings, cast(Any, self.pool), self.watch, player, self.served, place)
         self.source = GroupFleetSource(source, self.member, INTERVAL_MS)
 
     def send(self, name: str, path: list[int], queued_ms: float = 0.0) -> None:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
-from poolgrid.frontend.access.limit_headers import Standing
+from poolgrid.frontend.access.limit_headers import LegState
 from poolgrid.frontend.access.meter import Meter, OwnCell
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
@@ -178,7 +178,7 @@ class Caller:
                 verdict.wait_s,
             )
 
-    def standing(self, now_ms: float) -> Standing:
+    def standing(self, now_ms: float) -> LegState:
         """Return how much of the tenant's rates is used, for the headers of its answer."""
         return self.account.meter.standing(self._rules, now_ms)
 
