@@ -94,6 +94,10 @@ kubernetes:  ## the Helm chart against the schemas of three versions of Kubernet
 nats:  ## a pool on three NATS servers on loopback: servers, consolidators and workers killed under load; what appends cost
 	$(PYTHON) -m tests.nats
 
+release:  ## sdist, wheel, SBOM, notes and checksums in build/release; needs the extra `release`
+	$(PYTHON) -m pip install -q -e '.[release]'
+	$(PYTHON) -m lab.release build
+
 SEED ?= 0
 
 hosts:  ## two pools and NATS on three network namespaces: each is cut off for 20 s, every process killed; SEED for the order

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import zmq
@@ -22,6 +22,7 @@ from poolgrid.frontend.app import create_app
 from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.frontend.traffic import open_report
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.configuration_group import ConfigurationGroup
@@ -42,6 +43,7 @@ from poolgrid.http.http_server import open_server
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.process.tracing.opening import open_tracing
@@ -53,7 +55,6 @@ from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
     from poolgrid.discovery.names import Names
-    from poolgrid.frontend.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ async def serve(
             served = open_served_seconds(opened, app.served, clock)
             namespace = settings.namespace if settings.has_names else ""
             source = GlobalFleetSource(service, client, awake, served, place, namespace)
-            of_page = open_fleet_page(opened, app, source, frontend, clock, member)
+            of_page = open_fleet_page(opened, app, source, clock, member)
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group, {**of_page, **decisions.answers()})
@@ -303,16 +304,14 @@ def _open_shared(
     """Open what global routers of one namespace share, if they do."""
     if settings.share_state == "none":
         return None
-    # Imported when it is used: most global routers have limits and responses of their own.
-    from poolgrid.frontend.shared_state import Sharing, open_shared_state
-
     # A port that is given has one process at a time at each place of its group; one of the system's choice may have
     # been anybody's.
     address, index = settings.advertise_host or settings.host, 0 if place is None else place.index
     where = f"{socket.gethostname()} {address}:{settings.port} {index}" if settings.port else ""
     scope = f"{settings.namespace}.{SHARED_BY}"
     sharing = Sharing(scope, where, settings.names_lease_s, settings.names_replicas)
-    return open_shared_state(opened, settings, frontend, sharing, clock, registry)
+    plane = load_plugin(EVENT_PLANES, settings.share_state)
+    return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))
 
 
 def _open_pools(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -25,11 +24,13 @@ from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.group_decisions import GroupDecisions
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.frontend.traffic import open_report
 from poolgrid.http.http_server import open_server
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
 from poolgrid.process.tasks import detached, unless
 from poolgrid.process.tracing.opening import open_tracing
@@ -72,7 +73,6 @@ from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
     from poolgrid.discovery.names import Names
-    from poolgrid.frontend.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ async def serve(
             player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=member is not None)
             served = open_served_seconds(opened, app.served, clock)
             source = RouterFleetSource(settings, service, watch, player, served, place)
-            of_page = open_fleet_page(opened, app, source, frontend, clock, member)
+            of_page = open_fleet_page(opened, app, source, clock, member)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, {**of_page, **decisions.answers()})
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
@@ -275,17 +275,9 @@ def _make_feed(
             feed = query = ""  # names say where they are
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
-        # Late: most routers have no use for it.
-        from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, RouterStream
-        from poolgrid.nats.nats_connection import NatsConnection
-        from poolgrid.router.nats_feed import NatsFeed
-
-        connection = NatsConnection(settings, f"poolgrid router {settings.router_id}", clock)
-        connection.foreign.count_in(registry)
-        # Of this life: what a process needs that was killed and started again is not what it needed before.
-        life = f"{settings.router_id.replace('.', '_')}-{os.urandom(4).hex()}"
-        stream = RouterStream(JetStreamJournal(connection), life)
-        return NatsFeed(connection, stream, awake, consolidator.blocks_per_worker_max), None
+        plane = load_plugin(EVENT_PLANES, settings.event_plane)
+        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, consolidator.blocks_per_worker_max)
+        return cast(JournalFeed, feed), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
 
@@ -370,13 +362,7 @@ def _open_recorder(
     awake: Clock,
     registry: CollectorRegistry,
 ) -> DecisionRecorder | None:
-    if settings.decision_stream_bytes:
-        # Late: most routers have no use for it.
-        from poolgrid.router.decision_journal.jetstream import open_stream_recorder
-
-        recorder: DecisionRecorder | None = open_stream_recorder(opened, settings, consolidator, state, awake)
-    else:
-        recorder = open_recorder(settings, consolidator, state, awake)
+    recorder = open_recorder(settings, consolidator, state, awake)
     if recorder is not None:
         opened.push_async_callback(recorder.stop)
         state.log = recorder
@@ -431,15 +417,13 @@ def _open_shared(
 ) -> SharedState | None:
     if settings.share_state == "none":
         return None
-    # Imported when it is used: most routers have limits and responses of their own.
-    from poolgrid.frontend.shared_state import Sharing, open_shared_state
-
     # A port that is given has one process at a time; one of the system's choice may have been anybody's.
     address = settings.advertise_host or settings.host
     place = f"{socket.gethostname()} {address}:{settings.port} {settings.router_id}" if settings.port else ""
     scope = f"{settings.namespace}.{settings.nats_pool}"
     sharing = Sharing(scope, place, settings.names_lease_s, settings.names_replicas)
-    return open_shared_state(opened, settings, frontend, sharing, clock, registry)
+    plane = load_plugin(EVENT_PLANES, settings.share_state)
+    return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))
 
 
 async def _join_group(

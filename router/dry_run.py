@@ -8,6 +8,7 @@ on a dry run, which books, sends and records nothing.
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,10 +18,13 @@ from msgspec import Raw, Struct
 from poolgrid.frontend.errors import invalid, refused
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
-from poolgrid.frontend.preparation import Job, Preparation
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prepared_request import PreparedRequest
+from poolgrid.frontend.prompts import tokenize
 from poolgrid.frontend.request_body import BodyReader
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.schema import parse
+from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.ports import Refused
 from poolgrid.router.service import RouterService
@@ -57,19 +61,19 @@ def add_route_endpoint(app: FastAPI, service: RouterService) -> None:
         with closing(media.lease()) as lease:
             # The hashes of blocks depend on the bytes of media, so there is no telling a prefix without them.
             job.items = await media.load(job.media, lease, None)
-            prompts = await tokenization.run(len(body), job.tokenize)
+            prompts = await tokenization.run(len(body), partial(tokenize, job))
             given = request.headers.get("x-request-id")
             wanted = request_ids.wanted(None if given is None else given.encode("latin-1"))
             count = len(prompts) * job.choices_per_prompt
             ids = request_ids.of_sequences(wanted, count)
             try:
-                routes = [service.preview(each).explanation() for each in job.requests(prompts, ids)]
+                routes = [service.preview(each).explanation() for each in sequences_of(job, prompts, ids)]
             except Refused as refusal:
                 raise refused(refusal) from None
         return DryRun(routes=routes).to_json()
 
 
-def _job(preparation: Preparation, body: bytes) -> Job:
+def _job(preparation: Preparation, body: bytes) -> PreparedRequest:
     fields = parse(_decoder, body)
     if fields.messages:
         return preparation.chat(body)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_settings import ServerSettings
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.router.core.cost_weights import CostWeights
@@ -19,9 +19,6 @@ from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
 from poolgrid.serving.prompt_paths import BUDGET_BYTES
 from poolgrid.serving.reuse_sketch import SKETCH_BYTES
 from poolgrid.wire.names import is_name
-
-DECISION_STREAM_BYTES_MIN = 16 * 1024 * 1024
-"""Some segments, each with a checkpoint of a pool of usual size."""
 
 
 class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSettings, EndpointPickerSettings):
@@ -112,13 +109,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         True,
         description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
         "poolgrid replay, what-if and explain; segments and retention are the journal's.",
-    )
-    decision_stream_bytes: int = Field(
-        0,
-        ge=0,
-        description="With event_plane nats: keep the decisions in a stream of this router's in place of its data_dir, "
-        "up to so many bytes, which the servers reserve; older than retention_ms they go. 0 = no stream, at least "
-        "16 MiB.",
     )
     decision_queue_limit: int = Field(
         20_000,
@@ -234,14 +224,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
             raise ValueError(
                 f"share_state is nats, event_plane is {self.event_plane} and names is {self.names}: set names or "
                 "event_plane to nats, with nats_url"
-            )
-        if 0 < self.decision_stream_bytes < DECISION_STREAM_BYTES_MIN or (
-            self.decision_stream_bytes and not (self.on_nats and self.record_decisions)
-        ):
-            raise ValueError(
-                f"decision_stream_bytes is {self.decision_stream_bytes}, event_plane is {self.event_plane} and "
-                f"record_decisions {self.record_decisions}: a stream of decisions has at least "
-                f"{DECISION_STREAM_BYTES_MIN} bytes, is on nats, and for decisions that are recorded"
             )
         if self.feed_endpoint is not None and self.on_nats:
             raise ValueError(

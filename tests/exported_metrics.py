@@ -13,9 +13,8 @@ from prometheus_client.metrics_core import Metric
 
 from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.consolidator.succession import SuccessionMetrics
-from poolgrid.discovery.core.registry import Registry, Seen
 from poolgrid.discovery.metrics import NamesMetrics
+from poolgrid.discovery.registry import Registry, Seen
 from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
@@ -26,9 +25,10 @@ from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.global_router.state_metrics import register_views as register_pool_views
-from poolgrid.http.http_connections import HttpConnections, InvalidRequests
+from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_settings import HttpLimits
-from poolgrid.nats.nats_foreign import foreign_counter
+from poolgrid.nats.connection import foreign_counter
+from poolgrid.nats.election import SuccessionMetrics
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.event_loop import LoopMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -51,7 +51,6 @@ from poolgrid.transport.security import SecuritySettings
 from poolgrid.transport.tls import Tls
 from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.gpus.metrics import GpuCollector
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.ranks.metrics import RankMetrics
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
@@ -98,6 +97,10 @@ async def _nowhere(url: str) -> str:
     raise OSError(url)
 
 
+async def _no_application(scope: object, receive: object, send: object) -> None:
+    """Stand for the application of a server that nobody asks."""
+
+
 async def _registered() -> list[Exported]:
     clock = SystemClock()
     registry = CollectorRegistry()
@@ -106,11 +109,9 @@ async def _registered() -> list[Exported]:
     RankMetrics(registry)
     PlaneMetrics(registry)
     LoopMetrics(registry)
-    InvalidRequests(registry)
-    HttpConnections(HttpLimits(), registry)
+    HttpConnections(_no_application, HttpLimits(), registry)
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
-    registry.register(GpuCollector(lambda: None))
     known = Registry()
     known.look([Seen(REGISTERED.key, encode_registration(REGISTERED))], 0.0)
     NamesMetrics(registry, known)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import httpx
+
 from poolgrid.cli.configuration_page import SECTIONS
+from tests.e2e.processes import Process, eventually
 from tests.exported_metrics import exported
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +82,25 @@ def modules_loaded(module: str) -> list[str]:
     return done.stdout.split()
 
 
+def modules_run_by_a_request() -> list[str]:
+    """Return the modules of ours that a router runs between the start and the end of one chat request."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"PYTHONPATH": str(ROOT / "tests" / "request_trace"), "REQUEST_TRACE": folder}
+        with Process("up", "--port", "0", "--workers", "1", "--speedup", "50", environment=environment) as up:
+            up.wait_ready()
+            router = up.child("router")
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 32}
+            with httpx.Client(base_url=up.url, timeout=30) as client:
+                for measured in (False, True):  # the second one finds everything loaded
+                    if measured:
+                        router.send_signal(signal.SIGUSR1)
+                    client.post("/v1/chat/completions", json=body).raise_for_status()
+            router.send_signal(signal.SIGUSR2)
+            path = Path(folder, str(router.pid))
+            eventually("the router has written which modules it ran", path.exists)
+            return path.read_text().splitlines()
+
+
 def base_classes_of_other_packages() -> set[str]:
     """Return base classes from another package whose own name or module is private there, or all of uvicorn's."""
     found = set()
@@ -113,5 +137,6 @@ if __name__ == "__main__":
     for name, figure in complexity(25).items():
         sys.stdout.write(f'"{name}" = {figure}\n')
     sys.stdout.write(f"router = {len(modules_loaded('poolgrid.router.bootstrap'))}\n")
+    sys.stdout.write(f"request = {len(modules_run_by_a_request())}\n")
     sys.stdout.write(f"foreign bases: {sorted(base_classes_of_other_packages())}\n")
     sys.stdout.write(f"upper pins: {sorted(upper_pins())}\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.workers.engines.registry import ENGINES as ENGINES_THERE_ARE
+from poolgrid.workers.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "poolgrid"
@@ -30,15 +30,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "process": ("wire",),
     "transport": ("wire", "process"),
     "http": ("process", "transport"),
-    "nats": ("wire", "process"),
-    "inference": ("wire", "process"),
-    "discovery.core": ("wire",),
-    "discovery": ("wire", "process", "transport", "http", "nats"),
-    "frontend": ("wire", "process", "http", "nats", "inference", "structured_output"),
+    "inference": ("wire", "process.log_lines", "process.tracing.record"),
+    "discovery.registry": ("wire",),
+    "discovery": ("wire", "process", "transport"),
+    "kubernetes.slices": ("wire", "discovery.registry"),
+    "kubernetes": ("wire", "process", "http", "discovery"),
+    "frontend": ("wire", "process", "http", "inference", "structured_output"),
     "serving.fair_queue": (),
     "serving": ("wire", "process", "transport", "inference"),
     "consolidator.core": ("wire", "kv_events"),
-    "consolidator": ("wire", "kv_events", "process", "transport", "http", "nats", "discovery"),
+    "consolidator": ("wire", "kv_events", "process", "transport", "http", "discovery"),
+    "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "consolidator"),
     "router.core": ("wire", "consolidator.core.sharded_map"),
     "router": (
@@ -46,7 +48,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "process",
         "transport",
         "http",
-        "nats",
         "inference",
         "discovery",
         "frontend",
@@ -60,7 +61,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "process",
         "transport",
         "http",
-        "nats",
         "inference",
         "discovery",
         "frontend",
@@ -71,10 +71,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "workers.engines.simulated.core": ("wire", "kv_events", "workers.core"),
     "workers.engines.trtllm.core": ("wire", "kv_events", "structured_output", "workers.core"),
     "workers.engines.server.core": ("wire", "kv_events", "workers.core"),
-    "workers.engines.vllm.core": ("wire", "workers.core", "workers.engines.server.core"),
-    "workers.engines.sglang.core": ("wire", "workers.core", "workers.engines.server.core"),
-    "workers.engines.trtllm_serve.core": ("wire", "workers.core", "workers.engines.server.core"),
-    "workers": ("wire", "kv_events", "structured_output", "process", "transport", "http", "nats", "discovery"),
+    "workers.engines.server.dialects": ("wire", "kv_events", "workers.core", "workers.engines.server"),
+    "workers": ("wire", "kv_events", "structured_output", "process", "transport", "http", "discovery"),
     "tools.simulation": (
         "wire",
         "process.settings",
@@ -101,7 +99,8 @@ SERVICES = ("router", "global_router", "workers")
 PURE = (
     "wire",
     "structured_output",
-    "discovery.core",
+    "discovery.registry",
+    "kubernetes.slices",
     "serving.fair_queue",
     "router.core",
     "consolidator.core",
@@ -110,9 +109,7 @@ PURE = (
     "workers.engines.simulated.core",
     "workers.engines.trtllm.core",
     "workers.engines.server.core",
-    "workers.engines.vllm.core",
-    "workers.engines.sglang.core",
-    "workers.engines.trtllm_serve.core",
+    "workers.engines.server.dialects",
     "tools.engine_check.core",
 )
 
@@ -131,17 +128,16 @@ BANNED_IN_PURE = {
 
 ENGINE_LIBRARIES = ("tensorrt_llm", "torch")
 ENGINES = "workers.engines"
-REGISTRY = "workers.engines.registry"
+REGISTRIES = ("workers.engines.registry", "workers.engines.server.definition")
+"""Tables of what engines and kinds of servers there are."""
 
 WORDS_OF_ENGINES = {
     "simulated": ("simulated", "simulation"),
     "trtllm": ("trtllm", "tensorrt"),
-    "vllm": ("vllm",),
-    "sglang": ("sglang",),
-    "trtllm_serve": ("trtllm-serve", "trtllm_serve"),
+    "server.dialects": ("vllm", "sglang", "trtllm-serve", "trtllm_serve"),
 }
 """By the directory of each engine: words that no module of ``workers`` has that is in no
-engine's directory, the registry excepted."""
+engine's directory, the registries excepted."""
 
 BANNED_CALLS = {
     "print": "a logger, or sys.stdout.write for an answer of a command",
@@ -168,7 +164,7 @@ METHODS_MAX = 25
 """Most methods of a class on the way of a request: with more it is several things in one, and nobody holds all of them
 in mind while changing one."""
 
-REQUEST_PATH = ("process", "transport", "http", "nats", "inference", "frontend", "serving")
+REQUEST_PATH = ("process", "transport", "http", "inference", "frontend", "serving")
 """Packages on the way of a request, with all that is in them."""
 
 REQUEST_PATH_SHELLS = ("router", "global_router", "workers")
@@ -214,13 +210,12 @@ def _may_import(package: str, imported: str) -> bool:
 
 def _engine_of(module: str) -> str:
     """The engine in whose directory a module is; empty = in none."""
-    parts = module.split(".")
-    return parts[2] if parts[:2] == ENGINES.split(".") and len(parts) > 2 and parts[2] in WORDS_OF_ENGINES else ""
+    return next((engine for engine in WORDS_OF_ENGINES if _is_in(module, f"{ENGINES}.{engine}")), "")
 
 
 def words_of_engines(module: str, source: str) -> list[str]:
     """What a module that is in no engine's directory says of an engine, one line each."""
-    if module == REGISTRY or _engine_of(module):
+    if module in REGISTRIES or _engine_of(module):
         return []
     return [
         f"{module}:{number}: {word!r} is banned here, say what any engine has: {engine} is known in its directory only"
@@ -373,9 +368,11 @@ def test_engines_are_known_in_their_directories_only() -> None:
 
 
 def test_every_engine_has_its_words() -> None:
-    assert set(WORDS_OF_ENGINES) == {name.replace("-", "_") for name in ENGINES_THERE_ARE}
+    prefix = "poolgrid.workers.engines."
+    ours = [point.module.removeprefix(prefix) for point in engines().values() if point.module.startswith(prefix)]
+    assert {engine.partition(".")[0] for engine in WORDS_OF_ENGINES} == {module.partition(".")[0] for module in ours}
     directories = {path.parent.name for path in (ROOT / ENGINES.replace(".", "/")).glob("*/definition.py")}
-    assert directories == set(WORDS_OF_ENGINES)
+    assert directories == {engine.partition(".")[0] for engine in WORDS_OF_ENGINES}
 
 
 def test_no_class_on_the_way_of_a_request_is_several_in_one() -> None:

@@ -1,7 +1,4 @@
-"""What we read in other libraries' words and types, one table each: a version that says it otherwise fails here.
-
-``tests/http/test_uvicorn_contract.py`` does the same for what we replace of uvicorn.
-"""
+"""What we read in other libraries' words and types, one table each: a version that says it otherwise fails here."""
 
 from __future__ import annotations
 
@@ -17,12 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 ROOT = Path(__file__).parents[1]
 
 BOUNDED = {
-    "httptools": "the HTTP parser's callbacks (src/poolgrid/http/http_protocol.py)",
+    "httptools": "the HTTP parser's callbacks (src/poolgrid/http/request_parser.py)",
     "jinja2": "contexts and macros (src/poolgrid/frontend/template_sandbox.py)",
     "msgspec": "the words of its validation errors (src/poolgrid/frontend/schema.py)",
     "pydantic": "the types and words of its validation errors (global_router/core/document/model_validation.py)",
     "typer": "how shells are answered (src/poolgrid/cli/shell_answers.py)",
-    "uvicorn": "what a connection does (src/poolgrid/http/held_connection.py)",
 }
 """Libraries of which we use more than they promise, and what."""
 

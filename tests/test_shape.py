@@ -17,6 +17,7 @@ from tests.shape import (
     complexity,
     figures,
     modules_loaded,
+    modules_run_by_a_request,
     product,
     upper_pins,
 )
@@ -56,6 +57,13 @@ def test_a_router_loads_no_more_modules_than_allowed() -> None:
     loaded = modules_loaded("poolgrid.router.bootstrap")
 
     assert len(loaded) <= BUDGET["modules_loaded"]["router"], f"a router loads {len(loaded)} modules of ours"
+
+
+def test_a_chat_request_runs_no_more_modules_than_allowed() -> None:
+    run = modules_run_by_a_request()
+
+    assert "poolgrid.router.core.selector" in run, "the request was not seen"
+    assert len(run) <= BUDGET["modules_run"]["request"], f"a request runs {len(run)} modules of ours"
 
 
 def test_no_class_derives_from_a_private_class_of_another_package() -> None:

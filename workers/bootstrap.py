@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -17,7 +16,8 @@ from poolgrid.http.http_server import HttpServer
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
-from poolgrid.process.tasks import cancel_all, detached, owned, supervised, unless
+from poolgrid.process.plugins import EVENT_PLANES, load_plugin
+from poolgrid.process.tasks import cancel_all, detached, supervised, unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from poolgrid.transport.tls import Tls
@@ -33,9 +33,6 @@ from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
 from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.gpus.metrics import GpuCollector
-from poolgrid.workers.gpus.nvml import NvmlReader, library_installed
-from poolgrid.workers.gpus.watch import GpuWatch
 from poolgrid.workers.loading_words import tell_while_loading
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import cached_model
@@ -71,7 +68,6 @@ async def serve(
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
         LoopMetrics(registry)
-        _watch_gpus(opened, settings, registry, clock)
         context = _open_context(opened, settings, registry)
         for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
             log.warning("%s", warning)
@@ -150,16 +146,6 @@ def _start_clock(opened: AsyncExitStack, clock: Clock, shortest_timeout_ms: floa
     awake = AwakeClock(clock, shortest_timeout_ms).start()
     opened.callback(awake.stop)
     return awake
-
-
-def _watch_gpus(
-    opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry, clock: Clock
-) -> None:
-    if settings.gpu_interval_ms:
-        watch = GpuWatch(lambda: NvmlReader(library_installed(), os.environ), settings.gpu_interval_ms, clock)
-        registry.register(GpuCollector(watch.seen))
-        watch.start()
-        opened.push_async_callback(asyncio.to_thread, watch.stop)
 
 
 def _open_context(opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry) -> PlaneContext:
@@ -247,28 +233,10 @@ def _open_publisher(
 def _follow_consolidator(
     opened: AsyncExitStack, settings: WorkerProcessSettings, place: ConsolidatorPlace, clock: Clock
 ) -> asyncio.Task[None]:
-    """Push to whichever consolidator of the pool is active, as NATS says."""
-    # Late: most workers have no use for it.
-    from poolgrid.nats.nats_connection import NatsConnection
-    from poolgrid.nats.nats_leader import LeaderWatch
-    from poolgrid.wire.leadership import Leader
-
-    def follow(leader: Leader | None) -> None:
-        # Who is active and has no address yet takes nothing in; the one before it does not either.
-        place.move("" if leader is None else leader.ingest)
-
-    connection = NatsConnection(settings, f"poolgrid worker {settings.worker_id}", clock)
-    opened.push_async_callback(connection.close)
-    watch = LeaderWatch(connection, follow)
-    opened.push_async_callback(watch.stop)
-
-    async def begin() -> None:
-        await connection.open()
-        await watch.start()
-
-    task = owned(begin(), "connection to NATS")
-    opened.push_async_callback(cancel_all, [task])
-    return task
+    """Push to whichever consolidator of the pool is active, as the event plane knows."""
+    plane = load_plugin(EVENT_PLANES, settings.event_plane)
+    following = plane.follow_consolidator(opened, settings, settings.worker_id, clock, place.move)
+    return cast("asyncio.Task[None]", following)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

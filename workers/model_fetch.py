@@ -19,7 +19,6 @@ import msgspec
 
 from poolgrid.process.leash import leashed
 from poolgrid.process.tasks import owned
-from poolgrid.workers.model_cache.progress import ProgressLine
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
 
@@ -31,6 +30,16 @@ GRACE_S = 5.0
 """How long the fetching may take to end: it writes what it has."""
 
 PHASES = {"wait": Phase.WAIT, "list": Phase.FETCH, "fetch": Phase.FETCH, "verify": Phase.VERIFY}
+
+
+class ProgressLine(msgspec.Struct, frozen=True):
+    """A line that `poolgrid model fetch --progress-lines` writes."""
+
+    phase: str
+    bytes: int = 0
+    """Done."""
+    total_bytes: int = 0
+    """To be done in this phase; 0 = not known."""
 
 
 class _Fetched(msgspec.Struct):
@@ -79,8 +88,6 @@ def _is_place(model: str) -> bool:
 async def _fetch(settings: WorkerProcessSettings, source: str, start: StartPhases) -> Path:
     start.enter(Phase.FETCH)
     words = ["model", "fetch", source, "--cache-dir", str(settings.model_cache_dir), "--progress-lines", "--json"]
-    if settings.check_model:
-        words.append("--check")
     process = await asyncio.create_subprocess_exec(
         *leashed(GRACE_S, [sys.executable, "-P", "-m", "poolgrid", *words]),
         stdin=PIPE,

@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_settings import HttpSettings
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
@@ -22,18 +22,6 @@ from poolgrid.wire.output_parsers import ReasoningParser, ToolCallParser, parser
 from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
-
-GPU_INTERVAL_TEXT = (
-    "Time between two readings of the engine's GPUs for poolgrid_worker_gpu_* (CUDA_VISIBLE_DEVICES, else all); at "
-    "least 100, 0 = none, which is the default of engines that use no GPU. A reading takes some "
-    "milliseconds per GPU, in a thread of its own; without nvidia-ml-py, driver or GPU there is none."
-)
-
-GPU_INTERVAL_MS = 5000
-"""As often as Prometheus usually looks."""
-
-GPU_INTERVAL_MIN_MS = 100
-"""The driver's own counters move about as often."""
 
 
 class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, NamesSettings):
@@ -63,10 +51,10 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Nam
     drain_timeout_ms: int = Field(
         30_000, ge=0, le=86_400_000, description="How long running requests may take to finish after SIGTERM."
     )
-    load_interval_ms: int = Field(
-        100, ge=0, le=60_000, description="Least time between two load reports while busy; one more when idle."
-    )
-    heartbeat_ms: int = Field(1000, ge=10, le=60_000, description="Time between two signs of life to the consolidator.")
+    load_interval_ms: ClassVar[float] = 100.0
+    """Least time between two load reports while busy; one more when idle."""
+    heartbeat_ms: ClassVar[float] = 1000.0
+    """Time between two signs of life to the consolidator: a tenth of its usual lease."""
     outbox_bytes: int = Field(
         OUTBOX_BYTES_DEFAULT,
         ge=OUTBOX_BYTES_MIN,
@@ -105,13 +93,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Nam
     model_source: str = Field(
         "",
         max_length=4096,
-        description="With model_cache_dir: directory, URL of a mirror, or ORG/MODEL[@REVISION] on a hub that the model "
-        "is fetched from; empty = what the engine is told to load.",
-    )
-    check_model: bool = Field(
-        False,
-        description="With model_cache_dir: read the model before it is loaded, and fetch again what is not what it "
-        "was. Takes as long as reading all of it once more.",
+        description="Fetch the model into model_cache_dir from this directory or hub (ORG/MODEL[@REVISION]); empty = "
+        "from what the engine is told to load.",
     )
 
     @field_validator("reasoning_parser", "tool_call_parser", mode="before")
@@ -119,29 +102,12 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Nam
     def _parser_name(cls, given: object) -> object:
         return parser_name(given)
 
-    gpu_interval_ms: int = Field(
-        GPU_INTERVAL_MS,
-        ge=0,
-        le=3_600_000,
-        description=GPU_INTERVAL_TEXT,
-    )
-
-    @model_validator(mode="after")
-    def _check_gpu_interval(self) -> Self:
-        if 0 < self.gpu_interval_ms < GPU_INTERVAL_MIN_MS:
-            raise ValueError(
-                f"gpu_interval_ms is {self.gpu_interval_ms}, allowed are 0 (none) and {GPU_INTERVAL_MIN_MS} to "
-                "3,600,000"
-            )
-        return self
-
     @model_validator(mode="after")
     def _check_model_cache(self) -> Self:
-        for name in ("model_source", "check_model"):
-            if getattr(self, name) and self.model_cache_dir is None:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r} without model_cache_dir: it is for models kept there"
-                )
+        if self.model_source and self.model_cache_dir is None:
+            raise ValueError(
+                f"model_source is {self.model_source!r} without model_cache_dir: it is for models kept there"
+            )
         return self
 
     @model_validator(mode="after")

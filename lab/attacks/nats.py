@@ -10,12 +10,10 @@ from lab.attacks.pool import NAMESPACE, Shape
 from tests.nats.pool import last_entry, publish
 
 ON_NATS = Shape(finds="nats")
-DECISIONS = "poolgrid-default=decisions=router"
 SUBJECTS = (
     "$O.poolgrid-default-snapshots.M.x",
     "$O.poolgrid-default-snapshots.C.x",
     "poolgrid.default.journal.x",
-    "poolgrid.default.decisions.router.x",
     "$KV.poolgrid-default.router.x",
     f"$KV.poolgrid-names.{NAMESPACE}.consolidator.x",
     f"$KV.poolgrid-names.{NAMESPACE}.worker.x",
@@ -25,11 +23,11 @@ GROW_TIMEOUT_S = 30.0
 
 
 async def foreign(scene: Scene) -> Outcome:
-    """Publish foreign messages all the while; the journal and the decisions grow nevertheless."""
+    """Publish foreign messages all the while; the journal grows nevertheless."""
     pool = scene.pool
     assert pool.nats is not None
     url = pool.nats.url
-    streams = ("poolgrid-default", DECISIONS)
+    streams = ("poolgrid-default",)
     sent = 0
     until = scene.deadline()
     while True:
@@ -78,7 +76,7 @@ PART = Part(
     (
         Attack(
             "foreign messages",
-            "Publishes `null`, text and garbage on the subjects of journal, snapshots, decisions, positions and names.",
+            "Publishes `null`, text and garbage on the subjects of journal, snapshots, positions and names.",
             foreign,
             ON_NATS,
             short=False,

@@ -261,7 +261,7 @@ class AttackedPool:
         return (await self._http.post(f"{self.url}/v1/completions", json=body)).status_code == 200
 
     def _router(self) -> list[str]:
-        keys = ["--api-keys", str(self._key_path), "--api-keys-check-ms", "100"]
+        keys = ["--api-keys", str(self._key_path)]
         local = ["--local-prefill-max-tokens", "0"] if self.shape.topology == "disaggregated" else []
         bounds = [*_flags(ROUTER_BOUNDS), *_flags(JOURNAL_BOUNDS)]
         return ["--port", "0", *keys, *bounds, *local, *self.shape.router]

@@ -35,10 +35,10 @@ from rich.table import Table
 
 from lab.benchmarks.measuring import resident_bytes
 from poolgrid.cli.service_process import THREAD_SWITCH_S
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.bootstrap import create, serve
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.consolidator.journal.files import FileJournal
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.process import garbage, lifecycle
 from poolgrid.process.clock import SystemClock

@@ -182,7 +182,7 @@ async def run(stopped_s: float, streams: int, directory: Path) -> Result:
         router = stack.enter_context(Process("router", "--port", "0")).wait_ready()
         workers: dict[str, Process] = {}
         for name in WORKERS:
-            behaviour = {"vocabulary_size": 4096, "rpc_proxy": True, "speedup": 1.0, "stop_file": str(directory / name)}
+            behaviour = {"vocabulary_size": 4096, "speedup": 1.0, "stop_file": str(directory / name)}
             os.environ["TRTLLM_FAKE"] = json.dumps(behaviour)
             ingest = ("--consolidator", router.word("ingest"), "--worker-id", name)
             workers[name] = stack.enter_context(Process(*COMMON, *ingest, "--health-interval-ms", "500"))

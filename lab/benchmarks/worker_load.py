@@ -4,7 +4,7 @@
 
 ``SPEC.json`` names the worker's endpoint and the requests (``WorkerLoadSpec``); one JSON object with the times to the
 first token is printed. Prompts are made of random tokens. The client sends and receives as a router does
-(``poolgrid.transport.stream_dealer``), and has a request under way at a time.
+(``poolgrid.transport.dealer``), and has a request under way at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import uvloop
 
 from lab.benchmarks.http_load import quantiles
 from poolgrid.serving.legs import TOKENS_TOGETHER
-from poolgrid.transport.stream_dealer import StreamDealer
+from poolgrid.transport.dealer import StreamDealer
 from poolgrid.wire import codec
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Generate, Ping, Pong, Routing, Sampling, TokenBatch

@@ -1,14 +1,13 @@
-"""Workers and their engines: batch, caches, transfers, what engines say of themselves, GPUs."""
+"""Workers and their engines: batch, caches, transfers, what engines say of themselves."""
 
 from __future__ import annotations
 
-from lab.dashboards.model import Board, Panel, Query, Row, Threshold, quantile, share
+from lab.dashboards.model import Board, Panel, Query, Row, quantile, share
 from lab.dashboards.selectors import NAMESPACES, POOL, POOLS, ROLES, WORKERS, by_worker
 
 NO_WORKER = "no such worker is scraped"
 TRTLLM = "TensorRT-LLM workers, whose own series are in the worker's answer"
 VLLM = "vLLM's own `/metrics` among the scraped targets"
-GPU = "workers on hosts with GPUs"
 
 
 def _own(expr: str, legend: str = "{{worker}}") -> Query:
@@ -35,7 +34,7 @@ def _quantiles(name: str) -> tuple[Query, ...]:
 WORKERS_BOARD = Board(
     "poolgrid-workers",
     "poolgrid: Workers and engines",
-    "What workers and their engines do: batch, caches, transfers, health, GPUs, and the engines' own series.",
+    "What workers and their engines do: batch, caches, transfers, health, and the engines' own series.",
     (NAMESPACES, POOLS, ROLES, WORKERS),
     (
         Row(
@@ -292,121 +291,6 @@ WORKERS_BOARD = Board(
                     maximum=1,
                     needs=VLLM,
                     no_value="no vLLM is scraped",
-                ),
-            ),
-        ),
-        Row(
-            "GPUs",
-            (
-                Panel(
-                    "GPU use",
-                    "percentunit",
-                    (_own(f"poolgrid_worker_gpu_utilization_ratio{{{POOL}}}", "{{worker}} GPU {{gpu}}"),),
-                    "Share of time in which a kernel ran.",
-                    "Low while requests wait: the engine waits for something else. See its step times.",
-                    "gpu-trouble",
-                    maximum=1,
-                    needs=GPU,
-                    no_value="no GPU is seen",
-                ),
-                Panel(
-                    "GPU memory",
-                    "percentunit",
-                    (
-                        _own(
-                            f"poolgrid_worker_gpu_memory_used_bytes{{{POOL}}} / "
-                            f"poolgrid_worker_gpu_memory_total_bytes{{{POOL}}}",
-                            "{{worker}} GPU {{gpu}}",
-                        ),
-                    ),
-                    "Share of GPU memory in use, by all processes.",
-                    "Engines take most of it at the start and keep it: growth is a leak or a neighbor.",
-                    "gpu-trouble",
-                    maximum=1,
-                    needs=GPU,
-                    no_value="no GPU is seen",
-                ),
-                Panel(
-                    "GPU temperature",
-                    "celsius",
-                    (_own(f"poolgrid_worker_gpu_temperature_celsius{{{POOL}}}", "{{worker}} GPU {{gpu}} {{sensor}}"),),
-                    "Of the core, and of the memory where it is told.",
-                    "Where it rises, clocks fall: see Throttling.",
-                    "gpu-trouble",
-                    needs=GPU,
-                    no_value="no GPU is seen",
-                    thresholds=(Threshold(85, "red"),),
-                ),
-                Panel(
-                    "GPU power",
-                    "watt",
-                    (_own(f"poolgrid_worker_gpu_power_watts{{{POOL}}}", "{{worker}} GPU {{gpu}}"),),
-                    "Power drawn now.",
-                    "At its limit for long: the power cap throttles it.",
-                    "gpu-trouble",
-                    needs=GPU,
-                    no_value="no GPU is seen",
-                ),
-                Panel(
-                    "Clocks",
-                    "hertz",
-                    (_own(f"poolgrid_worker_gpu_clock_hertz{{{POOL}}}", "{{worker}} GPU {{gpu}} {{domain}}"),),
-                    "Of the multiprocessors (sm) and of the memory.",
-                    "One GPU below its like at the same load is held down: Throttling says why.",
-                    "gpu-trouble",
-                    needs=GPU,
-                    no_value="no GPU is seen",
-                ),
-                Panel(
-                    "Throttling",
-                    "short",
-                    (_own(f"poolgrid_worker_gpu_throttled{{{POOL}}}", "{{worker}} GPU {{gpu}}: {{reason}}"),),
-                    "1 while clocks are held down, by reason.",
-                    "Thermal: cooling. Power: the cap. Hardware: the host.",
-                    "gpu-trouble",
-                    needs=GPU,
-                    no_value="no GPU is seen",
-                ),
-                Panel(
-                    "ECC errors",
-                    "short",
-                    (
-                        _own(
-                            f"increase(poolgrid_worker_gpu_ecc_errors_total{{{POOL}}}[$__rate_interval])",
-                            "{{worker}} GPU {{gpu}}: {{kind}}",
-                        ),
-                    ),
-                    "Memory errors in each interval.",
-                    "Uncorrected ones end the process that met them: drain the host and reset the GPU.",
-                    "gpu-trouble",
-                    needs=GPU,
-                    no_value="no GPU is seen",
-                ),
-                Panel(
-                    "NVLinks",
-                    "short",
-                    (_own(f"poolgrid_worker_gpu_nvlinks{{{POOL}}}", "{{worker}} GPU {{gpu}} {{state}}"),),
-                    "Links between GPUs, by state.",
-                    "An inactive one among GPUs that had it: every step of a model over several GPUs is slower. Reset "
-                    "the host; if it stays, the board or the bridge is broken.",
-                    "gpu-trouble",
-                    needs=GPU,
-                    no_value="no NVLink is seen",
-                ),
-                Panel(
-                    "NVLink traffic",
-                    "Bps",
-                    (
-                        _own(
-                            f"rate(poolgrid_worker_gpu_nvlink_bytes_total{{{POOL}}}[$__rate_interval])",
-                            "{{worker}} GPU {{gpu}} {{direction}}",
-                        ),
-                    ),
-                    "Payload that crosses a GPU's links.",
-                    "KV transfers between GPUs of a host, and what engines exchange in each step, are in it.",
-                    "gpu-trouble",
-                    needs=GPU,
-                    no_value="no NVLink is seen",
                 ),
             ),
         ),

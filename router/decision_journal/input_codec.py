@@ -13,7 +13,7 @@ import msgspec
 
 from poolgrid.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import StoredRecord, stored_records
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -158,7 +158,7 @@ class TooOld(NotKept):
 class InputReader:
     """Reads entries as the inputs that they stand for, with what the pool's journal has of them."""
 
-    def __init__(self, pool: Disk, blocks_per_worker_max: int) -> None:
+    def __init__(self, pool: ReadableDisk, blocks_per_worker_max: int) -> None:
         self._pool = pool
         self._blocks_max = blocks_per_worker_max
         self._reaches_back = reaches_back_to(pool)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
-from poolgrid.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
+from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import RouterSettingsNoted
 from poolgrid.router.decision_journal.reader import DIRECTORY
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, Segments, settings_noted
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
@@ -72,19 +72,12 @@ def open_recorder(
         return None
     for line in segments.report:
         log.warning("decision journal %s: %s", directory, line)
-    return make_recorder(segments, settings, data.segment_bytes, state, clock)
-
-
-def make_recorder(
-    segments: Segments, settings: RouterSettings, segment_bytes: int, state: RouterState, clock: Clock
-) -> DecisionRecorder:
-    """Return the recorder of a router's decisions, wherever they are kept."""
     values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
     return DecisionRecorder(
         segments,
         state,
         settings_noted(settings.router_id, metadata.version("poolgrid"), values),
         clock,
-        segment_bytes,
+        data.segment_bytes,
         settings.decision_queue_limit,
     )

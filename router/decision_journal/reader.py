@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from poolgrid.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.consolidator.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.decision_journal.checkpoints import believed_chains
 from poolgrid.router.decision_journal.entries import (
@@ -56,7 +56,7 @@ class ReadRemarks:
     torn: list[TornTail] = field(default_factory=list)
 
 
-def stored_entries(disk: Disk, remarks: ReadRemarks | None = None) -> Iterator[StoredEntry]:
+def stored_entries(disk: ReadableDisk, remarks: ReadRemarks | None = None) -> Iterator[StoredEntry]:
     """Yield all entries in order; raise ``JournalCorrupt`` at damage, after everything before it."""
     notes = remarks or ReadRemarks()
     workers: list[WorkerKey] = []
@@ -102,7 +102,7 @@ class RecordedDecision:
 
 
 def decisions_about(
-    disk: Disk, request_id: str, on_progress: Callable[[int], None] = lambda _: None
+    disk: ReadableDisk, request_id: str, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[RecordedDecision]:
     """Return a request's decisions, first attempt first, with what the workers then really reused.
 

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -40,6 +40,7 @@ from poolgrid.router.decision_journal.entries import (
     encoder,
 )
 from poolgrid.router.decision_journal.input_codec import Decided, InputWriter, Kept, kept, records_applied
+from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.wire.hashing import stable_u64
 
 log = logging.getLogger(__name__)
@@ -55,45 +56,6 @@ SYNC_EVERY_FLUSHES = 10
 
 BELIEFS_SHARE = 16
 """Part of a segment that a checkpoint's beliefs may take: half a million blocks in 64 MiB, as many as predictions."""
-
-
-class Segments(Protocol):
-    """Where decisions are kept: of ``DecisionSegments`` in a directory, of ``StreamSegments`` in a stream.
-
-    All but ``is_full`` and ``sizes`` may wait for a disk or a server, and raise ``OSError``.
-    """
-
-    def is_full(self, segment_bytes: int) -> bool:
-        """Return whether another segment should follow the newest one."""
-        ...
-
-    def mend(self) -> None:
-        """Cut what a failed write left behind; nothing may be written before that."""
-        ...
-
-    def begin(self, payloads: Sequence[bytes], now_ms: int) -> None:
-        """Begin a segment with these entries."""
-        ...
-
-    def append(self, payloads: Sequence[bytes]) -> None:
-        """Append entries to the newest segment, all of them or none."""
-        ...
-
-    def sync(self) -> None:
-        """Make the newest segment durable."""
-        ...
-
-    def retain(self, now_ms: int) -> int:
-        """Remove segments that are too many or too old; return how many."""
-        ...
-
-    def sizes(self) -> tuple[int, int]:
-        """Return the number of segments and their bytes."""
-        ...
-
-    def close(self) -> None:
-        """Make everything durable and let go of it."""
-        ...
 
 
 @dataclass(slots=True)
@@ -123,7 +85,7 @@ class _Batch:
 class DecisionRecorder:
     """An ``InputLog`` that writes; all methods but ``_write`` belong to the router's loop."""
 
-    segments: Segments
+    segments: DecisionSegments
     state: RouterState
     noted: RouterSettingsNoted
     clock: Clock

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from poolgrid.consolidator.journal.as_of import NotKept
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.load_ledger import LEDGER_BYTES, LoadLedger
@@ -90,7 +90,9 @@ class ReplayOutcome:
 class Replay:
     """One router's decision journal against the journal of its pool."""
 
-    def __init__(self, pool: Disk, decisions: Disk, make_policy: MakePolicy, blocks_per_worker_max: int) -> None:
+    def __init__(
+        self, pool: ReadableDisk, decisions: ReadableDisk, make_policy: MakePolicy, blocks_per_worker_max: int
+    ) -> None:
         self._decisions = decisions
         self._make_policy = make_policy
         self._inputs = InputReader(pool, blocks_per_worker_max)

@@ -14,7 +14,7 @@ from zlib import decompress
 
 from poolgrid.consolidator.journal.as_of import reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import stored_records
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.decision_journal.entries import (
     DecisionMade,
     OverlapRealised,
@@ -76,8 +76,8 @@ class Recording:
 
 
 def read_recording(
-    pool: Disk,
-    decisions: Iterable[Disk],
+    pool: ReadableDisk,
+    decisions: Iterable[ReadableDisk],
     blocks_per_worker_max: int,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Recording:
@@ -138,7 +138,7 @@ def _chosen(made: DecisionMade) -> int:
 
 
 def _follow_pool(
-    pool: Disk,
+    pool: ReadableDisk,
     found: dict[str, RecordedTraffic],
     blocks_per_worker_max: int,
     done: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,8 +18,11 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
 from poolgrid.frontend.errors import RequestError, unsupported
-from poolgrid.frontend.preparation import Job, Preparation, parse_responses
+from poolgrid.frontend.preparation import Preparation, parse_responses
+from poolgrid.frontend.prepared_request import PreparedRequest
+from poolgrid.frontend.prompts import tokenize
 from poolgrid.frontend.responses_api.kept import references
+from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.inference_request import InferenceRequest
 
@@ -95,14 +99,14 @@ class PromptReader:
         self._tokenization = tokenization
         self._domains = domains
         self._values_max = values_max
-        self._prepare: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[bytes], Job]]] = {
+        self._prepare: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[bytes], PreparedRequest]]] = {
             "/v1/chat/completions": (msgspec.json.Decoder(_ChatFields), preparation.chat),
             "/v1/completions": (msgspec.json.Decoder(_CompletionFields), preparation.completion),
             "/v1/responses": (msgspec.json.Decoder(_ResponsesFields), self._prepare_response),
             "/v1/messages": (msgspec.json.Decoder(_MessagesFields), preparation.messages),
         }
 
-    def _prepare_response(self, raw: bytes) -> Job:
+    def _prepare_response(self, raw: bytes) -> PreparedRequest:
         """Check a Responses request; raises ``RequestError`` for one that goes on from what its engine keeps."""
         body = parse_responses(raw)
         if body.previous_response_id is not None or any(references(body.input)):
@@ -122,9 +126,9 @@ class PromptReader:
             if job.media:
                 return Reading(job.served.name, None, why="media")
             self._domains.claim(job, None, ())
-            prompts = await self._tokenization.run(len(body), job.tokenize, job.model.tokenizes_fast())
+            prompts = await self._tokenization.run(len(body), partial(tokenize, job), job.model.tokenizes_fast())
             # One entry on the books for the whole body: choices and further prompts go to the same engine.
-            request = job.requests(prompts[:1], [request_id] * job.choices_per_prompt)[0]
+            request = sequences_of(job, prompts[:1], [request_id] * job.choices_per_prompt)[0]
         except (RequestError, msgspec.MsgspecError, RecursionError) as error:
             why = error.code if isinstance(error, RequestError) else "invalid_json"
             log.debug("a body of %d bytes is placed by load: %s", len(body), error)

@@ -29,7 +29,7 @@ DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._disp
     ("inner", "group"),
     [
         ([], "event loop"),
-        (["DirectProtocol.on_message_complete (http/http_protocol.py:177)"], "HTTP parse"),
+        (["RequestParser.on_message_complete (http/request_parser.py:177)"], "HTTP parse"),
         (SERVE, "endpoint"),
         ([*SERVE, "parse (frontend/schema.py:328)"], "preparation"),
         ([*SERVE, "_Fastokens.encode (frontend/prompt_encoder.py:81)"], "tokenization"),
@@ -42,7 +42,7 @@ DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._disp
         ([DRAIN, "WorkerLink.on_frame (serving/worker_link.py:116)"], "token intake"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:6)", "0x7f (zmq/backend/cython/_zmq.so)"], "ZMQ send"),
         ([*SERVE, "_Exchange._whole (frontend/inference_endpoint.py:371)"], "answer encode"),
-        ([*SERVE, "DirectCycle._continue (http/direct_cycle.py:87)"], "write"),
+        ([*SERVE, "HttpExchange._send_body (http/exchange.py:87)"], "write"),
         (FOLD, "event stream"),
         ([*FOLD, "Socket.recv_multipart (zmq/sugar/socket.py:785)"], "ZMQ receive"),
         (["f (elsewhere/else.py:1)"], "event loop"),

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from tests.consolidator.journal_builder import encoded, fold, write
 from tests.consolidator.test_journal_inspection import from_the_future
 
@@ -205,7 +205,7 @@ def test_what_people_read_is_never_cut(directory: Path, columns: str, monkeypatc
 
 
 def test_a_command_that_finds_no_nats_server_leaves_no_connection_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.cli.journal_stream.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("poolgrid.nats.commands.CONNECT_TIMEOUT_S", 0.2)
 
     said = run("verify", "nats://127.0.0.1:1/default", status=1)
 

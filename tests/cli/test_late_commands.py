@@ -46,7 +46,7 @@ NOT_NEEDED = {
         "poolgrid.global_router", "poolgrid.tools.simulation",
     },
     ("up", "poolgrid.cli.local_pool"): {
-        "fastapi", "uvicorn", "httpx", "rich", "numpy", "poolgrid.router", "poolgrid.global_router",
+        "fastapi", "httpx", "rich", "numpy", "poolgrid.router", "poolgrid.global_router",
         "poolgrid.tools.simulation", "poolgrid.workers.service",
     },
     ("consolidator", "poolgrid.consolidator.bootstrap"): {

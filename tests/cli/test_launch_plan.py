@@ -270,9 +270,6 @@ def test_pipeline_stages_and_context_parallelism_multiply() -> None:
     (worker,) = made(8, workers=1, worker_option=(f"override-engine-args={sizes}",))
     assert worker.gpus == tuple(str(at) for at in range(8))
     assert worker.made_of == "TP 2 x PP 2 x CP 2"
-    world = ("backend=_autodeploy", "no-publish-events-and-metrics", 'override-engine-args={"world_size": 4}')
-    (worker,) = made(8, workers=1, worker_option=world)
-    assert (worker.gpus, worker.made_of) == (("0", "1", "2", "3"), "world size 4")
 
 
 def test_options_become_arguments_and_settings() -> None:

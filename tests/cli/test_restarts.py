@@ -15,8 +15,7 @@ import zmq
 
 from poolgrid.cli.part import Part, PartFailed, part_environment, stop_parts
 from poolgrid.process.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
-from poolgrid.transport.bound_socket import bind
-from poolgrid.transport.held_port import HeldPorts
+from poolgrid.transport.bound_socket import HeldPorts, bind
 
 HOST = "127.0.0.1"
 

@@ -219,12 +219,3 @@ def test_arguments_that_the_engine_would_refuse_are_not_printed(
     result = worker(*arguments)
     assert result.exit_code == status
     assert words in result.output
-
-
-def test_autodeploys_lost_arguments_are_warned_about_once_each() -> None:
-    result = worker(
-        *("--engine", "trtllm", "--model-path", "m", "--backend", "_autodeploy", "--print-engine-args"),
-        *("--no-publish-events-and-metrics", "--pipeline-parallel-size", "2"),
-    )
-    assert result.exit_code == 0, result.output
-    assert result.stderr.count("pipeline_parallel_size is 2") == 1

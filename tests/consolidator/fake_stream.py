@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.stream.message import Outgoing, StoredMessage, stored_message
-from poolgrid.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
+from poolgrid.nats.message import Outgoing, StoredMessage, stored_message
+from poolgrid.nats.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 
 
 class FakeStream:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, JournalRecord, WorkerJoined
 from tests.consolidator.pusher import card, stored

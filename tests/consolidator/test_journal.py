@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings, records_of, verify
 from poolgrid.consolidator.journal.framing import (
@@ -22,6 +21,7 @@ from poolgrid.consolidator.journal.framing import (
     scan,
 )
 from poolgrid.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk, encoded, facts_of, fold, record, write

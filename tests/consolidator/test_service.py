@@ -23,7 +23,6 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from poolgrid.consolidator import metrics
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.bootstrap import create
 from poolgrid.consolidator.core import presence
 from poolgrid.consolidator.core.feed_reader import FeedEffect, FeedState
@@ -32,11 +31,12 @@ from poolgrid.consolidator.feed_follower import FeedFollower
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.files import records_of, verify
 from poolgrid.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.consolidator.sources_file import load_sources
 from poolgrid.process.clock import SystemClock
-from poolgrid.transport.zmq_subscriber import ZmqSubscriber
+from poolgrid.transport.zmq_socket import Subscription
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
@@ -554,7 +554,7 @@ def test_a_follower_that_is_far_behind_a_short_journal_takes_another_snapshot() 
         await follower.start()
         await follower.wait_synced()
         subscription = follower._subscription
-        assert isinstance(subscription, ZmqSubscriber)
+        assert isinstance(subscription, Subscription)
         subscription.inbox.pause()
         subscription.socket.setsockopt(zmq.UNSUBSCRIBE, b"poolgrid")
         random_work(pusher, random.Random(13), 200)

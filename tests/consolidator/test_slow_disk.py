@@ -16,9 +16,9 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator import journal_writer, service
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.bootstrap import create
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.process.clock import SystemClock

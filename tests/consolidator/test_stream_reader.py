@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.core.feed_reader import Deliver, FeedState
-from poolgrid.consolidator.stream.journal import StreamJournal
-from poolgrid.consolidator.stream.message import StoredMessage, empty_body
-from poolgrid.consolidator.stream.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
+from poolgrid.nats.journal import StreamJournal
+from poolgrid.nats.message import StoredMessage, empty_body
+from poolgrid.nats.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import FakeStream, StillClock
 from tests.consolidator.journal_builder import record

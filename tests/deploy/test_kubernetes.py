@@ -18,10 +18,10 @@ import yaml
 from typer.core import TyperGroup
 
 from poolgrid.cli.main import app
-from poolgrid.discovery.core.registry import Registry
-from poolgrid.discovery.core.slices import decode_slices, seen_in
+from poolgrid.discovery.registry import Registry
 from poolgrid.frontend.access.gate import OPEN_PATHS
 from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.kubernetes.slices import decode_slices, seen_in
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.engines.registry import engine_definition
 from tests.discovery.slices import endpoint, endpoint_slice

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import trustme
 
-from poolgrid.discovery.kubernetes import KubernetesNames
+from poolgrid.kubernetes.names import KubernetesNames
 from poolgrid.process.clock import Clock, SystemClock
 
 PATH = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"

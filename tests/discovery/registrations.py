@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from poolgrid.discovery.core.registry import Seen
+from poolgrid.discovery.registry import Seen
 from poolgrid.wire.registration import Registration, encode_registration
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from poolgrid.discovery.consolidators import PATIENCE_MS, NamedConsolidator
-from poolgrid.discovery.core.registry import Seen
 from poolgrid.discovery.names import Names
+from poolgrid.discovery.registry import Seen
 from poolgrid.wire.registration import Registration, encode_registration
 from tests.router.recorded_router import TurnedClock
 

@@ -11,11 +11,11 @@ import pytest
 import trustme
 from pydantic import ValidationError
 
-from poolgrid.discovery import kubernetes
-from poolgrid.discovery.kubernetes import KubernetesNames, api_server
 from poolgrid.discovery.names import Names
 from poolgrid.discovery.ports import NamesUnavailable, Scope
 from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.kubernetes import names as kubernetes
+from poolgrid.kubernetes.names import KubernetesNames, api_server
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.settings import RouterSettings
 from tests.discovery.api_server import ApiServer

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.discovery.core import registry as module
-from poolgrid.discovery.core.registry import Registry, Seen
+from poolgrid.discovery import registry as module
+from poolgrid.discovery.registry import Registry, Seen
 from poolgrid.wire.names import EndpointName, parse_name
 from poolgrid.wire.registration import (
     ENTRY_BYTES_MAX,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.discovery.core.registry import Registry
-from poolgrid.discovery.core.slices import LEASE_MS, decode_slices, seen_in
+from poolgrid.discovery.registry import Registry
+from poolgrid.kubernetes.slices import LEASE_MS, decode_slices, seen_in
 from poolgrid.wire.names import parse_name
 from tests.discovery.slices import (
     ENDING,

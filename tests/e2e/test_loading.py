@@ -40,7 +40,7 @@ def test_a_pool_that_still_loads_is_not_counted_and_says_what_is_left() -> None:
         with Process("global-router", "--config", str(document), "--port", "0", *urls) as fleet:
             fleet.wait_ready()
             eventually("the one pool is there", lambda: pools(fleet.url)["short"]["state"] == "available")
-            with worker(long, "l0", "--load-ms", str(LOAD_MS), "--load-bytes", str(WEIGHTS)) as late:
+            with worker(long, "l0", "--load-ms", str(LOAD_MS)) as late:
                 eventually("its pool hears that it loads", lambda: bool(loading(long)))
                 eventually("a global router sees it", lambda: pools(fleet.url)["long"]["state"] == "loading")
                 answer = complete(fleet.url, list(range(1200)), 2)

@@ -24,7 +24,7 @@ BODY = {"model": "tiny", "prompt": "x" * 300, "max_tokens": 8}
 def test_a_pool_under_curve_serves_and_keeps_strangers_out(tmp_path: Path) -> None:
     key = ("--curve-key", str(make_pair(tmp_path, "pool")))
     stranger = ("--curve-key", str(make_pair(tmp_path, "stranger")))
-    worker = ("worker", *MAKER, "--heartbeat-ms", "100")
+    worker = ("worker", *MAKER)
     with Process("consolidator", *key) as consolidator:
         consolidator.wait_ready()
         feed = ("--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query"))

@@ -67,7 +67,7 @@ def test_a_stopped_engine_costs_no_client_anything_and_its_worker_comes_back(
         router = stack.enter_context(Process("router", "--port", "0")).wait_ready()
         workers = {}
         for name in ("a", "b"):
-            behaviour = {"vocabulary_size": 4096, "rpc_proxy": True, "speedup": 1.0, "stop_file": str(tmp_path / name)}
+            behaviour = {"vocabulary_size": 4096, "speedup": 1.0, "stop_file": str(tmp_path / name)}
             monkeypatch.setenv("TRTLLM_FAKE", json.dumps(behaviour))
             ingest = ("--consolidator", router.word("ingest"))
             workers[name] = stack.enter_context(Process(*COMMON, *QUICK, *ingest, "--worker-id", name))

@@ -29,6 +29,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.workers.bootstrap import serve as serve_worker
 from poolgrid.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer
+from tests.workers.running import with_constants
 
 T = TypeVar("T")
 
@@ -198,7 +199,7 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
             parts["at"] = at = ready.result()
             welcomed = []
             for number, server in enumerate(servers):
-                worker = {
+                worker: dict[str, Any] = {
                     "engine_url": server.url, "consolidator": at.ingest, "worker_id": f"engine-{number}",
                     "health_interval_ms": 60_000, "heartbeat_ms": 100,
                 }  # fmt: skip
@@ -206,7 +207,9 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
                 welcomed.append(joined)
                 tasks.append(
                     asyncio.create_task(
-                        serve_worker(engine_definition("vllm").settings.model_validate(worker), stop, joined.set_result)
+                        serve_worker(
+                            with_constants(engine_definition("vllm").settings, worker), stop, joined.set_result
+                        )
                     )
                 )
             async with asyncio.timeout(PATIENCE_S):

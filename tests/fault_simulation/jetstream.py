@@ -30,11 +30,11 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
-from poolgrid.consolidator.adapters.jetstream import JetStreamJournal
-from poolgrid.consolidator.stream.message import Outgoing, StoredMessage, open_body, stored_message
-from poolgrid.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
-from poolgrid.nats.nats_connection import NatsConnection, NatsMessage, NatsUnavailable
-from poolgrid.nats.nats_leader import LOADING_KEY
+from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
+from poolgrid.nats.jetstream import JetStreamJournal
+from poolgrid.nats.leader import LOADING_KEY
+from poolgrid.nats.message import Outgoing, StoredMessage, open_body, stored_message
+from poolgrid.nats.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.fault_simulation.network import Network

@@ -18,9 +18,9 @@ from poolgrid.consolidator.core.feed_reader import FeedReader
 from poolgrid.consolidator.journal import files
 from poolgrid.consolidator.journal.files import FileJournal
 from poolgrid.consolidator.journal_writer import JournalWriter
-from poolgrid.consolidator.stream.journal import StreamJournal
 from poolgrid.global_router.router_link import RouterLink
-from poolgrid.nats.nats_leader import LeaderWatch
+from poolgrid.nats.journal import StreamJournal
+from poolgrid.nats.leader import LeaderWatch
 from poolgrid.process.awake_clock import AwakeTime
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.load_ledger import LoadLedger

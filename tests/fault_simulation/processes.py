@@ -22,16 +22,17 @@ from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.ports import Disk, Journal, PoolListener
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
-from poolgrid.consolidator.stream.message import BODY_BYTES
-from poolgrid.consolidator.succession import Succession, SuccessionMetrics
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.nats.nats_leader import LeaderWatch
+from poolgrid.nats.election import Succession, SuccessionMetrics
+from poolgrid.nats.follower import NatsFeed
+from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
+from poolgrid.nats.leader import LeaderWatch
+from poolgrid.nats.message import BODY_BYTES
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy
@@ -41,7 +42,6 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.nats_feed import NatsFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings

@@ -14,9 +14,9 @@ from poolgrid.consolidator.core.feed_reader import FeedState
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, records_of
-from poolgrid.consolidator.stream.history import StreamHistory
+from poolgrid.nats.follower import NatsFeed
+from poolgrid.nats.history import StreamHistory
 from poolgrid.router.feeds import RemoteFeed
-from poolgrid.router.nats_feed import NatsFeed
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from poolgrid.wire.streams import WORKER_SOURCE

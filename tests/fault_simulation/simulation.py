@@ -22,11 +22,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from poolgrid.consolidator.stream.journal import SIZE_FACTOR
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
 from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.nats.journal import SIZE_FACTOR
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.ports import Journal
+from poolgrid.nats.follower import NatsFeed
 from poolgrid.router.feeds import RemoteFeed
-from poolgrid.router.nats_feed import NatsFeed
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import unpack_hashes

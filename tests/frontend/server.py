@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
@@ -18,15 +17,12 @@ from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState
-from poolgrid.http.http_protocol import DirectProtocol
+from poolgrid.http.http_server import HttpServer
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, ServedModel, TokenStream
 from poolgrid.wire.answers import EndpointRow
 from tests.frontend.fake_backend import TINY, FakeBackend
-
-Http = str | type[DirectProtocol]
-"""uvicorn's name of a protocol, or ours, which the routers serve with."""
 
 
 def application(
@@ -101,74 +97,36 @@ def front_end(**settings: Any) -> Iterator[FrontEnd]:
             runner.run(opened.aclose())
 
 
-class _Server(uvicorn.Server):
-    """Tells when it answers, and ends when it is told to and what is open has ended: nothing polls for either."""
-
-    def __init__(self, app: FastAPI, http: Http) -> None:
-        if not isinstance(http, str):
-            http = http.serving(HttpLimits(), None)
-        super().__init__(uvicorn.Config(app, log_level="warning", http=http, access_log=False, proxy_headers=False))
-        self.answering = threading.Event()
-        self._ending = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
-        self.answering.set()
-
-    def end(self) -> None:
-        """Have it end, from any thread."""
-        self.should_exit = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._ending.set)
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self._ending.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - uvicorn tells nobody
-            await asyncio.sleep(0.002)
-        await self.lifespan.shutdown()
-
-
-def _bound_socket() -> socket.socket:
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
-    return bound
-
-
 @asynccontextmanager
-async def served(app: FastAPI, http: Http = DirectProtocol) -> AsyncIterator[int]:
+async def served(app: FastAPI) -> AsyncIterator[int]:
     """Serve in this event loop and yield the port."""
-    with _bound_socket() as bound:
-        bound.listen()
-        server = _Server(app, http)
-        task = asyncio.ensure_future(server.serve([bound]))
-        try:
-            # Connections wait in the socket's backlog until the server accepts them.
-            yield bound.getsockname()[1]
-        finally:
-            server.end()
-            await task
+    server = HttpServer(app, "127.0.0.1", 0, "port", stop_timeout_ms=10_000, limits=HttpLimits(hosts=("*",)))
+    server.start()
+    try:
+        yield server.port
+    finally:
+        await server.stop()
+        if isinstance(app, Application):
+            await app.close()
 
 
 @contextmanager
 def served_in_thread(app: FastAPI) -> Iterator[str]:
     """Serve in a thread of its own and yield the base URL, for clients that block."""
-    with _bound_socket() as bound:
-        server = _Server(app, DirectProtocol)
-        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
-        thread.start()
-        try:
-            assert server.answering.wait(10), "the server did not start"
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            server.end()
-            thread.join(10)
-            assert not thread.is_alive(), "the server did not stop"
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, str]] = Future()
+
+    async def serve() -> None:
+        ending = asyncio.Event()
+        async with served(app) as port:
+            started.set_result((asyncio.get_running_loop(), ending, f"http://127.0.0.1:{port}"))
+            await ending.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    loop, ending, url = started.result(10)
+    try:
+        yield url
+    finally:
+        loop.call_soon_threadsafe(ending.set)
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"

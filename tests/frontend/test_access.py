@@ -384,13 +384,19 @@ def test_a_salt_depends_on_secret_tenant_and_client_and_on_nothing_between_them(
     assert len(salts) == 18
 
 
+@pytest.fixture
+def looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poolgrid.frontend.access.watched_key_file.CHECK_MS", 0.0)
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("looked_at_each_time")
 def test_a_changed_file_is_in_force_at_once_and_a_broken_one_changes_nothing(write: Callable[..., Path]) -> None:
     async def run() -> None:
         path = write(requests_per_minute=1000)
-        async with running(path, api_keys_check_ms=0) as service:
+        async with running(path) as service:
             assert (await service.chat()).status_code == 200
             before = path.read_bytes()
 
@@ -412,10 +418,11 @@ def test_a_changed_file_is_in_force_at_once_and_a_broken_one_changes_nothing(wri
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("looked_at_each_time")
 def test_what_was_used_goes_on_counting_over_a_reload(write: Callable[..., Path]) -> None:
     async def run() -> None:
         path = write(requests_per_minute=3)
-        async with running(path, api_keys_check_ms=0) as service:
+        async with running(path) as service:
             for _ in range(3):
                 assert (await service.chat()).status_code == 200
             key_file.write(path, document(requests_per_minute=4))

@@ -199,5 +199,5 @@ def collected() -> Counter[str]:
         gc.garbage.clear()
     frames = [each.f_code for each in found if isinstance(each, FrameType)]
     types = [f"{type(each).__module__}.{type(each).__qualname__}" for each in found]
-    ours = [name for name in types if name.startswith(("poolgrid.", "uvicorn."))]
+    ours = [name for name in types if name.startswith("poolgrid.")]
     return Counter(ours + [code.co_qualname for code in frames if "/tests/" not in code.co_filename])

@@ -15,6 +15,7 @@ from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.conversation import FILES_BYTES_MAX, NO_MEDIA, find_media
 from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prompts import tokenize
 from poolgrid.frontend.schema import Message
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.wire.card import MediaSpec
@@ -88,7 +89,7 @@ def test_the_result_of_a_function_answers_the_call_before_it() -> None:
     job = Preparation(FakeBackend(), {"tiny": model}, FrontendSettings()).chat(
         msgspec.json.encode({"model": "tiny", "messages": messages})
     )
-    (shown,) = job.tokenize()
+    (shown,) = tokenize(job)
     assert TINY.decode(shown.token_ids) == "Hi.(call_1:f:{})[call_1=F](call_3:g:{})[call_3=G]"
 
 

@@ -86,8 +86,8 @@ def test_a_step_is_short_and_no_step_is_done_twice() -> None:
 @pytest.mark.parametrize(
     ("body", "limits", "code", "setting"),
     [
-        (gzip.compress(b"") * 101, LIMITS, "inflation_refused", "gzip_request_members"),
-        (gzip.compress(bytes(RATIO_FREE_BYTES + 1)), LIMITS, "inflation_refused", "gzip_request_ratio"),
+        (gzip.compress(b"") * 101, LIMITS, "inflation_refused", "gzip members"),
+        (gzip.compress(bytes(RATIO_FREE_BYTES + 1)), LIMITS, "inflation_refused", "times as long"),
         (gzip.compress(noise(1001)), replace(LIMITS, output_bytes=1000), "body_too_large", "max_body_bytes"),
     ],
 )
@@ -110,7 +110,7 @@ def test_empty_members_cost_no_more_each_the_more_there_are() -> None:
     work = inflation(gzip.compress(b"") * 400_000, replace(LIMITS, members=400_000))
     assert work.advance()
     # The 35 s that this took were spent on copies of what follows each member.
-    with pytest.raises(RequestError, match="gzip_request_members"):
+    with pytest.raises(RequestError, match="gzip members"):
         inflation(gzip.compress(b"") * 400_000, replace(LIMITS, members=1024)).advance()
 
 
@@ -127,7 +127,7 @@ def test_a_body_has_a_time_which_does_not_run_while_it_waits_for_a_thread() -> N
     assert not work.advance(10)
     now_ms += 1_000_000
     assert work.advance()
-    with pytest.raises(RequestError, match="gzip_request_timeout_ms"):
+    with pytest.raises(RequestError, match="takes longer than"):
         inflation(body, replace(LIMITS, time_ms=30), ticking).advance()
 
 

@@ -71,7 +71,12 @@ SERVED = [
     EndpointRow(endpoint=f"poolgrid.{role}.generate", model="tiny", role=role, workers=1, ready=1, instances=[])
     for role in ("aggregated", "prefill", "decode", "encode")
 ]
-SERVER = application(FakeBackend(talk), endpoints=lambda: SERVED, max_choices=4)
+SERVER = application(FakeBackend(talk), endpoints=lambda: SERVED)
+
+
+@pytest.fixture(autouse=True)
+def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poolgrid.frontend.preparation.CHOICES_MAX", 4)
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

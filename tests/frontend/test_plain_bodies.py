@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.preparation import Job, Preparation
+from poolgrid.frontend.parsed_answers import encoder_of
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.prompts import tokenize
 from poolgrid.frontend.schema import USUAL, ChatBody, CompletionBody, Message, is_plain
+from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.inference.ports import ServedModel
 from tests.frontend.fake_backend import FakeBackend
@@ -37,10 +41,10 @@ USUAL_FIELDS = st.fixed_dictionaries(
 )
 
 
-def asked(job: Job, names: list[str]) -> dict[str, Any]:
-    prompts = job.tokenize()
-    requests = [fields_of(request) for request in job.requests(prompts, names)]
-    answer = job.encoder(prompts, names, 0)
+def asked(job: PreparedRequest, names: list[str]) -> dict[str, Any]:
+    prompts = tokenize(job)
+    requests = [fields_of(request) for request in sequences_of(job, prompts, names)]
+    answer = encoder_of(job, prompts, names, 0)
     return {
         "requests": requests,
         "counts": job.counts_in_chunks,

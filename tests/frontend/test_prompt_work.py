@@ -8,12 +8,14 @@ from types import FrameType
 from typing import Any
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.preparation import Job, Preparation
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.prompts import look_up, tokenize
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.inference.cache_domain import EVERYBODY
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import ServedModel
-from poolgrid.process.tenant_caches import EVERYBODY
 
 SANDBOX = "poolgrid.frontend.template_sandbox"
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
@@ -27,7 +29,7 @@ class Backend:
         raise AssertionError("nothing is sent")
 
 
-def job_of(messages: list[dict[str, Any]]) -> Job:
+def job_of(messages: list[dict[str, Any]]) -> PreparedRequest:
     body = json.dumps({"model": "tiny", "messages": messages}).encode()
     job = Preparation(Backend(), {"tiny": MODEL}, FrontendSettings()).chat(body)
     job.domain = EVERYBODY
@@ -43,7 +45,7 @@ def calls_of_look_up(messages: list[dict[str, Any]], only: str = "") -> list[str
 
     Those of one module, or all but what the template calls.
     """
-    job_of(messages[:-2]).tokenize()
+    tokenize(job_of(messages[:-2]))
     job = job_of(messages)
     called: list[str] = []
 
@@ -54,7 +56,7 @@ def calls_of_look_up(messages: list[dict[str, Any]], only: str = "") -> list[str
 
     sys.setprofile(note)
     try:
-        left = job.look_up(60_000.0)
+        left = look_up(job, 60_000.0)
     finally:
         sys.setprofile(None)
     assert left is not None
@@ -77,5 +79,5 @@ def test_a_message_of_words_alone_is_shown_to_its_template_as_one_with_an_empty_
     plain = conversation(4)
     further = [{**message, "tool_calls": []} for message in plain]
 
-    [one], [other] = job_of(plain).tokenize(), job_of(further).tokenize()
+    [one], [other] = tokenize(job_of(plain)), tokenize(job_of(further))
     assert (one.token_ids, one.text, one.end) == (other.token_ids, other.text, other.end)

@@ -20,6 +20,7 @@ from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.prompts import look_up
 from poolgrid.frontend.settings import FrontendSettings
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.plain_jinja import NOW, SPECIAL_TOKENS, PlainTemplate
@@ -163,8 +164,8 @@ def render(file: Path, conversation: Conversation, tools: Any) -> str:
     """Return the prompt that a request gets."""
     body = {"model": "tiny", "messages": conversation} | ({"tools": tools} if tools else {})
     job = preparation(file).chat(json.dumps(body).encode())
-    assert job.look_up(60_000) is not None
-    return job.sighted[0].text
+    assert look_up(job, 60_000) is not None
+    return job.texts[0].text
 
 
 @cache

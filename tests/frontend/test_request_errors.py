@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend.field_words import fields_without_words
 from poolgrid.frontend.messages_api.schema import MessagesBody
+from poolgrid.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from poolgrid.frontend.schema import (
@@ -492,11 +493,9 @@ def test_every_field_says_in_words_what_it_may_be() -> None:
         assert not untold, f"say what {sorted(untold)} of {body.__name__} may be: Annotated[..., allowed(...)]"
 
 
-def test_settings_bound_what_a_request_may_ask_for() -> None:
-    long = [{"role": "user", "content": "x" * 2000}]
-    assert error_of(post(CHAT, chat(n=3), max_choices=2))["param"] == "n"
-    assert error_of(post(CHAT, chat(stop=["a", "b"]), max_stop_strings=1))["param"] == "stop"
-    assert error_of(post(CHAT, chat(messages=long), max_prompt_chars=1024))["code"] == "chat_template_error"
+def test_what_a_request_may_ask_for_is_bounded() -> None:
+    assert error_of(post(CHAT, chat(n=CHOICES_MAX + 1)))["param"] == "n"
+    assert error_of(post(CHAT, chat(stop=["a"] * (STOP_STRINGS_MAX + 1))))["param"] == "stop"
 
 
 def test_more_prompts_than_answers_are_allowed_are_refused_before_any_is_looked_at(
@@ -505,12 +504,13 @@ def test_more_prompts_than_answers_are_allowed_are_refused_before_any_is_looked_
     def looked_at(body: CompletionBody) -> list[tuple[str | list[int], str]]:
         raise AssertionError("too many to look at")
 
-    monkeypatch.setattr("poolgrid.frontend.preparation._prompts", looked_at)
+    monkeypatch.setattr("poolgrid.frontend.prompts._prompts", looked_at)
 
+    monkeypatch.setattr("poolgrid.frontend.preparation.CHOICES_MAX", 2)
     many: list[list[Any]] = [["x"] * 3, [[1, 2]] * 3]
     for prompts in many:
-        error = error_of(post(COMPLETIONS, completion(prompt=prompts), max_choices=2))
+        error = error_of(post(COMPLETIONS, completion(prompt=prompts)))
         assert error["message"].startswith("n is 1 for 3 prompt(s): allowed are 2")
     mixtures: list[list[Any]] = [[], ["x", 1], ["x", [1]]]
     for prompts in mixtures:
-        assert error_of(post(COMPLETIONS, completion(prompt=prompts), max_choices=2))["param"] == "prompt"
+        assert error_of(post(COMPLETIONS, completion(prompt=prompts)))["param"] == "prompt"

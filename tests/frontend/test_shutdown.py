@@ -83,5 +83,5 @@ def test_one_who_sends_half_a_request_is_cut_in_time(caplog: pytest.LogCaptureFi
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
     assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == [
-        "ending: 1 connections are cut amid a request"
+        "shutting down: aborting 1 connections with a request in flight"
     ]

@@ -20,6 +20,7 @@ from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.content_form import ContentForm
 from poolgrid.frontend.message_adaptation import adapt, adapt_tools
 from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prompts import look_up
 from poolgrid.frontend.schema import ChatBody, Function, Message, ToolCall
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.template_capabilities import Arguments, EmptyContent, TemplateCapabilities, TextWithCalls
@@ -240,7 +241,7 @@ def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
     job = preparation.chat_job(ChatBody(model="tiny", messages=[message]))
 
     with pytest.raises(RequestError, match="nested too deeply"):
-        job.look_up(60_000)
+        look_up(job, 60_000)
 
 
 NUMBERS = itertools.count()

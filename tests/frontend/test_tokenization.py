@@ -164,13 +164,14 @@ def test_a_rendering_that_takes_long_is_begun_anew_in_a_thread(monkeypatch: pyte
     assert [here for here, _ in seen.prompts()] == [False]
 
 
-def test_a_rendering_that_takes_too_long_even_there_is_refused(seen: Watched) -> None:
+def test_a_rendering_that_takes_too_long_even_there_is_refused(monkeypatch: pytest.MonkeyPatch, seen: Watched) -> None:
+    monkeypatch.setattr("poolgrid.frontend.prompts.TIME_LIMIT_MS", 20.0)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     endless = "{% if messages[0]['content'] == 'hi' %}" + loops + "{% endif %}"
     model = replace(TINY, template=ChatTemplate(endless))
 
     async def go() -> httpx.Response:
-        app = application(FakeBackend(), models={"tiny": model}, template_time_limit_ms=20.0)
+        app = application(FakeBackend(), models={"tiny": model})
         async with in_process(app) as client:
             return await client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages("hi")})
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from poolgrid.frontend import tokenizer_endpoints
+from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.hashing import unpack_tokens
 from tests.frontend.fake_backend import TINY, FakeBackend
@@ -63,7 +64,8 @@ def test_a_long_answer_is_encoded_in_steps_outside_the_event_loop(
         return encode(values)
 
     monkeypatch.setattr(tokenizer_endpoints, "_inside", inside)
-    answer = post("/tokenize", prompt=text, return_token_strs=strings, settings={"tokenizer_inline_bytes": 0})
+    monkeypatch.setattr(TokenizationPool.__init__, "__defaults__", (256, 0))  # nothing is short
+    answer = post("/tokenize", prompt=text, return_token_strs=strings)
     found = msgspec.json.decode(answer.content, type=tokenizer_endpoints.Tokenized)
     assert found.tokens == list(unpack_tokens(TINY.encode(text, add_special_tokens=True)))
     assert found.count == len(found.tokens)

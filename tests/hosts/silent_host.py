@@ -13,11 +13,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.transport import reconnecting
-from poolgrid.transport.dealer import Dealer
-from poolgrid.transport.dealer_choice import connect_dealer
+from poolgrid.transport import zmq_socket
+from poolgrid.transport.dealer import Dealer, ZmqDealer, connect_dealer
 from poolgrid.transport.planes import PlaneContext, PlaneMetrics
-from poolgrid.transport.zmq_dealer import ZmqDealer
 from tests.hosts.network import is_inside, make_hosts, run_inside
 
 TIMEOUT_S = 30.0
@@ -87,8 +85,8 @@ def main() -> int:
     """Connect, cut the host off, and wait."""
     if not is_inside():
         return run_inside("tests.hosts.silent_host", sys.argv[1:])
-    reconnecting.PROBED_AFTER_S = reconnecting.PROBED_EVERY_S = reconnecting.PROBES_MAX = 1
-    reconnecting.UNACKNOWLEDGED_S = 2
+    zmq_socket.PROBED_AFTER_S = zmq_socket.PROBED_EVERY_S = zmq_socket.PROBES_MAX = 1
+    zmq_socket.UNACKNOWLEDGED_S = 2
     [host] = make_hosts(1)
     with subprocess.Popen(
         [*host.prefix, sys.executable, "-c", SERVER, host.address], stdout=subprocess.PIPE, text=True

@@ -147,3 +147,22 @@ def test_whole_answers_of_any_size_and_in_any_pieces_are_read() -> None:
                 assert taken.body == body
 
     asyncio.run(scenario())
+
+
+def test_the_failure_of_an_answer_does_not_keep_what_arrived() -> None:
+    class Unread(Exchange):
+        def take_body(self, data: bytes) -> None:
+            raise RequestFailed("protocol", "it cannot be read")
+
+    async def scenario() -> None:
+        connection = Connection(SystemClock())
+        connection.connection_made(Recorded())
+        answer = asyncio.ensure_future(connection.send((b"head", b"body"), Unread()))
+        await asyncio.sleep(0)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlarge")
+        with pytest.raises(RequestFailed, match="it cannot be read") as caught:
+            await answer
+        assert "take_body" not in [entry.name for entry in caught.traceback]
+        assert caught.value.__context__ is None
+
+    asyncio.run(scenario())

@@ -21,17 +21,17 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.http.bounded_protocol import TURN_BYTES, TURN_PIECES, BoundedProtocol
-from poolgrid.http.direct_cycle import CONNECTION, Connection
-from poolgrid.http.http_connections import (
+from poolgrid.http.connections import (
     OTHER_FILES,
     SAID_EVERY_S,
     HttpConnections,
     connections_that_fit,
     source_of,
 )
+from poolgrid.http.exchange import BODY_BUFFER_BYTES, ON_DISCONNECT
 from poolgrid.http.http_server import STOOD_STILL_S, HttpServer
 from poolgrid.http.http_settings import HttpLimits, HttpSettings
+from poolgrid.http.request_parser import SLICE_BYTES, SLICE_PIECES, RequestParser
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.transport.tls import Tls
 
@@ -57,9 +57,7 @@ SMALL = HttpLimits(
 
 
 class Application:
-    """``/direct`` takes its body gathered, all else receives it; each answers with its size when ``hold`` is open."""
-
-    body_bytes_max = 2**18
+    """Each path answers with the size of its body once ``hold`` is open."""
 
     def __init__(self) -> None:
         self.hold = asyncio.Event()
@@ -74,33 +72,28 @@ class Application:
         self.answer_bytes = 0
         """Length of answers that have one of their own."""
 
-    def direct_endpoint(self, url: bytes) -> Application | None:
-        return self if url == b"/direct" else None
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.begun += 1
         self.entered.set()
         self.headers = scope["headers"]
-        connection: Connection | None = (scope.get("extensions") or {}).get(CONNECTION)
         if scope["path"] == "/unread":
             await self._answer(send, b"unread")
             return
-        if connection is None:
-            size = 0
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    self.left.set()
-                    return
-                size += len(message.get("body", b""))
-                more = message.get("more_body", False)
-            # As the endpoints of a router do it under servers that are not ours.
+        size = 0
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.left.set()
+                return
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        watch = None
+        if scope["path"] == "/watched":
+            # As ASGI has it; the inference endpoints use the extension.
             watch = asyncio.ensure_future(self._watch(receive))
         else:
-            size = len(connection.body)
-            connection.on_left = self.left.set
-            watch = None
+            scope["extensions"][ON_DISCONNECT](self.left.set)
         if scope["path"] == "/stream":
             await self.begin.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -213,7 +206,7 @@ def get(path: str = "/", *headers: str) -> bytes:
     return "\r\n".join([f"GET {path} HTTP/1.1", "host: x", *headers]).encode() + b"\r\n\r\n"
 
 
-def post(body: bytes, path: str = "/direct", announced: int | None = None, *headers: str) -> bytes:
+def post(body: bytes, path: str = "/", announced: int | None = None, *headers: str) -> bytes:
     length = len(body) if announced is None else announced
     head = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {length}", *headers]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
@@ -299,7 +292,7 @@ def test_lines_and_their_number_have_limits(request_head: bytes, status: bytes) 
 def test_a_body_behind_a_head_that_is_refused_is_dropped() -> None:
     async def scenario() -> None:
         async with serving() as pair:
-            request = post(b"x" * 100_000, "/direct", None, *(f"h{n}: x" for n in range(20)))
+            request = post(b"x" * 100_000, "/", None, *(f"h{n}: x" for n in range(20)))
             answer = await pair.ask(request + get("/", CLOSE))
             assert answer.count(b"HTTP/1.1 ") == 1
             assert answer.split()[1] == b"431"
@@ -390,15 +383,15 @@ def test_a_connection_that_waits_for_a_further_request_is_closed(run: Run) -> No
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/direct", "/received"])
-def test_a_body_has_a_time(run: Run, path: str) -> None:
+@pytest.mark.parametrize("announced", [100, 100_000])
+def test_a_body_has_a_time(run: Run, announced: int) -> None:
     async def scenario() -> None:
         async with serving(body_timeout_s=0.05) as pair:
-            answer = await pair.ask(post(b"abc", path, 100))
+            answer = await pair.ask(post(b"abc", "/", announced))
             assert answer.startswith(b"HTTP/1.1 408 ")
             assert b"http_body_timeout_ms" in answer
             assert pair.refused("body_timeout") == 1
-            if path == "/received":
+            if announced > BODY_BUFFER_BYTES:
                 await within(pair.application.left.wait())
             else:
                 assert pair.application.begun == 0
@@ -410,8 +403,8 @@ def test_a_long_body_has_more_time() -> None:
     async def scenario() -> None:
         async with serving(body_timeout_s=0.05, body_bytes_per_s=100) as pair:
             reader, writer = await pair.connect()
-            writer.write(post(b"x" * 99_999, "/direct", 100_000, CLOSE))
-            slow = await pair.ask(post(b"x", "/direct", 100_000))
+            writer.write(post(b"x" * 99_999, "/", 100_000, CLOSE))
+            slow = await pair.ask(post(b"x", "/", 100_000))
             assert slow.startswith(b"HTTP/1.1 408 ")
             writer.write(b"x")
             assert (await within(reader.read())).endswith(b"100000 bytes")
@@ -419,15 +412,14 @@ def test_a_long_body_has_more_time() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/direct", "/received"])
-def test_the_body_that_began_first_gives_way_when_too_much_is_held(run: Run, path: str) -> None:
+def test_the_body_that_began_first_gives_way_when_too_much_is_held(run: Run) -> None:
     async def scenario() -> None:
         async with serving(unfinished_bytes=300_000) as pair:
             table = pair.server.connections
             streams = []
             for _ in range(3):
                 streams.append(await pair.connect())
-                streams[-1][1].write(post(b"x" * 90_000, path, 200_000, CLOSE))
+                streams[-1][1].write(post(b"x" * 90_000, "/", 200_000, CLOSE))
                 await pair.until(lambda: table.unfinished_bytes == 90_000 * len(streams))
             (first, _), *others = streams
             for reader, writer in others:
@@ -460,7 +452,7 @@ def test_chunks_must_hold_more_than_what_is_around_them() -> None:
 
 
 def test_one_that_is_refused_amid_a_body_and_stays_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.http.http_connections.LINGER_S", 0.05)
+    monkeypatch.setattr("poolgrid.http.connections.LINGER_S", 0.05)
 
     async def scenario() -> None:
         async with serving() as pair:
@@ -475,23 +467,23 @@ def test_one_that_is_refused_amid_a_body_and_stays_is_cut(run: Run, monkeypatch:
 
 
 @pytest.mark.parametrize("piece", [b"x", b"\r\n\r\n"], ids=["of one byte", "of an empty line"])
-def test_a_body_of_tiny_chunks_is_read_in_turns(run: Run, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_tiny_chunks_is_read_in_slices(run: Run, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    genuine = BoundedProtocol._read
+    genuine = RequestParser.read
 
-    def read(self: BoundedProtocol, data: bytes | bytearray) -> int:
+    def read(self: RequestParser, data: bytes | bytearray) -> int:
         end = genuine(self, data)
         taken.append(self._pieces)
         return end
 
-    monkeypatch.setattr(BoundedProtocol, "_read", read)
+    monkeypatch.setattr(RequestParser, "read", read)
     count = 50_000
     chunk = b"%x\r\n%b\r\n" % (len(piece), piece)
 
     async def scenario() -> None:
         async with serving() as pair:
             reader, writer = await pair.connect()
-            head = get("/received", "transfer-encoding: chunked").replace(b"GET", b"POST")
+            head = get("/watched", "transfer-encoding: chunked").replace(b"GET", b"POST")
             writer.write(head + chunk * count + b"0\r\n\r\n" + get("/", CLOSE))
             answers = await within(reader.read())
             assert answers.count(b"HTTP/1.1 200 ") == 2
@@ -500,7 +492,7 @@ def test_a_body_of_tiny_chunks_is_read_in_turns(run: Run, piece: bytes, monkeypa
     run(scenario())
 
     assert sum(taken) >= count
-    assert max(taken) <= TURN_PIECES + TURN_BYTES // len(chunk) + 1
+    assert max(taken) <= SLICE_PIECES + SLICE_BYTES // len(chunk) + 1
 
 
 def test_a_body_that_nobody_wants_is_skipped_and_a_huge_one_ends_the_connection() -> None:
@@ -509,7 +501,7 @@ def test_a_body_that_nobody_wants_is_skipped_and_a_huge_one_ends_the_connection(
             reader, writer = await pair.connect()
             writer.write(post(b"x" * 70_000, "/unread", 80_000))
             assert await within(reader.readuntil(b"unread"))
-            writer.write(b"x" * 10_000 + post(b"abc", "/direct", None, CLOSE))
+            writer.write(b"x" * 10_000 + post(b"abc", "/", None, CLOSE))
             assert (await within(reader.read())).endswith(b"3 bytes")
             answer = await pair.ask(post(b"x", "/unread", 2**40))
             assert answer.endswith(b"unread")
@@ -524,7 +516,7 @@ def test_a_body_that_nobody_wants_is_skipped_and_a_huge_one_ends_the_connection(
 
 @pytest.mark.parametrize(
     "further",
-    [get("/received"), post(b"abc"), b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"],
+    [get("/watched"), post(b"abc"), b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"],
     ids=["without body", "with body", "chunked"],
 )
 def test_requests_behind_one_in_work_wait_unparsed_and_unread(run: Run, further: bytes) -> None:
@@ -595,7 +587,7 @@ def test_the_ends_of_requests_are_found_in_any_pieces() -> None:
         post(b"abc"),
         get(),
         b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n4\r\n\r\n\r\n\r\n0\r\nt: x\r\n\r\n",
-        post(b"\r\n\r\n" * 5, "/received"),
+        post(b"\r\n\r\n" * 5, "/watched"),
         get("/", CLOSE),
     ]
     whole = b"".join(requests)
@@ -648,7 +640,7 @@ def test_with_a_request_in_work_on_every_connection_a_new_one_is_answered_503(ru
             pair.application.hold.clear()
             busy = [await pair.connect() for _ in range(2)]
             for _, writer in busy:
-                writer.write(post(b"abc", "/direct", None, CLOSE))
+                writer.write(post(b"abc", "/", None, CLOSE))
             await pair.until(lambda: pair.application.begun == 2)
             assert (await pair.ask(b"")).startswith(b"HTTP/1.1 503 ")
             assert pair.refused("connections") == 1
@@ -724,16 +716,15 @@ def final(answer: bytes) -> bytes:
     return answer
 
 
-@pytest.mark.parametrize("path", ["/direct", "/received"])
 @pytest.mark.parametrize("held", [False, True], ids=["at once", "later"])
-def test_a_client_that_ends_its_side_gets_its_answers(run: Run, path: str, held: bool) -> None:
+def test_a_client_that_ends_its_side_gets_its_answers(run: Run, held: bool) -> None:
     async def scenario() -> None:
         async with serving() as pair:
             application = pair.application
             if held:
                 application.hold.clear()
             reader, writer = await pair.connect()
-            writer.write(post(b"abc", path) + post(b"defg", path))
+            writer.write(post(b"abc") + post(b"defg"))
             writer.write_eof()
             if held:
                 # The probes begin, so it is known to be still there.
@@ -765,7 +756,7 @@ def test_a_stream_goes_on_for_a_client_that_has_ended_its_side(run: Run) -> None
     run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/direct", "/received", "/stream"])
+@pytest.mark.parametrize("path", ["/", "/watched", "/stream"])
 def test_a_client_that_leaves_is_noticed_all_the_same(run: Run, path: str) -> None:
     async def scenario() -> None:
         async with serving() as pair:
@@ -796,7 +787,7 @@ def test_a_client_that_leaves_after_it_ended_its_side_is_noticed(run: Run) -> No
     run(scenario())
 
 
-@pytest.mark.parametrize("unfinished", [b"GET / HT", post(b"abc", "/direct", 10), post(b"abc", "/received", 10)])
+@pytest.mark.parametrize("unfinished", [b"GET / HT", post(b"abc", "/", 10), post(b"abc", "/watched", 10)])
 def test_a_request_that_ends_before_it_is_whole_is_over(run: Run, unfinished: bytes) -> None:
     async def scenario() -> None:
         async with serving() as pair:
@@ -888,7 +879,7 @@ def test_the_limits_hold_under_tls(run: Run, tls: Tls, authority: trustme.CA) ->
         async with serving(tls=tls, body_timeout_s=0.05, keep_alive_timeout_s=0.05) as pair:
             pair.client_ssl = trusting(authority)
             assert (await pair.ask(b"GET / HTTP/1.1\r\nendless: " + b"x" * 5000)).startswith(b"HTTP/1.1 431 ")
-            assert (await pair.ask(post(b"abc", "/direct", 10))).startswith(b"HTTP/1.1 408 ")
+            assert (await pair.ask(post(b"abc", "/", 10))).startswith(b"HTTP/1.1 408 ")
             assert (await pair.ask(get())).endswith(b"0 bytes"), "and then it is closed"
             reader, writer = await pair.connect()
             writer.write(get() * 1000)
@@ -931,7 +922,7 @@ def test_the_settings_are_the_limits() -> None:
 
 
 def test_the_log_says_each_reason_once_a_minute_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
-    table = HttpConnections(SMALL)
+    table = HttpConnections(Application(), SMALL)
     for now_s in (0.0, 1.0, 2.0, SAID_EVERY_S):
         table.note("head_too_large", "10.0.0.1", now_s)
     table.note("connections", "10.0.0.2", 3.0)

@@ -1,4 +1,4 @@
-"""A server on loopback that serves files as mirrors and hubs do, and breaks off, refuses and holds as it is told."""
+"""A server on loopback that serves models as hubs do, and breaks off, refuses and holds as it is told."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class FileServer:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
+        self.heads: dict[str, dict[str, str]] = {}
+        """Further fields of the answers for a path."""
         self.statuses: dict[str, list[int]] = {}
         """Statuses of the next answers for a path, in place of the file."""
         self.cuts: dict[str, list[int]] = {}
@@ -30,7 +32,6 @@ class FileServer:
         """Bytes after which answers for a path wait until ``go_on`` is set."""
         self.held = threading.Event()
         self.go_on = threading.Event()
-        self.knows_ranges = True
         self.asked: list[tuple[str, str, str]] = []
         """Path, range and authorization of each request."""
         self.url = ""
@@ -42,6 +43,7 @@ class FileServer:
     def serve_model(self, repository: str, files: Mapping[str, bytes], lfs: str = ".safetensors") -> None:
         """Serve a model as a hub does, the large files from a store elsewhere."""
         siblings: list[dict[str, Any]] = []
+        tree: list[dict[str, Any]] = []
         for path, content in files.items():
             blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
             each: dict[str, Any] = {"rfilename": path, "size": len(content), "blobId": blob}
@@ -52,9 +54,14 @@ class FileServer:
                 # The same server by another name: another place, for whoever must not be told the token.
                 self.redirects[resolve] = self.url.replace("127.0.0.1", "localhost") + f"/store/{path}"
                 self.files[f"/store/{path}"] = content
+                self.heads[resolve] = {"x-linked-etag": f'"{sha256}"', "x-linked-size": str(len(content))}
             else:
                 self.files[resolve] = content
+            self.heads.setdefault(resolve, {}).update({"x-repo-commit": COMMIT, "etag": f'"{blob}"'})
             siblings.append(each)
+            lfs_fields = {"lfs": {"oid": each["lfs"]["sha256"], **each["lfs"]}} if "lfs" in each else {}
+            tree.append({"type": "file", "path": path, "size": len(content), "oid": blob, **lfs_fields})
+        self.files[f"/api/models/{repository}/tree/{COMMIT}"] = json.dumps(tree).encode()
         info = json.dumps({"id": repository, "sha": COMMIT, "siblings": siblings}).encode()
         for revision in ("main", COMMIT):
             self.files[f"/api/models/{repository}/revision/{revision}"] = info
@@ -65,24 +72,29 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     served: FileServer
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         served = self.served
         path = unquote(urlsplit(self.path).path)
         given = self.headers.get("range", "")
-        served.asked.append((path, given, self.headers.get("authorization", "")))
+        if self.command == "GET":
+            served.asked.append((path, given, self.headers.get("authorization", "")))
         if served.statuses.get(path):
             self._answer(served.statuses[path].pop(0), b"")
             return
+        fields = served.heads.get(path, {})
         if path in served.redirects:
-            self._answer(302, b"", location=served.redirects[path])
+            self._answer(302, b"", location=served.redirects[path], **fields)
             return
         content = served.files.get(path)
         if content is None:
             self._answer(404, b'{"error":"Repository not found"}', **{"x-error-code": "RepoNotFound"})
             return
-        begin = int(given.removeprefix("bytes=").partition("-")[0]) if given and served.knows_ranges else 0
+        begin = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
         extra = {"content-range": f"bytes {begin}-{len(content) - 1}/{len(content)}"} if begin else {}
-        self._answer(206 if begin else 200, content[begin:], path, **extra)
+        self._answer(206 if begin else 200, content[begin:], path, **fields, **extra)
 
     def _answer(self, status: int, body: bytes, path: str = "", **headers: str) -> None:
         served = self.served
@@ -91,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
+        if self.command == "HEAD":
+            return
         try:
             if served.cuts.get(path):
                 self.wfile.write(body[: served.cuts[path].pop(0)])

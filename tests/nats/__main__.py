@@ -26,12 +26,12 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.bench import bench
 from poolgrid.cli.main import app
-from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, StreamShape
-from poolgrid.consolidator.stream.message import Outgoing, empty_body
-from poolgrid.consolidator.stream.ports import StreamUnavailable
-from poolgrid.nats.nats_connection import NatsConnection
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.nats.connection import NatsConnection
+from poolgrid.nats.jetstream import JetStreamJournal, StreamShape
+from poolgrid.nats.message import Outgoing, empty_body
+from poolgrid.nats.ports import StreamUnavailable
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier

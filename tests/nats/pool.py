@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import httpx
 import psutil
 
-from poolgrid.nats.nats_connection import NatsConnection
-from poolgrid.nats.nats_leader import read_leader
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.nats.connection import NatsConnection
+from poolgrid.nats.leader import read_leader
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.wire.leadership import Leader
 from tests.e2e.processes import Process
 

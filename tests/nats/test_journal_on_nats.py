@@ -10,18 +10,14 @@ from itertools import count, product
 
 import pytest
 
-from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.consolidator.journal.errors import JournalFenced
-from poolgrid.consolidator.journal.stored_records import stored_payloads
-from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.nats_connection import NatsConnection
-from poolgrid.nats.nats_leader import LeaderLease, read_leader
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.nats.connection import NatsConnection
+from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
+from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
+from poolgrid.nats.leader import LeaderLease, read_leader
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import wait_from_thread
-from poolgrid.router.decision_journal.entries import DECISIONS, RequestEnded, encoder
-from poolgrid.router.decision_journal.jetstream import JetStreamDecisions, ThreadedDecisions, routers_with_decisions
-from poolgrid.router.decision_journal.stream_segments import DecisionsInStream, StreamSegments
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.leadership import Leader
@@ -291,34 +287,6 @@ def test_what_is_no_entry_of_a_snapshot_is_skipped_and_those_that_are_stay(
     assert f"nats stream rmm OBJ_poolgrid-{pool}-snapshots" in caplog.text
 
 
-def test_foreign_messages_in_a_stream_of_decisions_cost_no_decision(kind: OnServer) -> None:
-    kind.open()
-    pool = kind.connection.pool
-    decisions = ThreadedDecisions(JetStreamDecisions(kind.connection, "r", 100_000, 3_600_000), kind.loop)
-    decisions.connected.set()
-    segments = StreamSegments(decisions, "life")
-    segments.mend()
-    subject = f"poolgrid.{pool}.decisions.r"
-    ended = encoder.encode(RequestEnded("r", 1, 1000))
-    publish(kind, f"{subject}.x", b"hello")
-    segments.begin([ended], 0)
-    publish(kind, f"{subject}.x", b"hello")
-    segments.append([ended])
-    publish(kind, f"{subject}.life", b"hello", {"Nats-Msg-Id": "life.9", "Poolgrid-After": "life.1"})
-    segments.append([ended])
-    publish(kind, f"{subject}.x", b"null")
-    segments.mend()
-
-    after = StreamSegments(decisions, "next")
-    after.mend()
-    publish(kind, f"{subject}.x", b"hello")
-    after.begin([ended], 0)
-
-    read = DecisionsInStream(decisions)
-    assert len(read.names()) == 2
-    assert [each.number for each in stored_payloads(read, DECISIONS)] == list(range(4))
-
-
 def test_pieces_of_a_snapshot_whose_writer_was_killed_are_cleared_away(kind: OnServer) -> None:
     journal = fill(kind.open(), 5)
     snapshot(journal, 5)
@@ -368,28 +336,6 @@ def test_a_stream_that_is_full_of_large_records_is_taken_over_and_written_again(
         journal.append(large_records(stored_before), 0)
         assert kind.open().recover(BLOCKS_MAX).offset == stored_before + 3
         journal = open_journal(f"{writer}-again")
-
-
-def test_decisions_are_kept_by_router_and_the_servers_remove_the_oldest(kind: OnServer) -> None:
-    connection, loop = kind.connection, kind.loop
-    payload = encoder.encode(RequestEnded("r" * 10_000, 1, 1000))
-    kept = []
-    kind.open()
-    for router in ("a.b", "c"):
-        stream = ThreadedDecisions(JetStreamDecisions(connection, router, SIZE // 4, 3_600_000), loop)
-        stream.connected.set()
-        segments = StreamSegments(stream, f"life-{router[-1]}")
-        segments.mend()
-        for number in range(20 if router == "c" else 2):
-            segments.begin([payload], number)
-            segments.append([payload, payload])
-        kept.append(DecisionsInStream(stream))
-
-    whole, newest = ([each.number for each in stored_payloads(disk, DECISIONS)] for disk in kept)
-    assert whole == list(range(6))
-    assert newest == list(range(newest[0], 60))
-    assert 15 < len(newest) < 30
-    assert kind.run(routers_with_decisions(connection)) == ["a.b", "c"]
 
 
 def test_the_servers_take_no_more_than_they_keep_room_for(kind: OnServer) -> None:

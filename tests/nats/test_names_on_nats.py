@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from poolgrid.cli.named_url import url_of
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.discovery.names import Names
-from poolgrid.discovery.nats import STREAM, SUBJECT, NatsNames
 from poolgrid.discovery.ports import NamesUnavailable, Scope
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.nats.nats_bucket import ANSWERS_MAX
-from poolgrid.nats.nats_connection import NatsConnection, NatsMessage
+from poolgrid.nats.bucket import ANSWERS_MAX
+from poolgrid.nats.connection import NatsConnection, NatsMessage
+from poolgrid.nats.names import STREAM, SUBJECT, NatsNames
 from poolgrid.process.clock import SystemClock
 from tests.discovery.registrations import registration, seen
 from tests.discovery.waiting import HTTP, until, until_found
@@ -121,7 +121,7 @@ def test_a_command_finds_a_router_by_its_name(server: NatsServer, monkeypatch: p
 
 
 def test_more_entries_than_an_answer_takes_are_all_read(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.nats.nats_bucket.MESSAGES_PER_ANSWER", 3)
+    monkeypatch.setattr("poolgrid.nats.bucket.MESSAGES_PER_ANSWER", 3)
 
     async def scenario() -> None:
         names = names_on(server)
@@ -143,7 +143,7 @@ def test_more_entries_than_an_answer_takes_are_all_read(server: NatsServer, monk
 def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poolgrid.nats.nats_connection.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("poolgrid.nats.connection.ASK_AGAIN_S", 0.05)
 
     async def scenario() -> None:
         names = names_on(server)

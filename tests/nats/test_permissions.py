@@ -11,32 +11,29 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.adapters.jetstream import (
+from poolgrid.discovery.ports import NamesUnavailable, Scope
+from poolgrid.discovery.settings import NamesSettings
+from poolgrid.frontend.access.key_file import KeyDocument, Tenant
+from poolgrid.frontend.access.shared_meter import SharedMeter
+from poolgrid.frontend.access.tenants import Tenants
+from poolgrid.frontend.responses_api.store import KeptResponse, Owner
+from poolgrid.nats.connection import NatsConnection
+from poolgrid.nats.follower import NatsFeed
+from poolgrid.nats.jetstream import (
     JetStreamJournal,
     RouterStream,
     StreamShape,
     ThreadedStream,
 )
-from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings
-from poolgrid.consolidator.stream.message import Outgoing, empty_body
-from poolgrid.consolidator.stream.ports import StreamUnavailable
-from poolgrid.discovery.nats import NatsNames
-from poolgrid.discovery.ports import NamesUnavailable, Scope
-from poolgrid.discovery.settings import NamesSettings
-from poolgrid.frontend.access.key_file import KeyDocument, Tenant
-from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
-from poolgrid.frontend.access.shared_meter import SharedMeter
-from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.responses_api.store import KeptResponse, Owner
-from poolgrid.frontend.responses_api.store_on_nats import NatsResponseStore
-from poolgrid.nats.nats_connection import NatsConnection
-from poolgrid.nats.nats_leader import LeaderLease, read_leader
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
+from poolgrid.nats.leader import LeaderLease, read_leader
+from poolgrid.nats.limits import LimitsOnNats
+from poolgrid.nats.message import Outgoing, empty_body
+from poolgrid.nats.names import NatsNames
+from poolgrid.nats.ports import StreamUnavailable
+from poolgrid.nats.responses import NatsResponseStore
 from poolgrid.process.clock import SystemClock
-from poolgrid.router.decision_journal.entries import RequestEnded, encoder
-from poolgrid.router.decision_journal.jetstream import JetStreamDecisions, ThreadedDecisions, routers_with_decisions
-from poolgrid.router.decision_journal.stream_segments import DecisionsInStream, StreamSegments
-from poolgrid.router.nats_feed import NatsFeed
+from poolgrid.process.nats_settings import EventPlaneSettings
 from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX
@@ -141,18 +138,6 @@ def test_each_part_does_its_work_with_what_the_page_gives_it_and_a_router_cannot
         assert reader.offset == 30
         assert fold(30).offset == 30
         await JetStreamJournal(router).note_position("r", 7)
-        decisions = ThreadedDecisions(JetStreamDecisions(router, "r", SIZE, 60_000), loop)
-        decisions.connected.set()
-
-        def record() -> list[str]:
-            segments = StreamSegments(decisions, "life")
-            segments.mend()
-            segments.begin([encoder.encode(RequestEnded("r", 1, 1))], 0)
-            return DecisionsInStream(decisions).names()
-
-        assert len(await asyncio.to_thread(record)) == 1
-        assert await routers_with_decisions(command) == ["r"]
-        assert (await JetStreamDecisions(command, "r").facts()).messages == 1
         assert (await read_leader(command))[1] is not None
         (_, leader) = await read_leader(worker)
         assert leader is not None

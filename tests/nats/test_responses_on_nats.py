@@ -14,12 +14,13 @@ from prometheus_client import CollectorRegistry
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.responses_api import store_on_nats
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner
-from poolgrid.frontend.responses_api.store_on_nats import BUCKET, NatsResponseStore
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.shared_state import Sharing, open_shared_state
+from poolgrid.frontend.shared_state import Sharing
 from poolgrid.inference.ports import Refused
+from poolgrid.nats import responses as store_on_nats
+from poolgrid.nats.plane import open_shared_state
+from poolgrid.nats.responses import BUCKET, NatsResponseStore
 from poolgrid.process.clock import SystemClock
 from tests.discovery.waiting import until
 from tests.frontend.fake_backend import FakeBackend
@@ -170,7 +171,7 @@ def test_long_responses_and_long_conversations_are_read_whole(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_on_nats, "SUBJECTS_PER_QUESTION", 3)
-    monkeypatch.setattr("poolgrid.nats.nats_connection.ANSWER_BYTES_MAX", 700_000)
+    monkeypatch.setattr("poolgrid.nats.connection.ANSWER_BYTES_MAX", 700_000)
 
     async def scenario() -> None:
         async with stores(server, "long.default") as (one, other):

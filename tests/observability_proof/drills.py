@@ -172,7 +172,7 @@ def silent_engine(fleet: Fleet) -> Iterator[None]:
 @contextlib.contextmanager
 def hanging_engine(fleet: Fleet) -> Iterator[None]:
     stop = fleet.directory / "hang"
-    behaviour = {"vocabulary_size": 4096, "rpc_proxy": True, "speedup": 1.0, "stop_file": str(stop)}
+    behaviour = {"vocabulary_size": 4096, "speedup": 1.0, "stop_file": str(stop)}
     fleet.start_trtllm("hanging", behaviour, "--answer-timeout-ms", "500", "--health-interval-ms", "500")
     stop.touch()
     try:
@@ -212,19 +212,9 @@ def broken_key_file(fleet: Fleet) -> Iterator[None]:
         fleet.keys.write_bytes(good)
 
 
-@contextlib.contextmanager
-def lost_gpu(fleet: Fleet) -> Iterator[None]:
-    fleet.stand_in.lost = 1
-    try:
-        yield
-    finally:
-        fleet.stand_in.lost = 0
-
-
 DRILLS = (
     Drill("a certificate that ends in 5 days", "lone", ("PoolgridCertificateExpiring",), short_certificate),
     Drill("a key file that ends in the middle", "fleet", ("PoolgridKeyFileStale",), broken_key_file),
-    Drill("a GPU is lost (stand-in for NVML)", "stand-in", ("PoolgridGpuTrouble",), lost_gpu),
     Drill("a worker whose clock is 30 s ahead (libfaketime)", "skewed", ("PoolgridClockSkew",), skewed_clock),
     Drill("an engine that keeps its events to itself", "silent", ("PoolgridIndexUntrusted",), silent_engine),
     Drill("an engine whose process stands still", "hanging", ("PoolgridEngineUnhealthy",), hanging_engine),

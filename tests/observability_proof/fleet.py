@@ -69,34 +69,21 @@ vllm:prefix_cache_hits_total{model_name="tiny",engine="0"} {tick}0
 trtllm_num_requests_running{model_name="tiny",engine_type="trtllm"} 2
 trtllm_num_requests_waiting{model_name="tiny",engine_type="trtllm"} 0
 trtllm_kv_cache_utilization{model_name="tiny",engine_type="trtllm"} 0.3
-poolgrid_worker_gpu_lost{gpu="0",uuid="GPU-a"} {lost}
-poolgrid_worker_gpu_utilization_ratio{gpu="0",uuid="GPU-a"} 0.9
-poolgrid_worker_gpu_memory_used_bytes{gpu="0",uuid="GPU-a"} 6e10
-poolgrid_worker_gpu_memory_total_bytes{gpu="0",uuid="GPU-a"} 8e10
-poolgrid_worker_gpu_power_watts{gpu="0",uuid="GPU-a"} 400
-poolgrid_worker_gpu_temperature_celsius{gpu="0",uuid="GPU-a",sensor="core"} 60
-poolgrid_worker_gpu_throttled{gpu="0",uuid="GPU-a",reason="hardware_thermal"} 0
-poolgrid_worker_gpu_ecc_errors_total{gpu="0",uuid="GPU-a",kind="uncorrected"} 0
-poolgrid_worker_gpu_row_remap{gpu="0",uuid="GPU-a",state="failure"} 0
-poolgrid_worker_gpu_clock_hertz{gpu="0",uuid="GPU-a",domain="sm"} 1.7e9
-poolgrid_worker_gpu_nvlinks{gpu="0",uuid="GPU-a",state="active"} 18
-poolgrid_worker_gpu_nvlink_bytes_total{gpu="0",uuid="GPU-a",direction="transmit"} {tick}000000
 """
-"""Of engines and of GPUs that are not on this machine; the names are those of their pages and of our own."""
+"""Of engines that are not on this machine; the names are those of their pages and of our own."""
 
 
 class StandIn:
     """Serves that page."""
 
     def __init__(self) -> None:
-        self.lost = 0
         self.ticks = 0
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 stand_in.ticks += 1
-                page = STAND_IN.replace("{tick}", str(stand_in.ticks)).replace("{lost}", str(stand_in.lost))
+                page = STAND_IN.replace("{tick}", str(stand_in.ticks))
                 self.send_response(200)
                 self.send_header("content-type", "text/plain; version=0.0.4")
                 self.end_headers()

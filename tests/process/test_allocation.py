@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from poolgrid.process.allocation import (
+    BUSY_INTERVAL_S,
     HOLES_BYTES_MAX,
     LOOK_ANYWAY_S,
     LOOK_INTERVAL_S,
-    WORKING_S,
     Heap,
     HeapTrimmer,
     look_repeatedly,
@@ -115,7 +115,7 @@ class FakeHeap:
         self.holes = 0
         self.trims = 0
         self.asked = 0
-        self.now_s = 1000.0
+        self.now_s, self.cpu_s = 1000.0, 0.0
         self.trimmer = HeapTrimmer(lambda: self.resident * MEGA, self.ask, self.trim, self.now_s)
 
     @property
@@ -141,15 +141,16 @@ class FakeHeap:
         self.trims += 1
 
     def work(self, mega: int, looks: int = 1) -> None:
-        """Take so much and give it again, before each of some looks."""
+        """Take so much and give it again, before each of some looks, with a core busy."""
         for _ in range(looks):
             self.take(mega)
             self.give(mega)
-            self.look()
+            self.look(busy_share=1.0)
 
-    def look(self, after_s: float = LOOK_INTERVAL_S) -> bool:
+    def look(self, after_s: float = LOOK_INTERVAL_S, busy_share: float = 0.0) -> bool:
         self.now_s += after_s
-        return self.trimmer.look(self.now_s)
+        self.cpu_s += after_s * busy_share
+        return self.trimmer.look(self.now_s, self.cpu_s)
 
 
 def test_holes_are_given_back_when_they_have_grown_and_only_once() -> None:
@@ -194,34 +195,17 @@ def test_malloc_is_asked_every_quarter_of_a_minute_while_as_much_is_resident_as_
     assert heap.asked - asked == 10
 
 
-def test_holes_that_are_there_again_at_once_are_what_the_process_works_with() -> None:
+def test_a_busy_process_gives_its_holes_back_once_a_minute() -> None:
     heap = FakeHeap()
     heap.take(300)
-    trims = []
     minutes = 30
-    for _ in range(int(minutes * 60 / LOOK_INTERVAL_S)):
-        heap.work(200)
-        trims.append(heap.trims)
-    assert 1 < heap.trims <= 1 + minutes * 60 / WORKING_S, "in the place of one for each look"
-    assert trims[int(WORKING_S / LOOK_INTERVAL_S)] == 1
+    heap.work(200, looks=int(minutes * 60 / LOOK_INTERVAL_S))
+    assert minutes / 2 <= heap.trims <= 60 * minutes / BUSY_INTERVAL_S, "in the place of one for each look"
 
 
-def test_what_comes_beside_them_is_given_back_at_the_next_look() -> None:
+def test_a_process_gives_its_holes_back_as_soon_as_it_is_idle() -> None:
     heap = FakeHeap()
-    heap.work(80, looks=3)
-    assert heap.trims == 1
-    heap.take(400)
-    heap.give(400)
-    assert heap.look()
-    assert heap.resident == 100
-
-
-def test_what_the_process_worked_with_is_given_back_once_it_has_nothing_to_do() -> None:
-    heap = FakeHeap()
-    heap.work(80, looks=3)
-    assert heap.resident == 180
-    waited_s = 0.0
-    while not heap.look():
-        waited_s += LOOK_INTERVAL_S
-        assert waited_s <= WORKING_S + LOOK_ANYWAY_S
+    heap.work(80, looks=int(1.5 * BUSY_INTERVAL_S / LOOK_INTERVAL_S))
+    assert (heap.trims, heap.resident) == (1, 180)
+    assert heap.look(LOOK_ANYWAY_S)
     assert heap.resident == 100

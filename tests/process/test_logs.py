@@ -236,7 +236,7 @@ def root() -> Iterator[logging.Logger]:
     """The root logger, which is as it was afterwards."""
     found = logging.getLogger()
     before, level = found.handlers[:], found.level
-    named = ("poolgrid.router", "uvicorn", "httpx", "httpcore")
+    named = ("poolgrid.router", "starlette", "httpx", "httpcore")
     levels = {name: logging.getLogger(name).level for name in named}
     yield found
     found.handlers[:] = before
@@ -344,9 +344,9 @@ def test_a_format_that_is_none_is_refused() -> None:
 
 def test_levels_are_of_all_and_of_those_that_are_named() -> None:
     assert read_levels("debug") == ("debug", {})
-    assert read_levels("Warning, router=debug,uvicorn.error = info") == (
+    assert read_levels("Warning, router=debug,starlette.routing = info") == (
         "warning",
-        {"poolgrid.router": "debug", "uvicorn.error": "info"},
+        {"poolgrid.router": "debug", "starlette.routing": "info"},
     )
     assert read_levels("poolgrid.serving.worker_link=debug,poolgrid=error", "warning") == (
         "warning",
@@ -374,7 +374,7 @@ def test_a_level_that_does_nothing_is_refused(text: str, why: str) -> None:
 
 
 def test_loggers_that_are_named_are_bounded_in_number() -> None:
-    names = ",".join(f"uvicorn.x{number}=info" for number in range(NAMED_MAX))
+    names = ",".join(f"starlette.x{number}=info" for number in range(NAMED_MAX))
     assert len(read_levels(names).named) == NAMED_MAX
     with pytest.raises(ValueError, match=f"more than {NAMED_MAX} loggers"):
         read_levels(f"{names},router=debug")

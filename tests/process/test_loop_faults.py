@@ -80,8 +80,8 @@ def test_an_exception_in_any_callback_of_ours_ends_the_process(way: int, caplog:
     ("module", "error"),
     [
         *((module, ValueError("injected")) for module in sorted(OF_ONE_CONNECTION)),
-        ("poolgrid.http.fair_listener", ConnectionAbortedError("injected")),
-        ("uvicorn.protocols", ValueError("injected")),
+        ("poolgrid.http.fair_acceptor", ConnectionAbortedError("injected")),
+        ("httpx._client", ValueError("injected")),
     ],
 )
 def test_what_costs_one_connection_is_logged_and_counted_only(

@@ -143,9 +143,9 @@ ALL = Sampling(1.0)
         ({"trace_endpoint": "http://c:4318"}, {}, ("http://c:4318/v1/traces", HTTP, ALL)),
         ({"trace_endpoint": "https://c/otlp/v1/traces"}, {}, ("https://c/otlp/v1/traces", HTTP, ALL)),
         (
-            {"trace_endpoint": "http://c:1", "trace_protocol": HTTP, "trace_sample_ratio": 0.01},
+            {"trace_endpoint": "http://c:1", "trace_sample_ratio": 0.01},
             {"OTEL_TRACES_SAMPLER": "always_off", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://other:4317"},
-            ("http://c:1/v1/traces", HTTP, Sampling(0.01)),
+            ("http://c:1", GRPC, Sampling(0.01)),
         ),
         ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://tempo:4317"}, ("http://tempo:4317", GRPC, ALL)),
         ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, ("http://c:4317", GRPC, ALL)),

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.ports import Disk
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
@@ -30,10 +29,9 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, Segments, settings_noted
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
 from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome
 from poolgrid.router.decision_journal.segments import DecisionSegments
-from poolgrid.router.decision_journal.stream_segments import DecisionsInStream, StreamSegments
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire import codec
@@ -51,7 +49,6 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import WorkerKey
-from tests.consolidator.fake_stream import FakeStream
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, make_card, stored, worker_key
 
@@ -85,7 +82,6 @@ class RecordedRouter:
         honesty: float = 0.9,
         churn: float = 1.0,
         scale: int = 1,
-        stream: FakeStream | None = None,
         **given: object,
     ) -> None:
         """With ``stream`` decisions are kept there in place of a directory.
@@ -95,7 +91,6 @@ class RecordedRouter:
         self.clock = TurnedClock()
         self.pool_disk = FakeDisk()
         self.decisions_disk = FakeDisk()
-        self.stream = stream
         self.lives = 0
         self.journal = FileJournal(self.pool_disk, JournalSettings(segment_bytes=4000))
         self.chance = random.Random(seed)
@@ -132,7 +127,7 @@ class RecordedRouter:
         self.state = RouterState(self.selector)
         values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
         self.recorder = DecisionRecorder(
-            self._segments(),
+            DecisionSegments(self.decisions_disk, 1 << 30, 10**12),
             self.state,
             settings_noted("r", "test", values),
             self.clock,
@@ -147,17 +142,6 @@ class RecordedRouter:
         while load.step(1000):
             pass
         self.state.apply(SnapshotArrived(load, self.clock.monotonic_ms()))
-
-    def _segments(self) -> Segments:
-        self.lives += 1
-        if self.stream is not None:
-            return StreamSegments(self.stream, f"life-{self.lives}")
-        return DecisionSegments(self.decisions_disk, 1 << 30, 10**12)
-
-    @property
-    def decisions(self) -> Disk:
-        """Return what was recorded, for reading."""
-        return self.decisions_disk if self.stream is None else DecisionsInStream(self.stream)
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -275,7 +259,7 @@ class RecordedRouter:
 
     def replay(self, pool: FakeDisk | None = None, decisions: FakeDisk | None = None) -> ReplayOutcome:
         """Replay what was recorded."""
-        return Replay(pool or self.pool_disk, decisions or self.decisions, policy_of, BLOCKS_MAX).run()
+        return Replay(pool or self.pool_disk, decisions or self.decisions_disk, policy_of, BLOCKS_MAX).run()
 
 
 async def written(router: RecordedRouter, until: Callable[[], bool] | None = None) -> None:

@@ -452,11 +452,11 @@ def test_a_request_is_explained_from_the_journal_with_what_was_really_reused() -
 def test_traffic_came_when_it_began_to_wait_not_when_it_had_its_worker() -> None:
     router = recorded(seed=4)
 
-    recording = read_recording(router.pool_disk, [router.decisions], BLOCKS_MAX)
+    recording = read_recording(router.pool_disk, [router.decisions_disk], BLOCKS_MAX)
 
     decided = {
         entry.request.request_id: entry
-        for stored in reversed(list(stored_entries(router.decisions)))
+        for stored in reversed(list(stored_entries(router.decisions_disk)))
         if isinstance(entry := stored.entry, DecisionMade)
     }
     waited = {each.request_id: decided[each.request_id].time_ms - each.time_ms for each in recording.requests}

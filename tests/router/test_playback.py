@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.fleet_page.playback.leg_times import Leg, fill
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.playback.reel import WORKER_COLUMNS, Frame, Reel, held_depth, make_reel, moments

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (

@@ -188,7 +188,7 @@ def an_engine_on_two_nodes_loses_a_rank_and_is_started_again_whole(cluster: Clus
         "NODES_PER_WORKER": "2",
         "GPUS_PER_WORKER": "4",
         "RANK_PORT": str(rank_port),
-        "WORKER_OPTIONS": f"{options} --tensor-parallel-size 4 --gpu-interval-ms 0",
+        "WORKER_OPTIONS": f"{options} --tensor-parallel-size 4",
         **environment,
         **fake_mpi,
     }

@@ -17,13 +17,10 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.turns import MESSAGES_PER_TURN
-from poolgrid.transport import reconnecting, stream_client, stream_conversation
-from poolgrid.transport.dealer import Dealer
-from poolgrid.transport.dealer_choice import connect_dealer
-from poolgrid.transport.plain_address import Address, plain_address
+from poolgrid.transport import dealer as dealers
+from poolgrid.transport import zmq_socket, zmtp
+from poolgrid.transport.dealer import Address, Dealer, StreamDealer, ZmqDealer, connect_dealer, plain_address
 from poolgrid.transport.planes import PlaneContext, PlaneMetrics
-from poolgrid.transport.stream_dealer import StreamDealer
-from poolgrid.transport.zmq_dealer import ZmqDealer
 from poolgrid.transport.zmtp import GREETING, PING_CONTEXT_BYTES_MAX, command
 from tests.transport.test_zmtp import HANDSHAKE
 
@@ -299,7 +296,7 @@ def test_what_does_not_speak_as_it_should_is_said_and_tried_again(words: bytes, 
 def test_who_accepts_and_says_nothing_is_given_up_and_tried_again(
     run_loop: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_client, "CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(dealers, "CONNECT_TIMEOUT_S", 0.05)
 
     async def scenario(context: PlaneContext) -> None:
         async with connected_to(context, saying(b"")) as (_, owner), asyncio.timeout(TIMEOUT_S):
@@ -354,7 +351,7 @@ def test_a_flood_leaves_others_their_turns(run_loop: Run) -> None:
 def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_reads(
     run_loop: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_conversation, "SEND_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(zmtp, "SEND_BYTES_MAX", 1_000_000)
 
     async def scenario(context: PlaneContext) -> None:
         go_on = asyncio.Event()
@@ -417,7 +414,7 @@ def test_what_is_flushed_leaves_at_once_and_all_else_at_the_end_of_the_turn(run_
 def test_answers_to_the_heartbeats_of_a_server_that_reads_nothing_are_bounded(
     run_loop: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_conversation, "SEND_BYTES_MAX", 100_000)
+    monkeypatch.setattr(zmtp, "SEND_BYTES_MAX", 100_000)
     pings = command(b"PING", b"\0\1" + bytes(PING_CONTEXT_BYTES_MAX)) * 4_000
 
     async def scenario(context: PlaneContext) -> None:
@@ -459,7 +456,7 @@ def may_forget_connections() -> bool:
 def test_a_server_whose_machine_lost_its_power_is_found_again_by_who_says_nothing(
     make: Make, run_loop: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconnecting, "PROBED_AFTER_S", 1)
+    monkeypatch.setattr(zmq_socket, "PROBED_AFTER_S", 1)
 
     async def scenario(context: PlaneContext) -> None:
         owner = Owner()

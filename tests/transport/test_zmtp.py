@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.transport.zmtp import DEALER, GREETING, Session, ZmtpError, command, framed
+from poolgrid.transport.zmtp import GREETING, READY, Session, ZmtpError, command, framed
 
 FRAME_BYTES_MAX = 100_000
 
@@ -24,7 +24,7 @@ HANDSHAKE = GREETING + ready()
 
 
 def greeted(words: bytes = HANDSHAKE) -> Session:
-    session = Session(DEALER, FRAME_BYTES_MAX)
+    session = Session(FRAME_BYTES_MAX)
     assert session.feed(words) == []
     return session
 
@@ -34,12 +34,12 @@ def feed_all(session: Session, pieces: Iterable[bytes]) -> list[bytes]:
 
 
 def test_it_greets_at_once_and_says_ready_when_the_peer_has_greeted() -> None:
-    session = Session(DEALER, FRAME_BYTES_MAX)
+    session = Session(FRAME_BYTES_MAX)
 
     assert (session.outgoing, session.is_ready) == (GREETING, False)
     session.outgoing = b""
     assert session.feed(GREETING) == []
-    assert (session.outgoing, session.is_ready) == (DEALER.ready, False)
+    assert (session.outgoing, session.is_ready) == (READY, False)
     assert session.feed(ready()) == []
     assert session.is_ready
 
@@ -51,7 +51,7 @@ def test_it_greets_at_once_and_says_ready_when_the_peer_has_greeted() -> None:
 def test_messages_come_out_whole_and_in_order_however_they_are_cut(messages: list[bytes], cuts: list[int]) -> None:
     stream = HANDSHAKE + b"".join(framed(message) for message in messages)
     places = [0, *sorted(cut for cut in cuts if cut < len(stream)), len(stream)]
-    session = Session(DEALER, FRAME_BYTES_MAX)
+    session = Session(FRAME_BYTES_MAX)
 
     found = [message for begin, end in itertools.pairwise(places) for message in session.feed(stream[begin:end])]
 
@@ -60,7 +60,7 @@ def test_messages_come_out_whole_and_in_order_however_they_are_cut(messages: lis
 
 def test_a_handshake_and_messages_may_come_byte_by_byte() -> None:
     stream = HANDSHAKE + framed(b"short") + framed(bytes(1000))
-    session = Session(DEALER, FRAME_BYTES_MAX)
+    session = Session(FRAME_BYTES_MAX)
 
     found = [message for at in range(len(stream)) for message in session.feed(stream[at : at + 1])]
 
@@ -116,7 +116,7 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_what_is_not_zmtp_is_refused_with_the_reason(what: str, in_pieces: bool) -> None:
-    session = Session(DEALER, FRAME_BYTES_MAX)
+    session = Session(FRAME_BYTES_MAX)
     stream = BROKEN[what]
 
     with pytest.raises(ZmtpError) as refused:
@@ -129,7 +129,7 @@ def test_what_is_not_zmtp_is_refused_with_the_reason(what: str, in_pieces: bool)
 
 @given(st.binary(max_size=400), st.booleans())
 def test_bytes_at_random_raise_nothing_else(noise: bytes, after_the_handshake: bool) -> None:
-    session = greeted() if after_the_handshake else Session(DEALER, FRAME_BYTES_MAX)
+    session = greeted() if after_the_handshake else Session(FRAME_BYTES_MAX)
 
     with suppress(ZmtpError):
         session.feed(noise)

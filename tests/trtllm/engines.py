@@ -127,7 +127,7 @@ async def running_engine(
         "model_path": "m",
         "kv_block_size": BLOCK,
         "disaggregation_mode": MODES[role],
-        "override_engine_args": HONEST_SAMPLER if settings.get("backend") != "_autodeploy" else "",
+        "override_engine_args": HONEST_SAMPLER,
         **settings,
     }
     if role is Role.ENCODE:

@@ -167,36 +167,17 @@ def sampling(max_tokens: int = 8, **more: Any) -> Any:
     )
 
 
-async def read_now(read: Callable[[], Any]) -> list[Any]:
-    """Read what is there without waiting."""
-    found: list[Any] = []
-    try:
-        async for each in read():
-            found.append(each)  # noqa: PERF401 - a comprehension would lose all with the exception
-    except (asyncio.QueueEmpty, TimeoutError, IndexError):
-        pass
-    return found
-
-
 async def read_until(read: Callable[[], Any], enough: Callable[[list[Any]], bool]) -> list[Any]:
     """Read again and again until it is enough, or the patience is over."""
     found: list[Any] = []
     try:
         async with asyncio.timeout(PATIENCE_S if MODEL else 10.0):
             while not enough(found):
-                found += await read_now(read)
+                found += read()
                 await asyncio.sleep(0.01)
     except TimeoutError:
         pass
     return found
-
-
-async def _a_reader_before_the_first_request(llm: Any) -> Iterator[str]:
-    try:
-        await read_now(lambda: llm.get_kv_cache_events_async(timeout=0))
-    except AssertionError:
-        return iter(())
-    return iter(["events: can be read before the first request, the contract says AssertionError"])
 
 
 async def _a_result(llm: Any) -> Iterator[str]:
@@ -222,9 +203,7 @@ async def _events(llm: Any) -> Iterator[str]:
     def is_stored(event: dict[str, Any]) -> bool:
         return bool(event["data"]["type"] == "stored")
 
-    events = await read_until(
-        lambda: llm.get_kv_cache_events_async(timeout=0), lambda read: sum(map(is_stored, read)) >= 2
-    )
+    events = await read_until(lambda: llm.get_kv_cache_events(timeout=0), lambda read: sum(map(is_stored, read)) >= 2)
     found = []
     ids = [event["event_id"] for event in events]
     if ids != list(range(len(ids))):
@@ -253,7 +232,7 @@ async def _events(llm: Any) -> Iterator[str]:
 
 
 async def _statistics(llm: Any) -> Iterator[str]:
-    items = await read_until(lambda: llm.get_stats_async(timeout=0), bool)
+    items = await read_until(lambda: llm.get_stats(timeout=0), bool)
     if not items:
         return iter(["statistics: none came with enable_iter_perf_stats"])
     example = {key for key in facts()["iteration_stats_example"] if not key.startswith("_")}
@@ -302,7 +281,6 @@ async def _perf_metrics(llm: Any) -> Iterator[str]:
 Probe = Callable[[Any], Awaitable[Iterator[str]]]
 
 PROBES: dict[str, Probe] = {
-    "a reader before the first request": _a_reader_before_the_first_request,
     "a result": _a_result,
     "events": _events,
     "statistics": _statistics,

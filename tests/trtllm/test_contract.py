@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.workers.engines.trtllm.arguments.contract import AUTODEPLOY, alternatives, contract, nearest
+from poolgrid.workers.engines.trtllm.arguments.contract import contract
 from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, parse_json, parse_yaml
 from tests.trtllm.facts import facts, fields_of
 
@@ -74,16 +74,13 @@ def test_run_time_sections_have_the_contracts_fields_defaults_ranges_and_types(s
             assert made[name]["type"] == uniform(fact["type"]), name
 
 
-def test_run_time_speculation_auto_deploy_and_enums_are_the_contracts() -> None:
+def test_run_time_speculation_and_enums_are_the_contracts() -> None:
     spec = facts()["speculative"]
     variants = RUN_TIME["unions"]["speculative"]["variants"]
     for kind in ("Eagle", "MTP", "NGram"):
         assert set(variants[kind]) == {*spec["decoding_base"], *spec[kind]}
         for name, fact in spec[kind].items():
             assert variants[kind][name]["default"] == fact["default"]
-    assert RUN_TIME["unions"]["speculative"]["known"] == facts()["enums"]["decoding_type"]
-    assert set(RUN_TIME["auto_deploy"]["fields"]) == set(facts()["auto_deploy"]["config"])
-    assert RUN_TIME["auto_deploy"]["rejected_when_not_default"] == facts()["auto_deploy"]["rejected_when_not_default"]
     for name, members in RUN_TIME["enums"].items():
         assert members == facts()["enums"][name]
     assert RUN_TIME["version"] == facts()["version"]
@@ -119,31 +116,37 @@ OUTER["moe_load_balancer_config"] = ("load_balancer", "moe_config")
         ("cache_transceiver_config: {backend: ucx}", "cache_transceiver_config.backend: did you mean 'UCX'?"),
         ("max_batchsize: 3", "max_batchsize: did you mean 'max_batch_size'?"),
         ('max_batch_size: "3"', "max_batch_size: without quotes"),
-        ("max_batch_size: true", "max_batch_size: allowed is an integer or null"),
+        ("max_batch_size: true", "max_batch_size: allowed is an integer"),
         ("tensor_parallel_size: null", "tensor_parallel_size: is null"),
         ("tokens_per_block: 32", "tokens_per_block: did you mean 'kv_cache_config.tokens_per_block'?"),
         ("build_config: {}", "build_config: TensorRT engine backend"),
-        ("model_kwargs: {}", "model_kwargs: belongs to the _autodeploy backend"),
+        ("model_kwargs: {}", "model_kwargs: belongs to the AutoDeploy backend"),
         ("post_processor_hook: x", "post_processor_hook: came after TensorRT-LLM 1.2.1"),
         ("mpi_session: x", "mpi_session: is a Python object"),
         ("kv_cache_config: 3", "kv_cache_config: a mapping"),
-        ("kv_cache_config: {free_gpu_memory_fraction: 1.4}", "kv_cache_config.free_gpu_memory_fraction: 0 to 1"),
-        ("kv_cache_config: {max_attention_window: [8, 0]}", "kv_cache_config.max_attention_window[1]: from 1"),
-        ("kv_cache_config: {max_attention_window: []}", "kv_cache_config.max_attention_window: empty"),
+        (
+            "kv_cache_config: {free_gpu_memory_fraction: 1.4}",
+            "kv_cache_config.free_gpu_memory_fraction: or equal to 1",
+        ),
+        ("kv_cache_config: {max_attention_window: [8, 0]}", "kv_cache_config.max_attention_window[1]: greater than 0"),
+        ("kv_cache_config: {max_attention_window: []}", "kv_cache_config.max_attention_window: at least one"),
         ("kv_cache_config: {max_attention_window: [a]}", "kv_cache_config.max_attention_window[0]: an integer"),
-        ("cache_transceiver_config: {kv_transfer_timeout_ms: 0}", "cache_transceiver_config.kv_transfer_timeout_ms: >"),
+        (
+            "cache_transceiver_config: {kv_transfer_timeout_ms: 0}",
+            "cache_transceiver_config.kv_transfer_timeout_ms: than 0",
+        ),
         (
             "scheduler_config: {dynamic_batch_config: {enable_batch_size_tuning: true}}",
             "scheduler_config.dynamic_batch_config.dynamic_batch_moving_average_window: required",
         ),
         ("speculative_config: {max_draft_len: 3}", "speculative_config.decoding_type: is required"),
         ("speculative_config: {decoding_type: eagle}", "speculative_config.decoding_type: did you mean 'Eagle'?"),
-        ("speculative_config: {decoding_type: Medusa}", "speculative_config.decoding_type: not known to accept"),
+        ("speculative_config: {decoding_type: Medusa}", "speculative_config.decoding_type: 'Eagle', 'MTP'"),
         ("speculative_config: {decoding_type: Eagle}", "speculative_config.max_draft_len: required"),
         (
             "speculative_config: {decoding_type: Eagle, max_draft_len: 1, speculative_model_dir: a, "
             "speculative_model: b}",
-            "speculative_config.speculative_model: says again",
+            "speculative_config.speculative_model_dir: not a known",
         ),
         (
             "speculative_config: {decoding_type: MTP, eagle_choices: null}",
@@ -154,7 +157,7 @@ OUTER["moe_load_balancer_config"] = ("load_balancer", "moe_config")
         ("sparse_attention_config: {algorithm: rocket, topk: x}", "sparse_attention_config.topk: an integer"),
         ("batch_wait_timeout_ms: 1e-3", "batch_wait_timeout_ms: 1.0e-3"),
         ("batch_wait_timeout_ms: .inf", "batch_wait_timeout_ms: a number"),
-        ("kv_cache_config: {3: 4}", "kv_cache_config.3: the key is 3"),
+        ("kv_cache_config: {3: 4}", "kv_cache_config.3: the key is no text"),
     ],
 )
 def test_a_fault_names_its_path_and_what_is_allowed(text: str, expected: str) -> None:
@@ -183,21 +186,6 @@ def test_what_the_contract_allows_passes(text: str) -> None:
     assert contract().check(parse_yaml(text, "f.yaml")) == []
 
 
-def test_auto_deploy_has_arguments_of_its_own() -> None:
-    assert contract().check({"world_size": 4, "model_kwargs": {"a": 1}}, AUTODEPLOY) == []
-    assert [each.path for each in contract().check({"print_iter_log": True, "max_beam_width": 2}, AUTODEPLOY)] == [
-        "print_iter_log",
-        "max_beam_width",
-    ]
-    assert contract().check({}, "tensorrt")[0].path == "backend"
-
-
-def test_types_are_split_at_their_top_level_bars_only() -> None:
-    assert alternatives("list[int | str] | None") == ["list[int | str]", "None"]
-    assert nearest("MAX_BATCH_SIZ", ["max_batch_size"]) == "max_batch_size"
-    assert nearest("zzz", ["max_batch_size"]) is None
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -207,9 +195,8 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(sorted(RUN_TIME["sections"]["llm_args"])) | st.text(max_size=8), JSON))
 def test_no_value_breaks_the_checker(arguments: dict[str, Any]) -> None:
-    for backend in ("pytorch", AUTODEPLOY):
-        for fault in contract().check(arguments, backend):
-            assert str(fault)
+    for fault in contract().check(arguments):
+        assert str(fault)
 
 
 @pytest.mark.parametrize(

@@ -486,23 +486,6 @@ def test_without_the_package_it_is_said_what_is_missing(monkeypatch: pytest.Monk
         load_library()
 
 
-def test_autodeploy_runs_with_what_it_does_not_take_left_out() -> None:
-    async def scenario() -> None:
-        settings: dict[str, Any] = {
-            "backend": "_autodeploy",
-            "publish_events_and_metrics": False,
-            "tensor_parallel_size": 2,
-        }
-        async with running_engine(**settings, max_batch_size=8) as told:
-            assert told.engine.dp_size == 1
-            assert told.llm.args.world_size == 2
-            request = make_request("r", temperature=0.0)
-            await told.finish(request)
-            assert told.output("r") == expected(request)
-
-    asyncio.run(scenario())
-
-
 def test_load_is_the_engines_while_it_works_and_the_workers_own_when_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behaviours.behaviour, "device_blocks", 100)
 

@@ -108,7 +108,6 @@ BUFFER = "kv_cache_config.event_buffer_max_size"
         ({}, {"kv_cache_config": {"event_buffer_max_size": 0}}, None, BUFFER, 100_000, RUN),
         ({}, None, None, "enable_iter_perf_stats", True, RUN),
         ({}, None, {"enable_iter_perf_stats": False}, "enable_iter_perf_stats", True, RUN),
-        ({}, None, {"backend": "_autodeploy"}, "backend", "pytorch", RUN),
         ({"connector": "kvbm"}, None, None, "kv_cache_config.enable_partial_reuse", False, RUN),
         ({"connector": "kvbm"}, None, None, "kv_connector_config", KVBM_CONNECTOR, RUN),
         ({"disaggregation_mode": "decode"}, None, None, "cache_transceiver_config.backend", "DEFAULT", DEFAULT),
@@ -160,22 +159,6 @@ def test_without_block_reuse_no_events_are_published_and_it_is_said() -> None:
     assert not run({"publish_events_and_metrics": False}).publishes_kv_events
 
 
-def test_auto_deploy_drops_what_it_does_not_take_with_one_warning_each() -> None:
-    made = run(
-        {"backend": "_autodeploy", "publish_events_and_metrics": False, "tensor_parallel_size": 4, "kv_block_size": 16},
-        {"print_iter_log": True, "enable_attention_dp": True, "transforms": {"a": 1}, "max_beam_width": 1},
-    )
-    assert sorted(each.partition(" ")[0] for each in made.warnings) == [
-        "enable_attention_dp",
-        "print_iter_log",
-        "tensor_parallel_size",
-    ]
-    assert made.values["world_size"] == 4
-    assert made.block_size == made.values["attn_page_size"] == 16
-    assert made.values["transforms"] == {"a": 1}
-    LLM(**made.values).shutdown()
-
-
 @pytest.mark.parametrize(
     ("settings", "file", "override", "expected"),
     [
@@ -207,7 +190,7 @@ def test_auto_deploy_drops_what_it_does_not_take_with_one_warning_each() -> None
             "cuda_graph_config.batch_sizes: is given with max_batch_size 4",
         ),
         ({}, None, {"speculative_config": {"max_draft_len": 1}}, "speculative_config.decoding_type: is required"),
-        ({}, {"world_size": 4}, None, "world_size: belongs to the _autodeploy backend"),
+        ({}, {"world_size": 4}, None, "world_size: belongs to the AutoDeploy backend"),
     ],
 )
 def test_a_fault_is_found_before_the_engine_starts_with_its_path_and_source(
@@ -216,11 +199,6 @@ def test_a_fault_is_found_before_the_engine_starts_with_its_path_and_source(
     with pytest.raises(ContractError) as caught:
         run(settings, file, override)
     assert any(expected in str(each) for each in caught.value.faults), caught.value.faults
-
-
-def test_a_fault_that_follows_from_what_the_run_requires_says_so() -> None:
-    with pytest.raises(ContractError, match=r"world_size: belongs to .* note: backend is \"_autodeploy\" .* set to"):
-        run({"backend": "_autodeploy"}, {"world_size": 4})
 
 
 def test_settings_are_options_and_only_those_that_were_given_count_as_given() -> None:

@@ -118,12 +118,6 @@ def test_speculative_models_have_the_base_and_their_own_fields(kind: str) -> Non
     assert set(SPECULATIVE[kind].model_fields) == {*known, "decoding_type"}
 
 
-def test_auto_deploy_has_the_fields_of_the_contract() -> None:
-    known = facts()["auto_deploy"]["config"]
-    check_model(llm_args.AutoDeployConfig, known, "auto_deploy")
-    assert set(llm_args.AutoDeployConfig.model_fields) == set(known)
-
-
 @pytest.mark.parametrize("section", sorted(DATACLASSES))
 def test_dataclasses_have_the_fields_and_defaults_of_the_contract(section: str) -> None:
     kind = DATACLASSES[section]
@@ -244,14 +238,6 @@ def test_an_argument_of_the_tensorrt_backend_is_a_value_error_of_its_own() -> No
 def test_nested_models_forbid_unknown_keys(section: str) -> None:
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         MODELS[section](no_such_thing=1)
-
-
-def test_auto_deploy_refuses_parallelism_but_world_size() -> None:
-    for name in facts()["auto_deploy"]["rejected_when_not_default"]:
-        with pytest.raises(ValueError, match="world_size"):
-            LLM("m", backend="_autodeploy", **cast(Any, {name: {"a": 1} if name.endswith("config") else 2}))
-    with LLM("m", backend="_autodeploy", world_size=4, max_num_tokens=512) as llm:
-        assert llm.generate([5, 6], SamplingParams(max_tokens=2)).outputs[0].length == 2
 
 
 @pytest.mark.parametrize("vector", facts()["block_hash"]["vectors"], ids=lambda each: str(each["hash"]))

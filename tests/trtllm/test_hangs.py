@@ -21,17 +21,12 @@ from tests.workers.builders import fold
 QUICK = EngineLimits(answer_timeout_ms=100.0, health_interval_ms=50.0, health_timeout_ms=5_000.0)
 
 
-@pytest.fixture
-def rpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    behave(monkeypatch, rpc_proxy=True)
-
-
 async def knows_its_blocks(told: RunningEngine) -> None:
     """Wait until what the worker restates is what the engine holds."""
     await told.turned(lambda: fold(told.engine.restate(0)) == fold(told.engine.resident_blocks(0)))
 
 
-def test_a_stopped_engine_process_loses_its_requests_to_others_and_comes_back_with_its_blocks(rpc: None) -> None:
+def test_a_stopped_engine_process_loses_its_requests_to_others_and_comes_back_with_its_blocks() -> None:
     async def scenario() -> None:
         async with running_engine(limits=QUICK) as told:
             changes: list[tuple[bool, bool]] = []
@@ -59,7 +54,7 @@ def test_a_stopped_engine_process_loses_its_requests_to_others_and_comes_back_wi
     asyncio.run(scenario())
 
 
-def test_the_worker_cancels_while_its_engine_hangs(rpc: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_cancels_while_its_engine_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trtllm_engine, "CANCEL_TIMEOUT_MS", 20.0)
 
     async def scenario() -> None:

@@ -176,18 +176,6 @@ def feed_of(told: RunningEngine) -> dict[str, Any]:
     return rank
 
 
-def test_metrics_without_a_prefix_are_shown_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    behave(monkeypatch, metrics_prefix="")
-
-    async def scenario() -> None:
-        async with running_engine() as told:
-            await told.finish(make_request("r"))
-            labels = {"model_name": "served", "engine_type": "trtllm", "finished_reason": "length"}
-            assert told.metrics.registry.get_sample_value("trtllm_request_success_total", labels) == 1
-
-    asyncio.run(scenario())
-
-
 # -- media -------------------------------------------------------------------------------------------------------------
 
 

@@ -199,7 +199,7 @@ async def main(workers: int, rate: float) -> None:
     player = Player(None, pool.kept, BLOCKS_PER_WORKER_MAX)
     served = ServedSeconds(app.served, SystemClock())
     source = RouterFleetSource(pool.settings, cast(Any, pool), FleetWatch(pool.state), player, served)
-    add_fleet_page(app, FleetHub(source, SystemClock(), 250.0, 16), source)
+    add_fleet_page(app, FleetHub(source, SystemClock()), source)
     server = HttpServer(app, "127.0.0.1", 0, "port")
     server.start()
     sys.stdout.write(f"ready {server.url}\n")

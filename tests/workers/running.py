@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,8 +16,11 @@ from poolgrid.wire.requests import Generate
 from poolgrid.workers import bootstrap
 from poolgrid.workers.engines.simulated.core.next_token import expected_output
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.workers.settings import WorkerProcessSettings
 from tests.workers.builders import VOCABULARY
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
+
+S = TypeVar("S", bound=WorkerProcessSettings)
 
 
 def expected(request: Generate) -> bytes:
@@ -76,7 +79,16 @@ def make_settings(endpoint: str, **changes: object) -> SimulatedWorkerSettings:
         "speedup": 50.0,
         "heartbeat_ms": 50,
     }
-    return SimulatedWorkerSettings.model_validate(fields | changes)
+    return with_constants(SimulatedWorkerSettings, fields | changes)
+
+
+def with_constants(model: type[S], values: dict[str, Any]) -> S:
+    """Return settings in which values of no field stand in for the class's constants."""
+    constants = {name: values.pop(name) for name in list(values) if name not in model.model_fields}
+    for name in constants:
+        assert hasattr(model, name), f"{name} is no setting and no constant"
+    kind: type[S] = type(model.__name__, (model,), {"__module__": model.__module__, **constants})
+    return kind.model_validate(values)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,8 @@ import pytest
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Cancel, RefusalKind
 from poolgrid.workers import bootstrap
-from poolgrid.workers.engines.registry import ENGINES, engine_definition
+from poolgrid.workers.engines import registry
+from poolgrid.workers.engines.registry import GROUP, engine_definition, engines
 from tests.workers.builders import make_request
 from tests.workers.echo_engine.definition import EchoSettings
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, Journal, fake_router
@@ -23,8 +25,9 @@ PAGE = HERE.parents[1] / "docs" / "engines.md"
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one line."""
-    monkeypatch.setitem(ENGINES, "echo", "tests.workers.echo_engine.definition")
+    """The one line of a distribution."""
+    point = EntryPoint("echo", "tests.workers.echo_engine.definition:ENGINE", GROUP)
+    monkeypatch.setitem(engines(), "echo", point)
 
 
 def test_the_example_answers_refuses_cancels_and_drains_as_a_worker(registered: None) -> None:
@@ -62,9 +65,15 @@ def test_the_example_answers_refuses_cancels_and_drains_as_a_worker(registered: 
 
 def test_the_registry_knows_what_it_is_told(registered: None) -> None:
     assert engine_definition("echo").title == "the echo engine"
-    assert [engine_definition(name).settings.engine_name for name in ENGINES] == list(ENGINES)
+    assert [engine_definition(name).settings.engine_name for name in engines()] == list(engines())
     with pytest.raises(KeyError):
         engine_definition("none")
+
+
+def test_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda group: ())
+    with pytest.raises(RuntimeError, match="install it again"):
+        engines.__wrapped__()
 
 
 @pytest.mark.parametrize("name", ["definition", "engine"])

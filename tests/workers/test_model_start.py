@@ -127,7 +127,7 @@ def test_a_worker_fetches_its_model_and_then_loads_it_and_each_phase_is_measured
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    cache = {"model_cache_dir": str(tmp_path / "cache"), "model_source": str(source), "check_model": True}
+    cache = {"model_cache_dir": str(tmp_path / "cache"), "model_source": str(source)}
 
     async def scenario() -> None:
         async with running_worker(**cache, load_ms=1.0, load_bytes=1000) as worker:
@@ -145,7 +145,7 @@ def test_a_worker_fetches_its_model_and_then_loads_it_and_each_phase_is_measured
 def test_a_model_that_cannot_be_fetched_ends_the_start_and_says_why(tmp_path: Path) -> None:
     settings = settings_of("trtllm", model_path="m", model_cache_dir=str(tmp_path / "c"), model_source="/nowhere/m")
 
-    with pytest.raises(ModelFetchError, match=r"fetching the model /nowhere/m into .*/c: reading /nowhere/m: No such"):
+    with pytest.raises(ModelFetchError, match=r"fetching the model /nowhere/m into .*/c: reading /nowhere/m: it is no"):
         asyncio.run(with_cache(settings, Start()))
 
 

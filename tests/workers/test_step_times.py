@@ -10,11 +10,10 @@ import pytest
 from poolgrid.wire.card import NO_STEP_TIMES
 from poolgrid.workers.core.shipped_timing import shipped_timing
 from poolgrid.workers.core.timing import PolynomialTiming, step_times_of
+from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
+from poolgrid.workers.engines.server.dialects.vllm import KIND
 from poolgrid.workers.engines.server.opening import make_card
-from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
-from poolgrid.workers.engines.vllm.definition import VllmSettings
-from poolgrid.workers.engines.vllm.facts import KIND
 from poolgrid.workers.step_times import StepTimesSettings
 
 OWN = {"prefill": [[1, 10.0], [1000, 60.0]], "decode": [[0.0, 5.0], [1.0, 20.0]]}
@@ -39,19 +38,17 @@ def test_a_measurement_of_ones_own_is_said(tmp_path: Path) -> None:
     assert dict(times.decode)[0.5] == 12.5
 
 
-@pytest.mark.parametrize("settings", [TrtllmWorkerSettings, VllmSettings])
-def test_a_table_that_cannot_be_used_is_refused_before_an_engine_is_loaded(
-    settings: type[TrtllmWorkerSettings | VllmSettings], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("engine", ["trtllm", "vllm"])
+def test_a_table_that_cannot_be_used_is_refused_before_an_engine_is_loaded(engine: str, tmp_path: Path) -> None:
     table = tmp_path / "own.json"
     table.write_text(json.dumps({**OWN, "prefill": [[1, -3.0]]}))
 
     with pytest.raises(ValueError, match=r"own\.json: prefill\[0\] has -3"):
-        settings(model_path="m", timing_table=table)
+        engine_definition(engine).settings(model_path="m", timing_table=table)
 
 
 def test_the_card_of_a_worker_before_a_server_says_them() -> None:
-    settings = VllmSettings(engine_url="http://127.0.0.1:8001", timing="h200-qwen3-8b")
+    settings = engine_definition("vllm").settings(engine_url="http://127.0.0.1:8001", timing="h200-qwen3-8b")
 
     card = make_card(settings, ServerFacts("vllm", model="m", block_size=16), KIND, 5000, 5001)
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import zmq
 
 from poolgrid.transport.planes import name_plane, watch_as_client
-from poolgrid.transport.reconnecting import look_again_soon
-from poolgrid.transport.zmq_socket import CallbackSocket, bind, port_of
+from poolgrid.transport.zmq_socket import CallbackSocket, bind, look_again_soon, port_of
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 REQUEST_HIGH_WATER_MARK = 10_000

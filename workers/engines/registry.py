@@ -1,11 +1,13 @@
-"""Which engines there are: a line each, by the name that ``--engine`` takes. ``docs/engines.md`` says how to write one.
+"""Which engines there are: the entry points of group ``poolgrid.engines``, by the name that ``--engine`` takes.
 
-Nothing else outside of an engine's directory names it. Only the engine that is asked for is imported.
+Ours are in ``pyproject.toml``; another distribution adds its own in the same way (``docs/engines.md``). An entry point
+names the ``EngineDefinition``. Only the engine that is asked for is imported.
 """
 
 from __future__ import annotations
 
-import importlib
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -16,26 +18,37 @@ if TYPE_CHECKING:
     from poolgrid.workers.engines.definition import EngineDefinition
     from poolgrid.workers.engines.server.kinds import ServerKind
 
-ENGINES = {
-    "simulated": "poolgrid.workers.engines.simulated.definition",
-    "trtllm": "poolgrid.workers.engines.trtllm.definition",
-    "vllm": "poolgrid.workers.engines.vllm.definition",
-    "sglang": "poolgrid.workers.engines.sglang.definition",
-    "trtllm-serve": "poolgrid.workers.engines.trtllm_serve.definition",
-}
-"""Module that defines each engine, as ``ENGINE``. The first is the default."""
+GROUP = "poolgrid.engines"
+
+DEFAULT = "simulated"
+
+
+@cache
+def engines() -> dict[str, EntryPoint]:
+    """Return the installed engines by name, the default first.
+
+    Raises ``RuntimeError`` where poolgrid's own are missing: its installation is older than its source.
+    """
+    found = {point.name: point for point in sorted(entry_points(group=GROUP))}
+    if DEFAULT not in found:
+        raise RuntimeError(
+            f"looking for engines: no installed package has an entry point {DEFAULT!r} in group {GROUP}; poolgrid was "
+            "installed before its engines were found that way: install it again (pip install -e . in its source)"
+        )
+    return {DEFAULT: found[DEFAULT], **found}
+
 
 if TYPE_CHECKING:
     EngineName = str
 else:
-    EngineName = Literal[tuple(ENGINES)]
+    EngineName = Literal[tuple(engines())]
 
 
 class EngineChoice(Settings):
     """Which engine a worker drives; the other settings depend on it."""
 
     engine: EngineName = Field(
-        next(iter(ENGINES)),
+        DEFAULT,
         description="Engine of the worker: simulated needs nothing, trtllm needs TensorRT-LLM and GPUs; vllm, "
         "sglang and trtllm-serve are engines' own servers, asked over HTTP.",
     )
@@ -43,14 +56,14 @@ class EngineChoice(Settings):
 
 def engine_definition(name: str) -> EngineDefinition[Any]:
     """Return the definition of an engine; raises ``KeyError`` when there is none of that name."""
-    definition: EngineDefinition[Any] = importlib.import_module(ENGINES[name]).ENGINE
+    definition: EngineDefinition[Any] = engines()[name].load()
     return definition
 
 
 def server_kinds() -> dict[str, ServerKind]:
     """Return the kinds of engine servers there are, by the name of their engine."""
     found = {}
-    for name in ENGINES:
+    for name in engines():
         server_kind = engine_definition(name).server_kind
         if server_kind is not None:
             found[name] = server_kind()

@@ -1,50 +1,97 @@
-"""The directory of a cache: what is whole in it, what is under way, and who may write.
+"""The directory of a cache: what is whole in it, what is being fetched, and which process may write.
 
     CACHE/NAME/                      a whole model: its files, and poolgrid-model.json with their sums
-    CACHE/.poolgrid/locks/NAME.lock  held by the process that fetches or mends the model
+    CACHE/.poolgrid/locks/NAME.lock  held by the process that fetches or repairs the model
     CACHE/.poolgrid/partial/NAME/    what it has fetched so far
 
-Rules
-    1. A model is whole from the rename of its directory to ``CACHE/NAME`` on, which is one step and the last one: all
-       its files and its manifest are on the disk before. A process that is killed leaves what the next one goes on
-       with.
-    2. Only who holds the lock writes. The operating system gives it free when a process ends, however it ends. Between
-       machines that share a file system the lock is as good as that file system's.
-    3. Nothing is written through a symbolic link below ``CACHE/.poolgrid`` (``unfollowed``).
-    4. What is whole is not changed, but for one that verification finds broken: it goes back to what is under way.
+A model is whole from the rename of its directory to ``CACHE/NAME`` on, which is one step and the last one. Only the
+process that holds the lock writes; the operating system releases it when the process ends, however it ends.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 from filelock import FileLock, Timeout
-
-from poolgrid.workers.model_cache.manifest import (
-    MANIFEST_BYTES_MAX,
-    MANIFEST_FILE,
-    Manifest,
-    ModelCacheError,
-    ModelFile,
-    name_problem,
-    parse,
-)
-from poolgrid.workers.model_cache.sources import CHUNK_BYTES
-from poolgrid.workers.model_cache.unfollowed import OWN_DIRECTORY, make_unfollowed
+from msgspec import Meta
 
 CACHE_DIR_VARIABLE = "POOLGRID_MODEL_CACHE_DIR"
 
+MANIFEST_FILE = "poolgrid-model.json"
+
+FILES_MAX = 100_000
+"""Files of a model; the largest have some hundreds."""
+
+MANIFEST_BYTES_MAX = 64 * 1024 * 1024
+"""More than ``FILES_MAX`` files take; what is larger is something else."""
+
+NAME_CHARS_MAX = 200
+"""Of a model's name, which is a directory's: file systems allow 255 bytes."""
+
 LOCK_POLL_S = 0.5
-"""How often a lock is asked for that another process holds: fetching takes minutes."""
+"""Time between two attempts to take a lock that another process holds: fetching takes minutes."""
+
+CHUNK_BYTES = 1024 * 1024
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
+_OWN = ".poolgrid"
+
+
+class ModelCacheError(RuntimeError):
+    """A model could not be fetched or found; says what, where and what to do."""
+
+
+class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of a model."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=1024)]
+    """Below the directory of the model, with ``/``."""
+    bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """All of a model, and where it came from. Written last, as ``MANIFEST_FILE`` in the model's directory."""
+
+    version: Literal[1]
+    name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    source: Annotated[str, Meta(max_length=8192)]
+    files: Annotated[tuple[ModelFile, ...], Meta(min_length=1, max_length=FILES_MAX)]
+    revision: Annotated[str, Meta(max_length=256)] = ""
+    """Commit of the hub; empty for sources without."""
+    exclude: Annotated[tuple[str, ...], Meta(max_length=1000)] = ()
+    """Patterns of files that were left out."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+class PartialModel(NamedTuple):
+    """A model that is not whole."""
+
+    name: str
+    bytes: int
+    fetching: bool
+    """Whether a process fetches it now."""
+
+
+class WrongFile(NamedTuple):
+    """A file of a model that is not what its manifest says."""
+
+    path: str
+    problem: str
 
 
 def default_directory(environment: Mapping[str, str]) -> Path:
-    """Return where models are kept when nobody says: below the user's directory for caches."""
+    """Return where models are kept by default: below the user's directory for caches."""
     given = environment.get(CACHE_DIR_VARIABLE)
     if given:
         return Path(given)
@@ -54,22 +101,25 @@ def default_directory(environment: Mapping[str, str]) -> Path:
     return Path(above, "poolgrid", "models")
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """A model that is not whole."""
-
-    name: str
-    bytes: int
-    fetching: bool
-    """Whether a process is at it now."""
+def path_problem(path: str) -> str:
+    """Return why a file cannot have this path below a model's directory; empty when it can."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path or "/".join(parts) != path:
+        return "is not a plain path below the directory of the model"
+    return "is the manifest itself" if parts[0] == MANIFEST_FILE else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """A file of a model that is not what its manifest says."""
-
-    path: str
-    problem: str
+def parse_manifest(text: bytes, place: str) -> Manifest:
+    """Return a manifest; raises ``ModelCacheError`` naming the place and the field."""
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ModelCacheError(f"reading {place}: {error}") from None
+    for file in manifest.files:
+        problem = path_problem(file.path)
+        if problem:
+            raise ModelCacheError(f"reading {place}: file {file.path!r} {problem}")
+    return manifest
 
 
 class ModelCache:
@@ -80,15 +130,17 @@ class ModelCache:
 
     def path(self, name: str) -> Path:
         """Return the directory of a model; raises ``ModelCacheError`` for what cannot be a name."""
-        problem = name_problem(name)
-        if problem:
-            raise ModelCacheError(f"the model's name is {name!r}: {problem}")
+        if not _is_name(name):
+            raise ModelCacheError(
+                f"the model's name is {name!r}: allowed are 1 to {NAME_CHARS_MAX} letters, digits, '.', '_', '-', '+' "
+                "and '@', a letter or digit first"
+            )
         return self.directory / name
 
     def partial_path(self, name: str) -> Path:
         """Return where a model is put together."""
         self.path(name)
-        return self.directory / OWN_DIRECTORY / "partial" / name
+        return self.directory / _OWN / "partial" / name
 
     def manifest(self, name: str) -> Manifest | None:
         """Return a model's manifest, ``None`` when it is not whole; raises ``ModelCacheError`` for a broken one."""
@@ -101,36 +153,27 @@ class ModelCache:
             return None
         except OSError as error:
             raise ModelCacheError(f"reading {place}: {error.strerror or error}") from None
-        return parse(text, str(place))
+        return parse_manifest(text, str(place))
 
     def names(self) -> list[str]:
         """Return the whole models' names, in order."""
-        return [name for name in self._below(self.directory) if (self.directory / name / MANIFEST_FILE).is_file()]
+        return [name for name in _models_below(self.directory) if (self.directory / name / MANIFEST_FILE).is_file()]
 
-    def partials(self) -> list[Partial]:
+    def partials(self) -> list[PartialModel]:
         """Return the models that are not whole, in the order of their names."""
-        found = []
-        for name in self._below(self.directory / OWN_DIRECTORY / "partial"):
-            size = sum(_size(each) for each in self.partial_path(name).rglob("*"))
-            found.append(Partial(name, size, self._is_locked(name)))
-        return found
-
-    def _below(self, directory: Path) -> list[str]:
-        try:
-            return sorted(each.name for each in directory.iterdir() if each.is_dir() and not name_problem(each.name))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ModelCacheError(f"reading {directory}: {error.strerror or error}") from None
+        names = _models_below(self.directory / _OWN / "partial")
+        return [PartialModel(name, bytes_below(self.partial_path(name)), self._is_locked(name)) for name in names]
 
     @contextmanager
     def locked(self, name: str, wait_s: float) -> Iterator[None]:
         """Hold the lock of a model; raises ``ModelCacheError`` when another process has it for longer."""
         place = self._lock(name)
+        # A fetch may run with more rights than those who can write into a shared cache.
+        for each in (place.parent.parent, place.parent, self.partial_path(name).parent, place, self.partial_path(name)):
+            if each.is_symlink():
+                raise ModelCacheError(f"{each} is a symbolic link: remove it; a cache has real directories only")
         try:
-            make_unfollowed(place.parent)
-            if place.is_symlink():
-                raise ModelCacheError(f"{place} is a symbolic link: remove it")
+            place.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(place, timeout=wait_s)
             lock.acquire(poll_interval=LOCK_POLL_S)
         except Timeout:
@@ -147,7 +190,7 @@ class ModelCache:
 
     def _lock(self, name: str) -> Path:
         self.path(name)
-        return self.directory / OWN_DIRECTORY / "locks" / f"{name}.lock"
+        return self.directory / _OWN / "locks" / f"{name}.lock"
 
     def _is_locked(self, name: str) -> bool:
         place = self._lock(name)
@@ -159,49 +202,56 @@ class ModelCache:
         except (Timeout, OSError):
             return True
 
-    def wrong_sizes(self, name: str, manifest: Manifest) -> list[Wrong]:
-        """Return the files that are missing or have another size; nothing is read."""
-        return [wrong for file in manifest.files if (wrong := _wrong_size(self.path(name), file)) is not None]
+    def wrong_files(self, name: str, manifest: Manifest, read: Callable[[int], None] | None = None) -> list[WrongFile]:
+        """Return the files that are missing or have another size and, with ``read``, another content.
 
-    def wrong_files(self, name: str, manifest: Manifest, told: Callable[[int], None]) -> list[Wrong]:
-        """Read every file and return those that are not what the manifest says; ``told`` gets the bytes as read."""
+        ``read`` gets the numbers of bytes that are read.
+        """
         found = []
         for file in manifest.files:
-            wrong = _wrong_size(self.path(name), file)
-            if wrong is None:
-                try:
-                    is_wrong = sha256_of(self.path(name) / file.path, told) != file.sha256
-                    wrong = Wrong(file.path, "its content is not what was fetched") if is_wrong else None
-                except OSError as error:
-                    wrong = Wrong(file.path, f"cannot be read: {error.strerror or error}")
-            else:
-                told(file.bytes)
-            if wrong is not None:
-                found.append(wrong)
+            place = self.path(name) / file.path
+            try:
+                size = place.stat().st_size
+                if size != file.bytes:
+                    found.append(WrongFile(file.path, f"has {size:,} bytes, not {file.bytes:,}"))
+                elif read is not None and sha256_of(place, read) != file.sha256:
+                    found.append(WrongFile(file.path, "its content is not what was fetched"))
+            except FileNotFoundError:
+                found.append(WrongFile(file.path, "is missing"))
+            except OSError as error:
+                found.append(WrongFile(file.path, f"cannot be read: {error.strerror or error}"))
         return found
 
 
-def sha256_of(path: Path, told: Callable[[int], None]) -> str:
-    """Return a file's sum in hexadecimal."""
+def sha256_of(path: Path, read: Callable[[int], None]) -> str:
+    """Return a file's sum in hexadecimal; ``read`` gets the numbers of bytes that are read."""
     digest = hashlib.sha256()
     with path.open("rb") as reading:
         while chunk := reading.read(CHUNK_BYTES):
             digest.update(chunk)
-            told(len(chunk))
+            read(len(chunk))
     return digest.hexdigest()
 
 
-def _wrong_size(directory: Path, file: ModelFile) -> Wrong | None:
+def bytes_below(directory: Path) -> int:
+    """Return the size of all files below a directory, some of which may go meanwhile."""
+    total = 0
+    for place in directory.rglob("*"):
+        try:
+            total += place.stat().st_size if place.is_file() else 0
+        except OSError:
+            continue
+    return total
+
+
+def _is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and len(name) <= NAME_CHARS_MAX
+
+
+def _models_below(directory: Path) -> list[str]:
     try:
-        place = directory / file.path
-        size = place.stat().st_size
+        return sorted(each.name for each in directory.iterdir() if each.is_dir() and _is_name(each.name))
+    except FileNotFoundError:
+        return []
     except OSError as error:
-        return Wrong(file.path, "is missing" if isinstance(error, FileNotFoundError) else str(error.strerror))
-    return None if size == file.bytes else Wrong(file.path, f"has {size:,} bytes, not {file.bytes:,}")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size if path.is_file() else 0
-    except OSError:
-        return 0  # it has just been renamed
+        raise ModelCacheError(f"reading {directory}: {error.strerror or error}") from None

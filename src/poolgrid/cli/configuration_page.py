@@ -25,7 +25,7 @@ from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.http.http_settings import HttpSettings, ServerSettings
-from poolgrid.nats.nats_settings import EventPlaneSettings, NatsSettings
+from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.settings import Settings
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
@@ -34,7 +34,7 @@ from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
 from poolgrid.transport.security import SecuritySettings
-from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
+from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
 from poolgrid.workers.settings import WorkerProcessSettings
 
 SOURCE_ROOT = Path(__file__).resolve().parents[3]
@@ -117,7 +117,7 @@ SECTIONS = (
         "engine is an error, and its variable is ignored. An option of several engines may differ in default and "
         "range.",
     ),
-    *map(_engine_section, ENGINES),
+    *map(_engine_section, engines()),
     Section(
         "Closing the sockets",
         "router",

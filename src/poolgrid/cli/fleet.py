@@ -26,7 +26,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
 from poolgrid.process.figures import counted
-from poolgrid.transport.held_port import HeldPorts
+from poolgrid.transport.bound_socket import HeldPorts
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 LOOPBACK = "127.0.0.1"

@@ -6,6 +6,7 @@ the libraries draw, cut the longer half of our options at 80 columns.
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from poolgrid.cli.former_settings import former_setting
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -126,7 +129,14 @@ def first_sentence(text: str, stops: str = ".;:") -> str:
 
 
 class HelpedCommand(TyperCommand):
-    """A command whose help is a :func:`help_page`."""
+    """A command whose help is a :func:`help_page`, and which refuses the settings that it had in an earlier version."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; raises ``typer.Exit`` with a line on standard error for a former setting."""
+        if refusal := former_setting(str(self.name), args, os.environ):
+            typer.echo(refusal, err=True)
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
 
     def get_short_help_str(self, limit: int = 0) -> str:
         """Return what it does, whole: shells show it beside the name."""

@@ -7,18 +7,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from poolgrid.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.cli.options import environment_name
 from poolgrid.consolidator.journal.as_of import NotKept
 from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.consolidator.journal.record_rows import ParquetUnavailable
-from poolgrid.consolidator.ports import Disk
-from poolgrid.nats.nats_settings import SCHEMES
+from poolgrid.consolidator.ports import ReadableDisk
+from poolgrid.process.nats_settings import SCHEMES
+from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.router.decision_journal.reader import decision_directories
 from poolgrid.tools.simulation.variant_plot import PlottingUnavailable
 
@@ -54,7 +56,7 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-class JournalFiles(Disk, Protocol):
+class JournalFiles(ReadableDisk, Protocol):
     """A journal for those who only look: a directory, or a stream that reads like one."""
 
     def is_in_use(self) -> bool:
@@ -65,27 +67,27 @@ class JournalFiles(Disk, Protocol):
 def open_journal(where: str) -> JournalFiles:
     """Return a journal for reading: of a directory, or of a stream, ``nats://HOST:PORT/POOL``."""
     if where.startswith(STREAM_SCHEMES):
-        # Late: only who names a stream needs what reads one.
-        from poolgrid.cli.journal_stream import JournalInStream
-
         try:
-            return JournalInStream(where)
+            plane = load_plugin(EVENT_PLANES, "nats")
+            return cast(JournalFiles, plane.open_journal(where, lambda name: os.environ.get(environment_name(name))))
         except ValueError as error:
             raise UsageError(str(error)) from None
     return open_directory(Path(where))
 
 
 def open_decisions(where: str) -> list[tuple[str, JournalFiles]]:
-    """Return the decisions of each router with its id: of a data_dir, of one router's directory, or of a pool on NATS,
-    ``nats://HOST:PORT/POOL``."""
-    if not where.startswith(STREAM_SCHEMES):
-        return [(path.name, ReadOnlyDirectory(path)) for path in decision_directories(Path(where))]
-    from poolgrid.cli.journal_stream import decisions_in_streams
+    """Return the decisions of each router with its id: of a data_dir, or of one router's directory."""
+    if where.startswith(STREAM_SCHEMES):
+        raise UsageError(
+            f"{where}: decisions are recorded in the routers' data_dir and not on NATS; name that directory with "
+            "--decisions (a stream of decisions that an earlier version recorded is read by that version)"
+        )
+    return [(path.name, ReadOnlyDirectory(path)) for path in decision_directories(Path(where))]
 
-    try:
-        return list(decisions_in_streams(where))
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+
+def decisions_below(where: str) -> list[tuple[str, JournalFiles]]:
+    """Return the decisions that are with a pool's journal; a stream has none."""
+    return [] if where.startswith(STREAM_SCHEMES) else open_decisions(where)
 
 
 def open_directory(directory: Path) -> ReadOnlyDirectory:
@@ -110,7 +112,7 @@ def progress_bar(what: str, total: int, as_bytes: bool = True) -> Iterator[Calla
         yield lambda done: progress.update(task, completed=done)
 
 
-def survey_bytes(disk: Disk) -> int:
+def survey_bytes(disk: ReadableDisk) -> int:
     """Return the size of all files of a journal; of a stream, as its servers count it."""
     stored = getattr(disk, "stored_bytes", None)
     if stored is not None:

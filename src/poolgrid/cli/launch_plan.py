@@ -164,8 +164,8 @@ def _in_words(error: ValidationError, name: str) -> str:
 
 def simulated_limits(engine_args: Path) -> list[str]:
     """Return options of a simulated worker that is as large as an engine file says."""
+    from poolgrid.workers.engines.trtllm.arguments.contract import look_up
     from poolgrid.workers.engines.trtllm.arguments.engine_file import read_yaml
-    from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
 
     values = read_yaml(engine_args)
     found = {

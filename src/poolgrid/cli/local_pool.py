@@ -3,8 +3,8 @@
 Rules
     1. Parts start in the order consolidator, router, workers.
     2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.restart_pace``): its
-       ports are held for it (``poolgrid.transport.held_port``), and the others go on. Only a part that does not start
-       the first time ends everything, and one that has died more than ``restarts_max`` times in a row.
+       ports are held for it (``transport.bound_socket``), and the others go on. Only a part that does not start the
+       first time ends everything, and one that has died more than ``restarts_max`` times in a row.
     4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
        counted, compared with what is there and assigned. The pool is ready once requests have gone through all of it.
     3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
@@ -42,10 +42,10 @@ from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed,
 from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.nats.nats_settings import EventPlaneSettings
 from poolgrid.process.figures import counted
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.transport.held_port import HeldPorts
+from poolgrid.transport.bound_socket import HeldPorts
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 from poolgrid.workers.engines.simulated.core.answer_lengths import MEAN_DEFAULT, STDDEV_DEFAULT, TOKENS_MAX
 

@@ -13,7 +13,7 @@ from poolgrid.process.log_lines import Field
 
 LEVEL_HELP = (
     "Least severe log lines shown: debug, info, warning or error; with LOGGER=LEVEL behind it others for some, as in "
-    "info,router=debug,uvicorn=warning."
+    "info,router=debug,httpx=warning."
 )
 FORMAT_HELP = (
     "How log lines are written: text for people, json for machines, an object a line. By default text, and json where "

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import typer
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 from poolgrid.cli.json_output import print_json
-from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import counted, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
-from poolgrid.workers.model_cache.cache import ModelCache, default_directory
-from poolgrid.workers.model_cache.fetching import Ended, Fetching, FetchLimits
-from poolgrid.workers.model_cache.fetching import Progress as FetchProgress
-from poolgrid.workers.model_cache.manifest import Manifest, ModelCacheError
-from poolgrid.workers.model_cache.opening import open_source
-from poolgrid.workers.model_cache.progress import ProgressLines
+from poolgrid.workers.model_cache.cache import Manifest, ModelCache, ModelCacheError, default_directory
+from poolgrid.workers.model_cache.fetching import ModelFetch, Report, counter, parse_source
+from poolgrid.workers.model_fetch import ProgressLine
 
-PIPED_LINE_MS = 10_000.0
+PIPED_LINE_S = 10.0
 """Between two lines of progress where nobody sees a bar: enough to tell work from a hang."""
+
+LINE_S = 0.5
+"""Least time between two lines for programs, in one phase."""
 
 PHASES = {
     "wait": "waiting for another process that has the model's lock",
@@ -43,34 +42,29 @@ PHASES = {
     "verify": "reading what is there",
 }
 
-__all__ = ["FetchLimits", "Wanted", "fetch", "show", "verify"]
 
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be fetched, and how."""
-
-    source: str
-    name: str | None
-    exclude: tuple[str, ...]
-    check: bool
-    timeout_s: float
-    limits: FetchLimits
-
-
-def fetch(wanted: Wanted, cache_dir: Path | None, progress_lines: bool, as_json: bool) -> int:
+def fetch(
+    source: str,
+    name: str | None,
+    cache_dir: Path | None,
+    exclude: tuple[str, ...],
+    check: bool,
+    wait_s: float,
+    size_max: int,
+    progress_lines: bool,
+    as_json: bool,
+) -> int:
     """Fetch a model and print where it is; return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         cache = _cache(cache_dir)
-        source = open_source(wanted.source, wanted.timeout_s)
-        name = wanted.name or source.name
+        found = parse_source(source)
+        name = name or found.name
         path = cache.path(name)
-        with _lines() if progress_lines else _bars(name) as progress:
-            fetching = Fetching(cache, source, name, progress, wanted.limits, wanted.exclude, wanted.check)
-            manifest = fetching.run()
-    except (ModelCacheError, Ended) as error:
-        typer.echo(str(error) or "ended before the model was whole", err=True)
+        with _ended_at_once(), _lines() if progress_lines else _bars(name) as report:
+            manifest = ModelFetch(cache, found, name, report, wait_s, size_max, exclude, check).run()
+    except ModelCacheError as error:
+        typer.echo(str(error), err=True)
         return 1
     if as_json:
         print_json({"path": str(path), **_row(manifest)})
@@ -90,9 +84,8 @@ def verify(names: list[str], cache_dir: Path | None, as_json: bool) -> int:
                 raise ModelCacheError(
                     f"{cache.path(name)} is no whole model; `poolgrid model list` shows what there is"
                 )
-            with _bars(name) as progress:
-                progress.phase("verify", manifest.total_bytes)
-                wrong = cache.wrong_files(name, manifest, progress.moved)
+            with _bars(name) as report:
+                wrong = cache.wrong_files(name, manifest, counter(report, "verify", manifest.total_bytes))
             rows.append(
                 {"name": name, "files": len(manifest.files), "wrong": {each.path: each.problem for each in wrong}}
             )
@@ -174,20 +167,37 @@ def _row(manifest: Manifest) -> dict[str, object]:
 
 
 @contextmanager
-def _lines() -> Iterator[FetchProgress]:
-    def write(line: str) -> None:
-        sys.stderr.write(line)
-        sys.stderr.flush()
-
-    yield ProgressLines(write, SystemClock())
+def _ended_at_once() -> Iterator[None]:
+    """Have Ctrl-C end the process: threads that fetch would hold it, and whole files stay for the next time."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def _bars(name: str) -> Iterator[FetchProgress]:
+def _lines() -> Iterator[Report]:
+    """Write progress as lines of JSON, at most one every half second in a phase."""
+    last = ("", 0.0)
+
+    def report(phase: str, done: int, total: int) -> None:
+        nonlocal last
+        now_s = time.monotonic()
+        if phase != last[0] or now_s - last[1] >= LINE_S or (total and done == total):
+            last = (phase, now_s)
+            sys.stderr.write(msgspec.json.encode(ProgressLine(phase, done, total)).decode() + "\n")
+            sys.stderr.flush()
+
+    yield report
+
+
+@contextmanager
+def _bars(name: str) -> Iterator[Report]:
     """Show progress on standard error: as a bar on a terminal, as a line now and then elsewhere."""
     console = terminal(stderr=True)
     if not console.is_terminal:
-        yield _PipedWords(name)
+        yield _piped(name)
         return
     with Progress(
         TextColumn("{task.description}"),
@@ -198,49 +208,26 @@ def _bars(name: str) -> Iterator[FetchProgress]:
         console=console,
         transient=True,
     ) as bars:
-        yield _Bar(bars, name)
+        task = bars.add_task(name, total=None)
+        yield lambda phase, done, total: bars.update(
+            task, completed=done, total=total or None, description=PHASES[phase]
+        )
 
 
-class _Bar:
-    """A bar for each phase."""
+def _piped(name: str) -> Report:
+    """Return what writes a line for each phase that takes long, and one now and then."""
+    last = ("", 0.0)
 
-    def __init__(self, bars: Progress, name: str) -> None:
-        self._bars = bars
-        self._task: TaskID = bars.add_task(name, total=None)
+    def report(phase: str, done: int, total: int) -> None:
+        nonlocal last
+        now_s = time.monotonic()
+        if phase != last[0]:
+            last = (phase, now_s)
+            if total:
+                typer.echo(f"{name}: {PHASES[phase]}, {size(total)}", err=True)
+        elif now_s - last[1] >= PIPED_LINE_S:
+            last = (phase, now_s)
+            share = percent(done / total if total else None)
+            typer.echo(f"{name}: {PHASES[phase]}, {size(done)} of {size(total)} ({share})", err=True)
 
-    def phase(self, name: str, total_bytes: int) -> None:
-        self._bars.reset(self._task, total=total_bytes or None, description=PHASES[name])
-
-    def moved(self, count: int) -> None:
-        self._bars.advance(self._task, count)
-
-
-class _PipedWords:
-    """A line for each phase that takes long, and one now and then."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._clock = SystemClock()
-        self._lock = threading.Lock()
-        self._phase = ""
-        self._done = self._total = 0
-        self._told_ms = 0.0
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        with self._lock:
-            self._phase, self._done, self._total = name, 0, total_bytes
-            self._told_ms = self._clock.monotonic_ms()
-            if total_bytes:
-                typer.echo(f"{self._name}: {PHASES[name]}, {size(total_bytes)}", err=True)
-
-    def moved(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            now = self._clock.monotonic_ms()
-            if now - self._told_ms < PIPED_LINE_MS:
-                return
-            self._told_ms = now
-            done = percent(self._done / self._total if self._total else None)
-            typer.echo(
-                f"{self._name}: {PHASES[self._phase]}, {size(self._done)} of {size(self._total)} ({done})", err=True
-            )
+    return report

@@ -77,9 +77,9 @@ async def _urls_of(url: str) -> list[str]:
     name = parse_name(url)
     settings = _settings(url)
     # Imported when they are used: most commands are given URLs.
-    from poolgrid.discovery.core.registry import Registry
     from poolgrid.discovery.opening import open_names
     from poolgrid.discovery.ports import Scope
+    from poolgrid.discovery.registry import Registry
     from poolgrid.process.clock import SystemClock
 
     clock = SystemClock()

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from poolgrid.cli.former_settings import former_name
 from poolgrid.process.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -85,7 +86,7 @@ def with_settings(
 
         def run(**values: Any) -> Any:
             file = values.pop(SETTINGS_FILE, None) if from_file else None
-            of_file = {} if file is None else _read_settings(file, fields)
+            of_file = {} if file is None else _read_settings(file, fields, command.__name__.replace("_", "-"))
             given = {
                 name: value for name, value in values.items() if name in fields and value is not None and value != []
             }
@@ -121,7 +122,7 @@ def _file_parameter() -> inspect.Parameter:
     return inspect.Parameter(SETTINGS_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def _read_settings(path: Path, fields: Mapping[str, FieldInfo], command: str) -> dict[str, Any]:
     """Return the settings of a file; ends the command with status 2 when it cannot be used."""
     where = f"--settings-file {path}"
     try:
@@ -136,7 +137,8 @@ def _read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any
         unknown = sorted(set(found) - set(fields))
         if not unknown:
             return found
-        fault = f"{unknown[0]!r} is no setting of this command"
+        removed = [line for name in unknown if (line := former_name(command, name))]
+        fault = removed[0] if removed else f"{unknown[0]!r} is no setting of this command"
     typer.echo(f"{where}: {fault}; nothing was started", err=True)
     raise typer.Exit(2)
 

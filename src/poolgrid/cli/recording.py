@@ -72,14 +72,14 @@ def load_trace(path: Path, settings: EngineSettings, block_size: int) -> Stage:
     )
 
 
-def load_recording(directory: str, settings: EngineSettings) -> Stage:
+def load_recording(directory: str, decisions: str | None, settings: EngineSettings) -> Stage:
     """Return recorded traffic, ready to be played; raises ``UsageError`` and what reading a journal raises."""
     pool = open_journal(directory)
-    found = [disk for _, disk in open_decisions(directory)]
+    found = [disk for _, disk in open_decisions(directory if decisions is None else decisions)]
     if not found:
         raise UsageError(
-            f"no decisions in {directory}: routers record them under decisions/ROUTER_ID in their data_dir, or on NATS "
-            "with --decision-stream-bytes"
+            f"no decisions in {decisions or directory}: routers record them under decisions/ROUTER_ID in their "
+            "data_dir; name another directory with --decisions"
         )
     total = survey_bytes(pool) + sum(survey_bytes(each) for each in found)
     with progress_bar("reading", total) as on_progress:

@@ -43,7 +43,7 @@ def replay(directory: str, decisions: str | None, strict: bool, as_json: bool) -
         if not found:
             raise UsageError(
                 f"no decisions in {decisions or directory}: routers record them under decisions/ROUTER_ID in their "
-                "data_dir, or on NATS with --decision-stream-bytes; name another place with --decisions"
+                "data_dir; name another directory with --decisions"
             )
         for name, disk in found:
             with progress_bar(f"replaying {name}", survey_bytes(disk)) as on_progress:

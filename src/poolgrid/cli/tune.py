@@ -27,7 +27,7 @@ REQUESTS_MIN = 20
 """Fewer requests in either part say nothing about a 99th percentile, or about anything."""
 
 
-def tune(source: str, settings: TuneSettings) -> int:
+def tune(source: str, decisions: str | None, settings: TuneSettings) -> int:
     """Search, compare with the defaults on held-back traffic, print and write what was found; return the status."""
     console = terminal()
     with journal_errors("tuning"):
@@ -35,7 +35,7 @@ def tune(source: str, settings: TuneSettings) -> int:
             if fault := cannot_write(out):
                 raise UsageError(f"{name}: {fault}; nothing was searched")
         if source.startswith(STREAM_SCHEMES) or Path(source).is_dir():
-            stage = load_recording(source, settings)
+            stage = load_recording(source, decisions, settings)
         else:
             stage = load_trace(Path(source), settings, settings.block_size)
         count = len(stage.workload.requests)

@@ -28,11 +28,11 @@ _RETENTIONS: tuple[Retention, ...] = get_args(Retention)
 _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
 
 
-def what_if(directory: str, settings: WhatIfSettings) -> int:
+def what_if(directory: str, decisions: str | None, settings: WhatIfSettings) -> int:
     """Play recorded traffic under each variant; return the exit status."""
     with journal_errors("trying other settings"):
         _check_outputs(settings)
-        stage = load_recording(directory, settings)
+        stage = load_recording(directory, decisions, settings)
         variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
         for variant in variants:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.consolidator.http_api import ConsolidatorHealth
-from poolgrid.consolidator.journal.errors import JournalFenced
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.memory import MemoryJournal
+from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
@@ -24,7 +23,7 @@ from poolgrid.http.health_app import HealthApp, Observed
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.event_loop import LoopMetrics
-from poolgrid.process.tasks import detached, unless
+from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.transport.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from poolgrid.transport.tls import Tls
 from poolgrid.wire.names import CONSOLIDATOR
@@ -77,7 +76,8 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
         for warning in settings.exposures(settings.host, http=True, planes="the ingest, feed and query planes"):
             log.warning("%s", warning)
         if settings.on_nats:
-            await _serve_in_turn(opened, settings, registry, stop, ready)
+            plane = load_plugin(EVENT_PLANES, settings.event_plane)
+            await plane.serve_consolidator(opened, settings, registry, stop, ready)
             return
         names: Names | None = None
         if settings.has_names:
@@ -87,7 +87,7 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
             names = await open_names(opened, settings, SystemClock(), registry)
         service = _open_service(opened, settings, registry)
         await service.start()
-        server = _open_server(opened, settings, registry, ConsolidatorHealth(service))
+        server = open_server(opened, settings, registry, ConsolidatorHealth(service))
         server.start()
         if names is not None:
             opened.push_async_callback(names.withdraw)
@@ -110,58 +110,6 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
         await stop.wait()
 
 
-async def _serve_in_turn(
-    opened: AsyncExitStack,
-    settings: ConsolidatorProcessSettings,
-    registry: CollectorRegistry,
-    stop: asyncio.Event,
-    ready: Callable[[Endpoints], None],
-) -> None:
-    """Stand by and be active in turn: the journal is in a stream, and any consolidator of the pool may write it."""
-    from poolgrid.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
-    from poolgrid.consolidator.stream.journal import StreamJournal, StreamJournalSettings, bytes_max_of
-    from poolgrid.consolidator.succession import Succession, SuccessionMetrics
-    from poolgrid.nats.nats_connection import NatsConnection
-    from poolgrid.nats.nats_leader import LOADING_KEY, told_subject
-
-    clock = SystemClock()
-    loop = asyncio.get_running_loop()
-    keys = CurveKeys.load(settings)
-    planes = PlaneMetrics(registry)
-    metrics = SuccessionMetrics(registry)
-    connection = NatsConnection(settings, "poolgrid consolidator", clock)
-    connection.foreign.count_in(registry)
-    opened.push_async_callback(connection.close)
-    bytes_max = bytes_max_of(settings.retention_bytes)
-    journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, bytes_max))
-    sizes = StreamJournalSettings(settings.retention_bytes, settings.retention_ms, bytes_max)
-
-    def tell_loading(data: bytes) -> None:
-        subject = told_subject(settings.nats_pool, LOADING_KEY)
-        detached(connection.tell(subject, data), "words of loading")
-
-    def make_service(consolidator_id: str, on_fenced: Callable[[JournalFenced], None]) -> ConsolidatorService:
-        return ConsolidatorService(
-            settings,
-            registry,
-            clock,
-            lambda: StreamJournal(ThreadedStream(journal, loop), consolidator_id, clock, sizes),
-            consolidator_id,
-            lambda: PlaneContext.make(keys, planes),
-            on_fenced,
-            tell_loading,
-        )
-
-    succession = Succession(settings, journal, clock, metrics, make_service)
-    server = _open_server(opened, settings, registry, succession)
-    server.start()
-    await unless(stop, connection.open(), "connection to NATS")
-    if stop.is_set():
-        return
-    ready(Endpoints(ingest="", feed="", query="", http=server.url))
-    await succession.run(stop)
-
-
 def _open_service(
     opened: AsyncExitStack, settings: ConsolidatorProcessSettings, registry: CollectorRegistry
 ) -> ConsolidatorService:
@@ -172,12 +120,13 @@ def _open_service(
     return service
 
 
-def _open_server(
+def open_server(
     opened: AsyncExitStack,
     settings: ConsolidatorProcessSettings,
     registry: CollectorRegistry,
     observed: Observed,
 ) -> HttpServer:
+    """Return the server of health and metrics, to be started; it stops with ``opened``."""
     server = HttpServer(
         HealthApp(registry, observed),
         settings.host,

@@ -15,10 +15,7 @@ from poolgrid.consolidator.ports import PoolListener
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints
 from poolgrid.transport.planes import watch_as_client
-from poolgrid.transport.reconnecting import look_again_soon
-from poolgrid.transport.subscriber import Subscriber
-from poolgrid.transport.subscriber_choice import subscribe
-from poolgrid.transport.zmq_socket import BatchSocket
+from poolgrid.transport.zmq_socket import BatchSocket, Subscription, look_again_soon
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
@@ -48,7 +45,7 @@ class FeedFollower(JournalFollower[FeedReader]):
         super().__init__(FeedReader(answer_timeout_ms), listener, clock)
         self._complaints = Complaints(log, clock)
         self._context: zmq.Context[Any] = make_context()
-        self._subscription: Subscriber | None = None
+        self._subscription: Subscription | None = None
         """To the feed; what it misses shows as a hole."""
         self._query: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._query.setsockopt(zmq.LINGER, 0)
@@ -72,7 +69,7 @@ class FeedFollower(JournalFollower[FeedReader]):
 
     async def start(self) -> None:
         """Subscribe and ask for the snapshot."""
-        self._subscription = subscribe(self._context, self._endpoints[0], FEED_TOPIC, self._on_feed)
+        self._subscription = Subscription(self._context, self._endpoints[0], FEED_TOPIC, self._on_feed)
         self._query_inbox.start()
         self._query.connect(self._endpoints[1])
         self._carry_out(self._reader.start(self._clock.monotonic_ms()))

@@ -112,8 +112,8 @@ class Journal(Protocol):
         ...
 
 
-class Disk(Protocol):
-    """A flat directory of files: the little that the journal needs, so that a test can make it fail."""
+class ReadableDisk(Protocol):
+    """A flat directory of files for readers."""
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted."""
@@ -126,6 +126,10 @@ class Disk(Protocol):
     def read(self, name: str, at: int, length: int) -> bytes:
         """Return up to ``length`` bytes from position ``at``."""
         ...
+
+
+class Disk(ReadableDisk, Protocol):
+    """A flat directory of files: the little that the journal needs, so that a test can make it fail."""
 
     def append(self, name: str, data: bytes) -> None:
         """Write at the end of a file, creating it; on ``OSError`` a part of the data may have been written."""

@@ -11,7 +11,7 @@ from poolgrid.consolidator.core.consolidator import ConsolidatorLimits
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_settings import HttpSettings
-from poolgrid.nats.nats_settings import EventPlaneSettings
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 

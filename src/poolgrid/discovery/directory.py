@@ -18,8 +18,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from poolgrid.discovery.core.registry import Seen
 from poolgrid.discovery.ports import LOOK_S, NamesUnavailable, Scope
+from poolgrid.discovery.registry import Seen
 from poolgrid.process.clock import Clock
 from poolgrid.wire.registration import ENTRY_BYTES_MAX, LEASE_MS_MAX, Registration
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.discovery.core.registry import Registry
+from poolgrid.discovery.registry import Registry
 from poolgrid.process.instruments import Counter, GaugeFamily
 
 

@@ -1,4 +1,4 @@
-"""A process among names: it registers, renews, and follows who else is there. The shell around ``core.registry``.
+"""A process among names: it registers, renews, and follows who else is there. The shell around ``registry``.
 
 Rules
     1. What is registered is renewed three times per lease until ``close``, which takes it back. When that fails it is
@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.discovery.core.registry import Registry
 from poolgrid.discovery.metrics import NamesMetrics
 from poolgrid.discovery.ports import NameStore, NamesUnavailable, Scope
+from poolgrid.discovery.registry import Registry
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import PERIOD_MS, Complaints
 from poolgrid.process.tasks import Restart, cancel_all, supervised

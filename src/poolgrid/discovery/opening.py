@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AsyncExitStack
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 
+from poolgrid.discovery.directory import DirectoryNames
 from poolgrid.discovery.names import Names
 from poolgrid.discovery.ports import NameStore
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.process.clock import Clock
+from poolgrid.process.plugins import DISCOVERY, load_plugin
 
 
 async def open_names(
@@ -24,18 +26,7 @@ async def open_names(
 
 
 def _store(settings: NamesSettings, clock: Clock) -> NameStore:
-    # Each is imported when it is used: nobody needs two of them.
-    if settings.names == "nats":
-        from poolgrid.discovery.nats import NatsNames
-
-        return NatsNames(settings, settings.names_lease_s, settings.names_replicas, clock)
-    if settings.names == "kubernetes":
-        from poolgrid.discovery.kubernetes import KubernetesNames, api_server
-
-        api = settings.kubernetes_api or api_server()
-        namespaces = settings.kubernetes_namespace
-        return KubernetesNames(api, settings.kubernetes_account_dir, namespaces, clock, os.urandom(1)[0] / 255)
+    if settings.names != "directory":
+        return cast(NameStore, load_plugin(DISCOVERY, settings.names)(settings, clock))
     assert settings.names_dir is not None, "the settings have seen to that"
-    from poolgrid.discovery.directory import DirectoryNames
-
     return DirectoryNames(settings.names_dir, clock)

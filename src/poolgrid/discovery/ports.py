@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from poolgrid.discovery.core.registry import Seen
+from poolgrid.discovery.registry import Seen
 from poolgrid.wire.registration import Registration
 
 LOOK_S = 0.5

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, model_validator
 
-from poolgrid.nats.nats_settings import NatsSettings
+from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.transport.security import is_loopback
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import is_name, part_problem

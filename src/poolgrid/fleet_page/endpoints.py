@@ -17,13 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.fleet_page.assets import HEADERS, INDEX, asset
 from poolgrid.fleet_page.group_source import GroupFleetSource
-from poolgrid.fleet_page.hub import FleetHub
+from poolgrid.fleet_page.hub import INTERVAL_MS, FleetHub
 from poolgrid.fleet_page.ports import FleetSource, SharedFleetSource
 from poolgrid.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
 from poolgrid.frontend.app import BODILESS
 from poolgrid.frontend.errors import RequestError, invalid
 from poolgrid.frontend.openapi import error_answers
-from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
 from poolgrid.process.process_group import GroupMember, LoopAnswer
 from poolgrid.process.tasks import cancel_all, detached, unless
@@ -88,7 +87,6 @@ def open_fleet_page(
     opened: AsyncExitStack,
     app: FastAPI,
     source: SharedFleetSource,
-    settings: FrontendSettings,
     clock: Clock,
     member: GroupMember | None = None,
 ) -> dict[str, LoopAnswer]:
@@ -96,10 +94,9 @@ def open_fleet_page(
 
     Open it after the server: its streams end before the server waits.
     """
-    interval_ms = settings.fleet_page_interval_ms
-    of_group = None if member is None else GroupFleetSource(source, member, interval_ms)
+    of_group = None if member is None else GroupFleetSource(source, member, INTERVAL_MS)
     shown: FleetSource = source if of_group is None else of_group
-    hub = FleetHub(shown, clock, interval_ms, settings.fleet_page_viewers)
+    hub = FleetHub(shown, clock)
     opened.callback(hub.close)
     add_fleet_page(app, hub, shown)
     return {} if of_group is None else of_group.answers()

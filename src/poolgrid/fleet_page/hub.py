@@ -41,11 +41,20 @@ ALIVE_S = 5.0
 
 RETRY_AFTER_S = 5
 
+INTERVAL_MS = 250.0
+"""Least time between two changes that viewers are sent; a pool so large that putting one together takes more than a
+fifth of it is shown less often."""
+
+VIEWERS_MAX = 16
+"""Viewers of one process at a time."""
+
 
 class FleetHub:
     """All viewers of one process."""
 
-    def __init__(self, source: FleetSource, clock: Clock, interval_ms: float, viewers_max: int) -> None:
+    def __init__(
+        self, source: FleetSource, clock: Clock, interval_ms: float = INTERVAL_MS, viewers_max: int = VIEWERS_MAX
+    ) -> None:
         self.viewers = 0
         self._source = source
         self._clock = clock
@@ -74,8 +83,7 @@ class FleetHub:
             raise RequestError(
                 503,
                 "too_many_viewers",
-                f"looking at the fleet: {self.viewers} viewers do already, the limit (setting fleet_page_viewers); "
-                "try again later",
+                f"looking at the fleet: {self.viewers} viewers do already, the limit; try again later",
                 headers=((b"retry-after", str(RETRY_AFTER_S).encode()),),
             )
 

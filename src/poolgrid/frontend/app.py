@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -37,14 +37,15 @@ from poolgrid.frontend.access.tenants import Caller, MakeMeter, Tenants
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
-from poolgrid.frontend.guide_check import GuideCheck, GuideLimits
+from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, line_of
 from poolgrid.frontend.inflation import BodyInflation, InflationLimits
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.openapi import describe_inference
-from poolgrid.frontend.preparation import Job, Preparation, model_not_found, parse_responses
+from poolgrid.frontend.preparation import Preparation, model_not_found, parse_responses
+from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompt_counts import add_count_endpoints
 from poolgrid.frontend.prompt_model import PromptModels
 from poolgrid.frontend.request_body import BodyReader
@@ -154,23 +155,17 @@ class Application(FastAPI):
             self._short = all(each.cls is gate for each in layers)
         return self._short
 
-    def direct_endpoint(self, url: bytes) -> InferenceEndpoint | AccessGate | None:
-        """Return the endpoint that a server may call past this application, for ``poolgrid.http.http_protocol``."""
-        is_short = self._short if len(self.user_middleware) == self._layers_seen else self._is_short()
-        return self.direct.get(url.decode("latin-1")) if is_short else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request."""
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        """Return what serves one request."""
         path = scope.get("path", "")
         if path.endswith("/") and len(path) > 1 and path != PAGE_FOLDER:
             scope = {**scope, "path": path[:-1]}
-        if scope["type"] == "http" and scope["method"] == "POST" and self._is_short():
+        if scope["type"] == "http" and scope["method"] == "POST":
             endpoint = self.direct.get(scope["path"])
-            if endpoint is not None:
-                await endpoint(scope, receive, send)
-                return
+            if endpoint is not None and self._is_short():
+                return endpoint(scope, receive, send)
         names_itself = scope["type"] != "http" or (scope["method"] == "POST" and scope["path"] in self.direct)
-        await (super().__call__(scope, receive, send) if names_itself else self._serve_plainly(scope, receive, send))
+        return super().__call__(scope, receive, send) if names_itself else self._serve_plainly(scope, receive, send)
 
     async def _serve_plainly(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve what is no inference request: with a name too, with the tenant's limits, and ``HEAD`` as ``GET``."""
@@ -250,9 +245,7 @@ def create_app(
     inference requests; ``shared`` is what the routers of a pool share, in place of
     ``place`` and ``data_dir``.
     """
-    tokenization = TokenizationPool(
-        settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
-    )
+    tokenization = TokenizationPool(settings.tokenizer_threads)
 
     async def close() -> None:
         if kept.store is not None:
@@ -277,24 +270,11 @@ def create_app(
     )
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     media = MediaLoader(settings, MediaMetrics(registry), clock)
-    guides = GuideCheck(
-        GuideLimits(settings.guide_compile_limit_ms, settings.guide_step_limit_ms),
-        settings.guide_check_queue,
-        lambda outcome: metrics.guides.labels(outcome).inc(),
-    )
+    guides = GuideCheck(count=lambda outcome: metrics.guides.labels(outcome).inc())
     preparation = Preparation(backend, models, settings)
     metrics.tokenizers.show(backend, preparation.forms)
     domains = CacheDomains(settings.isolate_tenants, settings.tenant_header)
-    inflation = BodyInflation(
-        InflationLimits(
-            output_bytes=settings.max_body_bytes,
-            members=settings.gzip_request_members,
-            ratio=settings.gzip_request_ratio,
-            time_ms=settings.gzip_request_timeout_ms,
-        ),
-        tokenization,
-        clock,
-    )
+    inflation = BodyInflation(InflationLimits(settings.max_body_bytes), tokenization, clock)
     bodies = BodyReader(inflation, tokenization, settings.max_body_bytes, settings.max_body_values)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
@@ -309,7 +289,7 @@ def create_app(
     kept = _kept_responses(settings, metrics, clock, place, data_dir, shared)
     owner_of = partial(owner, isolated=settings.isolate_tenants)
 
-    async def responses(raw: bytes, caller: Caller | None, answered: bool = True) -> Job:
+    async def responses(raw: bytes, caller: Caller | None, answered: bool = True) -> PreparedRequest:
         body = parse_responses(raw)
         whose = owner_of(caller)
         form = kept.form(body, whose) if answered else None
@@ -410,7 +390,6 @@ def _gate_keys(
     """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
     watched = WatchedKeyFile(
         path,
-        settings.api_keys_check_ms,
         clock,
         lambda outcome: metrics.key_reloads.labels(outcome).inc(),
         make_meter,

@@ -61,7 +61,7 @@ async def check_shape(body: bytes, values_max: int, pool: TokenizationPool) -> N
             413,
             "body_too_complex",
             f"reading the request body: it has more than {values_max} values, or {values_max // VALUES_PER_PART} "
-            "objects and lists or members of objects (setting max_body_values)",
+            "objects and lists or members of objects (they grow with max_body_bytes)",
         )
 
 

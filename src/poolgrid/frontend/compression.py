@@ -7,6 +7,9 @@ import gzip
 LEVEL = 1
 """JSON of an answer is repetitive: the fastest level comes within a few percent of the best."""
 
+GZIP_BYTES_MIN = 4096
+"""Shortest answer that is compressed: shorter ones fit into a few packets. Streams are never compressed."""
+
 
 def accepts_gzip(accept_encoding: bytes) -> bool:
     """Return whether a client takes gzip, by its ``accept-encoding``."""

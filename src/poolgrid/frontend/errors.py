@@ -7,6 +7,8 @@ offending value and the allowed range; ``param`` is the field's path in the body
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -80,6 +82,19 @@ class ContextOverflow(RequestError):
 def invalid(param: str, message: str, code: str = "invalid_value") -> RequestError:
     """Return the 400 that names the field ``param``."""
     return RequestError(400, code, message, param=param)
+
+
+def wrong_type(param: str, value: object, allowed: str, code: str = "invalid_type") -> RequestError:
+    """Return the 400 for a value of another type than a field has."""
+    return invalid(param, f"{param} is {quoted(value)}: allowed is {allowed}. The request was not run.", code)
+
+
+def text_of(item: Mapping[str, Any], name: str, where: str, otherwise: str | None = None) -> str:
+    """Return the text in a field of an object at ``where``; raises ``RequestError`` for anything else there."""
+    value = item.get(name, otherwise)
+    if not isinstance(value, str):
+        raise wrong_type(f"{where}.{name}", value, "a string")
+    return value
 
 
 def unsupported(param: str, reason: str) -> RequestError:

@@ -5,7 +5,7 @@ Rules
     2. Verdicts are kept for each tenant and salt by itself, each tenant's in an equal part of ``VERDICTS_MAX``: one
        tenant's guides change no other's time. The usual guide is sent again and again and costs a look-up.
     3. Tenants take turns. Each may have ``WAITING_PER_TENANT_MAX`` guides waiting and all together
-       ``guide_check_queue``; beyond that, and after ``WAIT_S``, a request is answered 503 and may come again.
+       ``WAITING_MAX``; beyond that, and after ``WAIT_S``, a request is answered 503 and may come again.
     4. A guide that the process dies of, or that takes too long, is refused with 400 and its field. Who kills the
        process from outside refuses nothing: the guide is tried once more, then 503.
 """
@@ -33,14 +33,17 @@ import msgspec
 from poolgrid.frontend.errors import RequestError, invalid
 from poolgrid.frontend.guide_compiler import write_frame
 from poolgrid.frontend.guides import ANY_OBJECT, Guide
-from poolgrid.process.budgeted_lru import BudgetedLru
-from poolgrid.process.tenant_caches import CacheDomain, TenantCaches
+from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.process.caches import BudgetedLru, TenantCaches
 
 log = logging.getLogger(__name__)
 
 VERDICTS_MAX = 4096
 """Verdicts that are kept, about 200 bytes each; applications have tens of schemas, those who make one for every request
 are served by the process."""
+
+WAITING_MAX = 64
+"""Guides that may wait to be tried: a hundred usual ones take a second."""
 
 WAITING_PER_TENANT_MAX = 16
 """A quarter of the queue: four tenants that send nothing but guides leave room for none, one leaves most of it."""
@@ -58,7 +61,7 @@ RETRY_AFTER_S = 1
 
 _PLAIN: Guide = {"guided_json": msgspec.json.encode(dict(ANY_OBJECT))}
 _OF_THE_GUIDE = {
-    -signal.SIGPROF: "compiling it takes more than {limit_ms:.0f} ms of CPU time, the limit (guide_compile_limit_ms)",
+    -signal.SIGPROF: "compiling it takes more than {limit_ms:.0f} ms of CPU time, the limit",
     -signal.SIGSEGV: "compiling it overflows the stack: it is nested or chained too deeply",
     -signal.SIGBUS: "compiling it overflows the stack: it is nested or chained too deeply",
     -signal.SIGABRT: "compiling it needs more stack or memory than there may be: it is too deep or too large",
@@ -83,9 +86,10 @@ class GuideLimits:
     """CPU time that a guide may take."""
 
     compile_ms: float = 250.0
-    """To compile, and to begin an answer with."""
+    """To compile, and to begin an answer with: a schema of a thousand properties takes 70 ms, nearly all take 5."""
     step_ms: float = 25.0
-    """To find one token of an answer."""
+    """To find one token of an answer, which an engine does between two steps of all answers: the first token of a
+    schema of a thousand properties takes 5 ms, nearly all take 0.1."""
 
 
 class GuideCompiler:
@@ -197,9 +201,12 @@ class GuideCheck:
     """Verdicts on guides, for the event loop that calls ``check``."""
 
     def __init__(
-        self, limits: GuideLimits, queue_limit: int, count: Callable[[str], None] = lambda outcome: None
+        self,
+        limits: GuideLimits | None = None,
+        queue_limit: int = WAITING_MAX,
+        count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        self._compiler = GuideCompiler(limits)
+        self._compiler = GuideCompiler(limits or GuideLimits())
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="guides")
         self._queue_limit = queue_limit
         self._count = count

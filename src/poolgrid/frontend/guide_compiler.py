@@ -93,7 +93,7 @@ def verdict(tokenizer: Any, guide: dict[str, Any], step_limit_ms: float) -> str:
         if took_ms > step_limit_ms:
             return (
                 f"token {step + 1} of an answer takes {took_ms:.0f} ms of CPU time to find, allowed are up to "
-                f"{step_limit_ms:g} (guide_step_limit_ms)"
+                f"{step_limit_ms:g}"
             )
         if made.is_error():
             # Engines have other limits than this trial, but where nothing may be the first token, none has one.

@@ -2,8 +2,8 @@
 
 Rules of this file
 - When the client leaves, the request's own task is cancelled, wherever it is (admission, tokenization, waiting for
-  tokens, writing), and its streams are cancelled on the way out. Our own server calls when that happens
-  (``poolgrid.http.http_protocol``); under any other ASGI server one watcher task per request waits for it.
+  tokens, writing), and its streams are cancelled on the way out. Our server calls when that happens
+  (``poolgrid.http.exchange.ON_DISCONNECT``); under another ASGI server such a request runs to its end.
 - A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
 - Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
   control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
@@ -29,7 +29,7 @@ from poolgrid.frontend.access.gate import caller_of
 from poolgrid.frontend.access.limit_headers import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
-from poolgrid.frontend.compression import accepts_gzip, compressed
+from poolgrid.frontend.compression import GZIP_BYTES_MIN, accepts_gzip, compressed
 from poolgrid.frontend.dialects import OPENAI, Dialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
@@ -38,21 +38,22 @@ from poolgrid.frontend.keep_alive import KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.memory_budget import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
-from poolgrid.frontend.preparation import Job
-from poolgrid.frontend.prompt import Prompt
+from poolgrid.frontend.parsed_answers import encoder_of
+from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
+from poolgrid.frontend.prompts import look_up, tokenize
 from poolgrid.frontend.request_body import check_announced, receive_body
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.request_span import tell_request
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
+from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import NOTHING_YET, Account, EndedRequest, Traffic
-from poolgrid.http.direct_cycle import CONNECTION
-from poolgrid.http.direct_cycle import Connection as DirectConnection
-from poolgrid.http.http_protocol import SERVER_ENDS
+from poolgrid.http.exchange import ON_DISCONNECT
+from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.process.clock import Clock
@@ -63,9 +64,6 @@ from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 log: Final = logging.getLogger(__name__)
-
-# A compiled module looks up what it imports at each use.
-_perf_counter: Final = perf_counter
 
 WORKERS_IN_HEADER_MAX: Final = 16
 """Distinct workers that ``x-poolgrid-worker`` lists for a request of many sequences."""
@@ -93,7 +91,7 @@ LEFT_OUT_TYPES_MAX: Final = 64
 CLIENT_LEFT: Final = 499
 """Status that is counted (not sent) when the client left first; nginx's number for it."""
 
-Prepare = Callable[[bytes, Caller | None], Job | Awaitable[Job]]
+Prepare = Callable[[bytes, Caller | None], PreparedRequest | Awaitable[PreparedRequest]]
 """Returns the job that a body asks for, given whose it is; raises ``RequestError``."""
 
 Arrivals = Sequence[tuple[SequenceOutput, Sequence[StreamDelta]]]
@@ -145,15 +143,11 @@ class InferenceEndpoint:
         self._left_out: set[str] = set()
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
-        self.body_bytes_max = settings.max_body_bytes
-        """Largest body that a server may gather before it calls."""
+        self._body_bytes_max = settings.max_body_bytes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Return what serves one POST: a coroutine around it would be woken with it every time."""
-        arrived_ms = self._clock.monotonic_ms()
-        extensions = scope.get("extensions")
-        direct = extensions.get(CONNECTION) if extensions else None
-        return _Exchange(self, scope, arrived_ms, receive, send, direct).run()
+        return _Exchange(self, scope, self._clock.monotonic_ms(), receive, send).run()
 
     def note_left_out(self, types: Collection[str], request_id: str) -> None:
         """Log the types of tools that a request was run without, each once."""
@@ -195,14 +189,12 @@ class _Exchange:
         arrived_ms: float,
         receive: Receive,
         send: Send,
-        direct: DirectConnection | None,
     ) -> None:
-        self._direct = direct
         self._endpoint = endpoint
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
         self._scope = scope
-        self._headers = headers = _headers_of(scope, direct)
+        self._headers = headers = _Headers(scope)
         self._wanted_id = endpoint._request_ids.wanted(headers.request_id)
         self._arrived_ms = arrived_ms
         self._caller = caller_of(scope)
@@ -232,31 +224,22 @@ class _Exchange:
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
-        watcher: asyncio.Task[None] | None = None
-        task = asyncio.current_task() if self._direct is None else self._direct.task
+        task = asyncio.current_task()
         assert task is not None, "servers call applications in a task"
         self._endpoint.begin(self)
         try:
-            limit = self._endpoint.body_bytes_max
+            limit = self._endpoint._body_bytes_max
             headers = self._headers
-            if not headers.is_taken:
-                check_announced(headers.content_type, headers.content_length, limit, self._scope["headers"])
-                # Of another with this head only the length is another's, at which the server has looked.
-                headers.is_taken = True
-            body: bytes | None
-            if self._direct is None:
-                body = await receive_body(self._receive, limit)
-            else:
-                body, self._direct.body = self._direct.body, b""
+            check_announced(headers.content_type, headers.content_length, limit, self._scope["headers"])
+            body = await receive_body(self._receive, limit)
             if body is None:
                 self._left()
                 return
             if self.trace is not None:
                 self.trace.add("receive", self._arrived_ms)
-            if self._direct is None:
-                watcher = detached(_watch(self._receive, self, task), f"client of {self._wanted_id}")
-            else:
-                self._direct.on_left = partial(_leave, self, task)
+            on_disconnect = (self._scope.get("extensions") or {}).get(ON_DISCONNECT)
+            if on_disconnect is not None:
+                on_disconnect(partial(_leave, self, task))
             if headers.content_encoding:
                 body = await self._inflate(body)
             if len(body) > SHORT_BYTES:
@@ -299,9 +282,6 @@ class _Exchange:
                 await self._answer_error(RequestError(503, "not_ready", SERVER_ENDS))
             else:
                 raise
-        except OSError:
-            # Servers that tell a writer of a closed connection do it with OSError (ASGI 2.4).
-            self._left()
         except Exception:
             trace_id = "" if self.trace is None else self.trace.trace_id
             named = about(request_id=str(self._wanted_id), trace_id=trace_id)
@@ -310,10 +290,6 @@ class _Exchange:
             await self._answer_error(RequestError(500, "internal_error", message))
         finally:
             self.done = True
-            if watcher is not None:
-                watcher.cancel()
-            if self._direct is not None:
-                self._direct.on_left = None
             account = NOTHING_YET
             try:
                 self._give_up()
@@ -323,18 +299,18 @@ class _Exchange:
             finally:
                 self._endpoint.end(self, account)
 
-    async def _prepared(self, body: bytes) -> Job:
+    async def _prepared(self, body: bytes) -> PreparedRequest:
         """Return the job that a body asks for; raises ``RequestError``."""
         try:
             prepared = self._endpoint._prepare(body, self._caller)
-            return prepared if isinstance(prepared, Job) else await prepared
+            return prepared if isinstance(prepared, PreparedRequest) else await prepared
         except RecursionError:
             # The parser takes what is nested some hundred deep; what looks at it afterwards may take less.
             raise RequestError(
                 400, "invalid_json", f"reading the request body ({len(body)} bytes): it is nested too deeply"
             ) from None
 
-    async def _try_guide(self, job: Job) -> None:
+    async def _try_guide(self, job: PreparedRequest) -> None:
         """Return when the guide may go to a worker; raises ``RequestError``."""
         if self._caller is not None:
             self._caller.check_feature("guided_decoding")
@@ -344,27 +320,27 @@ class _Exchange:
         encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
         return await self._endpoint._inflation.inflated(body, encoding, lambda: self.left)
 
-    async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
+    async def _tokenize(self, job: PreparedRequest, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
-        began_s = _perf_counter()
+        began_s = perf_counter()
         began_ms = 0.0 if self.trace is None else self._clock.monotonic_ms()
         fast = job.model.tokenizes_fast()
         if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
-            prompts = job.tokenize()
+            prompts = tokenize(job)
         else:
-            left = job.look_up(LOOK_UP_RENDERING_MS) if body_bytes <= LOOK_UP_BYTES_MAX else None
+            left = look_up(job, LOOK_UP_RENDERING_MS) if body_bytes <= LOOK_UP_BYTES_MAX else None
             if left is not None and pool.is_short(left, fast):
-                prompts = job.tokenize()
+                prompts = tokenize(job)
             else:
-                prompts = await pool.run_in_thread(job.tokenize)
+                prompts = await pool.run_in_thread(partial(tokenize, job))
         job.forget_prompt()
         if self.trace is not None:
             self.trace.add("render and tokenize", began_ms)
-        self._metrics.tokenization.observe(_perf_counter() - began_s)
+        self._metrics.tokenization.observe(perf_counter() - began_s)
         return prompts
 
-    async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
-        requests = job.requests(prompts, request_ids, self._headers.hints)
+    async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
+        requests = sequences_of(job, prompts, request_ids, self._headers.hints)
         if self.trace is not None:
             for request in requests:
                 request.trace = self.trace
@@ -391,7 +367,7 @@ class _Exchange:
         isl_seen = self._metrics.isl
         for prompt in prompts:
             isl_seen.observe(len(prompt.token_ids) // TOKEN_BYTES)
-        encoder = job.encoder(prompts, request_ids, self._clock.wall_ms() // 1000)
+        encoder = encoder_of(job, prompts, request_ids, self._clock.wall_ms() // 1000)
         encoder.outputs = outputs
         self._encoder = encoder
         if job.body.stream_options is not None and job.counts_in_chunks:
@@ -410,7 +386,7 @@ class _Exchange:
 
     async def _stream(
         self,
-        job: Job,
+        job: PreparedRequest,
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
@@ -433,7 +409,7 @@ class _Exchange:
 
     async def _events(
         self,
-        job: Job,
+        job: PreparedRequest,
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
@@ -474,7 +450,7 @@ class _Exchange:
 
     async def _events_of_one(
         self,
-        job: Job,
+        job: PreparedRequest,
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         head: StreamHead,
@@ -484,7 +460,6 @@ class _Exchange:
         [output] = self._outputs
         stream = output.stream
         assert stream is not None, "submitted before anything is awaited from it"
-        write = None if self._direct is None else self._direct.write
         index = output.index
         while True:
             self._absorb(output, await stream.next())
@@ -502,8 +477,7 @@ class _Exchange:
             if last and not failed:
                 break
             if part:
-                if write is None or not head.is_sent or not write(part):
-                    await self._write(await head.before(part))
+                await self._write(part if head.is_sent else await head.before(part))
                 if keep_alive is not None:
                     keep_alive.wrote = True
             if failed:
@@ -517,7 +491,7 @@ class _Exchange:
 
     async def _whole(
         self,
-        job: Job,
+        job: PreparedRequest,
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
@@ -544,20 +518,17 @@ class _Exchange:
         else:
             body = await self._completed(job, encoder, partial(encoder.whole, self._outputs, counts))
         headers = [*self._response_headers(), (b"content-type", b"application/json")]
-        if len(body) >= self._endpoint._gzip_bytes:
+        if len(body) >= GZIP_BYTES_MIN:
             headers.append((b"vary", b"accept-encoding"))
             if accepts_gzip(self._headers.accept_encoding):
                 body = compressed(body)
                 headers.append((b"content-encoding", b"gzip"))
         self._begin(200, headers)
-        if self._direct is not None and self._direct.answer(200, headers, body):
-            self.done = True
-            return
         headers.append((b"content-length", b"%d" % len(body)))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._end(body)
 
-    async def _completed(self, job: Job, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
+    async def _completed(self, job: PreparedRequest, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
         """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
         is kept before its client can go on from it."""
         form = job.form
@@ -609,7 +580,7 @@ class _Exchange:
             series.itl.observe((now_ms - previous_ms) / 1000 / tokens)
         output.last_token_at_ms = now_ms
 
-    def _usage(self, job: Job, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    def _usage(self, job: PreparedRequest, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return the counts: every prompt once, with the reuse that its first choice found."""
         if len(self._outputs) == 1:
             [output] = self._outputs
@@ -693,10 +664,8 @@ class _Exchange:
             ]
             await self._start(error.status, headers)
             await self._end(body)
-        except OSError:
-            self._left()
         except asyncio.CancelledError:
-            # The watcher saw the client leave while its error was being written.
+            # The client left while its error was being written.
             if not self.left:
                 raise
             task = asyncio.current_task()
@@ -840,13 +809,6 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
 ]
 
 
-async def _watch(receive: Receive, exchange: _Exchange, task: asyncio.Task[Any]) -> None:
-    """Wait until the client leaves, then cancel the request's task."""
-    while (await receive())["type"] != "http.disconnect":
-        pass  # a server may repeat the end of the body
-    _leave(exchange, task)
-
-
 def _leave(exchange: _Exchange, task: asyncio.Task[Any]) -> None:
     """Cancel the request of a client that has left, unless it has its answer."""
     if not exchange.done:
@@ -866,13 +828,10 @@ class _Headers:
         "content_length",
         "content_type",
         "hints",
-        "is_taken",
         "request_id",
     )
 
     def __init__(self, scope: Scope) -> None:
-        self.is_taken = False
-        """Whether what they announce was looked at."""
         self.content_type = self.content_length = self.content_encoding = self.accept_encoding = b""
         self.request_id: bytes | None = None
         self.hints: dict[str, str] | None = None
@@ -890,20 +849,6 @@ class _Headers:
             elif name in _HINT_HEADERS:
                 self.hints = self.hints or {}
                 self.hints[_HINT_HEADERS[name]] = value.decode("latin-1")
-
-
-def _headers_of(scope: Scope, direct: DirectConnection | None) -> _Headers:
-    """Return the headers of a request: read once where a connection sends the same head again and again."""
-    of_head = None if direct is None else direct.of_head
-    if of_head is None:
-        return _Headers(scope)
-    headers: _Headers | None = of_head.get(_OF_HEAD)
-    if headers is None:
-        headers = of_head[_OF_HEAD] = _Headers(scope)
-    return headers
-
-
-_OF_HEAD: Final = "poolgrid.inference_endpoint"
 
 
 def _listed(values: list[str]) -> str:

@@ -6,8 +6,8 @@ One timer per stream, which looks whether anything was written since it last loo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 from poolgrid.process.tasks import detached
 
@@ -17,7 +17,7 @@ COMMENT: Final = b": keep-alive\n\n"
 class KeepAlive:
     """Calls ``write(COMMENT)`` after ``interval_s`` of silence, and again after each further one."""
 
-    def __init__(self, write: Callable[[bytes], Awaitable[None]], interval_s: float) -> None:
+    def __init__(self, write: Callable[[bytes], Coroutine[Any, Any, None]], interval_s: float) -> None:
         self._write = write
         self._interval_s = interval_s
         self.wrote = False
@@ -35,11 +35,5 @@ class KeepAlive:
         self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._look)
         # A comment that is still being written waits for the client to read: another would not help.
         if not self.wrote and (self._task is None or self._task.done()):
-            self._task = detached(self._comment(), "comment in a silent stream")
+            self._task = detached(self._write(COMMENT), "comment in a silent stream")
         self.wrote = False
-
-    async def _comment(self) -> None:
-        try:
-            await self._write(COMMENT)
-        except OSError:
-            pass  # the client has left; whoever watches the connection finds out

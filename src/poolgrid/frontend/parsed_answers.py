@@ -6,15 +6,20 @@ Used only when a model's format and the request need a parser; plain answers go 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.parsers.custom_calls import CustomCalls
 from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, taken_apart
+from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.request_ids import base_name
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
+from poolgrid.frontend.tools import custom_text
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -161,3 +166,45 @@ class ParsedChatEncoder(AnswerEncoder):
             message["tool_calls"] = calls
         choice["finish_reason"] = final_reason(choice["finish_reason"], len(calls))
         return choice
+
+
+def encoder_of(
+    job: PreparedRequest, prompts: Sequence[Prompt], request_ids: Sequence[str], created_s: int
+) -> AnswerEncoder:
+    """Return what turns the output of a request into the bytes of its answer."""
+    request_id = base_name(request_ids)
+    call_ids = CallIds(request_id, "" if job.output_format is None else job.output_format.tools, job.earlier_calls)
+    if job.form is not None:
+        parser = None if job.output_format is None else _parser(job, prompts[0])
+        return job.form.encoder(request_ids, created_s, prompts[0].isl, job.output_model, parser, call_ids)
+    options = job.body.stream_options
+    include_usage = options is not None and options.include_usage
+    if job.output_format is None:
+        return AnswerEncoder(
+            chat=job.chat,
+            request_id=request_id,
+            model_name=job.body.model,
+            created_s=created_s,
+            model=job.output_model,
+            include_usage=include_usage,
+        )
+    return ParsedChatEncoder(
+        request_id=request_id,
+        new_parser=partial(_parser, job, prompts[0]),
+        call_ids=call_ids,
+        model_name=job.body.model,
+        created_s=created_s,
+        model=job.output_model,
+        include_usage=include_usage,
+        custom=job.tools.custom,
+    )
+
+
+def _parser(job: PreparedRequest, prompt: Prompt) -> OutputParser:
+    assert job.output_format is not None, "only asked for formats that need one"
+    # The engine was told to write JSON, or the client's answer or calls: there is no room to reason.
+    guided = "guided_json" in job.guide or ("structural_tag" in job.guide and job.tool_use is not None)
+    parser = job.output_format.parser(job.tool_use, prompt.end, guided=guided, continued=job.continued)
+    assert parser is not None, "active, so there is a parser"
+    custom = job.tools.custom
+    return CustomCalls(parser, custom, custom_text) if custom else parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,9 @@ from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import caller_of
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.preparation import Job, Preparation
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prepared_request import PreparedRequest
+from poolgrid.frontend.prompts import tokenize
 from poolgrid.frontend.request_body import BodyReader
 from poolgrid.frontend.tokenization import TokenizationPool
 
@@ -23,7 +26,7 @@ RESPONSES_COUNT_PATH = "/v1/responses/input_tokens"
 def add_count_endpoints(
     app: FastAPI,
     preparation: Preparation,
-    prepare_response: Callable[[bytes, Caller | None], Awaitable[Job]],
+    prepare_response: Callable[[bytes, Caller | None], Awaitable[PreparedRequest]],
     tokenization: TokenizationPool,
     bodies: BodyReader,
     media: MediaLoader,
@@ -31,7 +34,7 @@ def add_count_endpoints(
 ) -> None:
     """Add the endpoints to an application."""
 
-    async def prompt_tokens(request: Request, raw: bytes, job: Job) -> int:
+    async def prompt_tokens(request: Request, raw: bytes, job: PreparedRequest) -> int:
         caller = caller_of(request.scope)
         if caller is not None:
             caller.check_model(job.body.model)
@@ -40,7 +43,7 @@ def add_count_endpoints(
         domains.claim(job, caller, request.headers.raw)
         with closing(media.lease()) as lease:
             job.items = await media.load(job.media, lease, job.domain, job.served.media.item_bytes_max)
-            (prompt,) = await tokenization.run(len(raw), job.tokenize)
+            (prompt,) = await tokenization.run(len(raw), partial(tokenize, job))
         return prompt.isl
 
     @app.post(MESSAGES_COUNT_PATH, tags=["tokenizer"])

@@ -8,7 +8,7 @@ Rules
        (SentencePiece style tokenizers treat the start of a text differently).
     4. Cuts depend on the text before them only, so the prompts of one conversation are cut alike, turn after turn.
     5. Caches (``segment_cache.py``) hold the token ids of whole segments, at most ``cache_bytes`` of them: one for each
-       tenant, and in it each salt finds its own (``poolgrid.process.tenant_caches``).
+       tenant, and in it each salt finds its own (``poolgrid.process.caches``).
     6. Tokenizers remember words, whoever wrote them. Without ``word_cache`` none does: then the time that a text takes
        depends on nothing that was encoded before. ``tokenizers`` can be told so, ``fastokens`` cannot and is not used.
     7. ``fastokens``, where it is installed and agrees with ``tokenizers`` on every probe, does the work; otherwise
@@ -35,7 +35,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
-from poolgrid.process.tenant_caches import CacheDomain, TenantCaches
+from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.process.caches import TenantCaches
 from poolgrid.wire.hashing import pack_tokens
 
 log: Final = logging.getLogger(__name__)

@@ -120,24 +120,51 @@ class LogitsProcessor(Struct):
     arguments: dict[str, Any] = {}
 
 
-class InferenceBody(Struct, kw_only=True):
-    """The fields that both endpoints share."""
+class SamplingFields(Struct, kw_only=True):
+    """The fields that the bodies of every API share, with one meaning: ``shared_fields`` copies them.
 
-    # Those of a plain body (USUAL) come first, so that all others are looked at in one.
+    A field that is copied to ``Sampling`` as it is stands in ``COPIED_TO_SAMPLING`` too.
+    """
+
+    # Those of a plain body (USUAL) come first, so that all others are looked at together.
     model: str
     stream: bool | None = None
-    stream_options: Annotated[StreamOptions | None, allowed('an object such as {"include_usage": true}')] = None
-    max_tokens: Count | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
-    n: Annotated[int, Meta(ge=1, le=U32_MAX)] | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX // 2)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
+    nvext: Nvext | None = None
+
+
+COPIED_TO_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+"""Fields of a body that ``Sampling`` has under the same name, with the same values."""
+
+
+def shared_fields(body: SamplingFields) -> dict[str, Any]:
+    """Return the fields that a body of any API shares with that of a chat."""
+    return {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+
+
+class InferenceBody(SamplingFields, kw_only=True):
+    """The fields that both endpoints share."""
+
+    stream_options: Annotated[StreamOptions | None, allowed('an object such as {"include_usage": true}')] = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=U32_MAX)] | None = None
+    stop: str | list[str] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
@@ -150,8 +177,6 @@ class InferenceBody(Struct, kw_only=True):
         | None
     ) = None
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
-    nvext: Nvext | None = None
     logits_processors: (
         Annotated[
             list[LogitsProcessor],

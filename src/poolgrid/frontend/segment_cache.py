@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from poolgrid.process.budgeted_lru import BudgetedLru
+from poolgrid.process.caches import BudgetedLru
 
 SEGMENT_CHARS_MIN: Final = 256
 """Shortest segment that is cut off and cached: tokenizing less costs little more than looking it up."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from poolgrid.frontend.detokenization import Detokenizer
@@ -261,8 +262,4 @@ class SequenceOutput:
 def _without_output(delta: StreamDelta) -> StreamDelta:
     """Return a delta without its tokens, as if none had been asked for."""
     reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
-    without = StreamDelta(*delta.parts())
-    without.token_ids = b""
-    without.logprobs = None
-    without.finish_reason = reason
-    return without
+    return replace(delta, token_ids=b"", logprobs=None, finish_reason=reason)

@@ -18,6 +18,9 @@ TTFT_TARGET_MS = 2000.0
 ITL_TARGET_MS = 50.0
 """20 tokens a second: three times as fast as people read."""
 
+BODY_VALUES_MIN = 327_680
+"""Values that every body may have: a prompt of 262,144 token ids."""
+
 
 class FrontendSettings(MediaSettings):
     """Settings of the OpenAI surface; the router's own settings include them."""
@@ -37,39 +40,18 @@ class FrontendSettings(MediaSettings):
         description="Jinja file to use in place of the model's own chat template; empty = the one that workers were "
         "given, else the model's.",
     )
-    template_time_limit_ms: float = Field(
-        default=2000.0,
-        gt=0,
-        le=60_000,
-        description="Longest rendering of a chat template, answered 400 above it: a hundred times what a conversation "
-        "of 10,000 messages takes.",
-    )
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=1024,
         le=1024 * 1024 * 1024,
         description="Largest request body; larger ones get 413. 32 MiB is above the 32 MB that Anthropic's API takes: "
         "conversations of agents with screenshots reach 12 MiB and more. Parsing 32 MiB of text blocks other requests "
-        "for about 20 ms.",
-    )
-    max_body_values: int = Field(
-        default=327_680,
-        ge=1024,
-        le=16_777_216,
-        description="Values in one request body (numbers, texts, objects), and an eighth as many objects and lists, "
-        "and members of objects; 413 above it. Parsing so many takes some 10 ms, in which nobody else has a turn. It "
-        "holds a prompt of 262,144 token ids; a server for longer ones needs more. Text is one value, however long.",
+        "for about 20 ms. Raise it for prompts of more than 262,144 token ids too.",
     )
     api_keys: Path | None = Field(
         default=None,
         description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. It is "
         "read again when it changes.",
-    )
-    api_keys_check_ms: float = Field(
-        default=1000,
-        ge=0,
-        le=3_600_000,
-        description="Least time between two looks whether the file of API keys has changed; a look is one stat.",
     )
     isolate_tenants: bool = Field(
         default=False,
@@ -92,29 +74,6 @@ class FrontendSettings(MediaSettings):
     )
     metrics_need_key: bool = Field(
         default=False, description="Whether /metrics needs an operator's key; only with --api-keys."
-    )
-    guide_compile_limit_ms: float = Field(
-        default=250.0,
-        ge=10,
-        le=60_000,
-        description="CPU time that a guide (schema, grammar, expression) may take to compile and to begin an answer "
-        "with, tried in a process of its own before any worker sees it; 400 above it. A schema of a thousand "
-        "properties takes 70 ms, nearly all take 5.",
-    )
-    guide_step_limit_ms: float = Field(
-        default=25.0,
-        ge=1,
-        le=60_000,
-        description="CPU time that one token of an answer under a guide may take to find, in the same trial; 400 above "
-        "it. An engine finds it between two steps of everybody's answers. The first token of a schema of a thousand "
-        "properties takes 5 ms, nearly all take 0.1.",
-    )
-    guide_check_queue: int = Field(
-        default=64,
-        ge=1,
-        le=4096,
-        description="Guides that may wait to be tried, 16 of one tenant; 503 beyond. A hundred usual ones take a "
-        "second.",
     )
     ttft_target_ms: float = Field(
         default=TTFT_TARGET_MS,
@@ -139,34 +98,12 @@ class FrontendSettings(MediaSettings):
         description="Serve the fleet page at /ui: the pool live, for a browser. It only shows; what it shows needs an "
         "operator's key where there are keys. It costs nothing while nobody looks.",
     )
-    fleet_page_interval_ms: float = Field(
-        default=250.0,
-        ge=50,
-        le=60_000,
-        description="Least time between two changes that the viewers of the fleet page are sent; a pool so large that "
-        "putting one together takes more than a fifth of it is shown less often.",
-    )
-    fleet_page_viewers: int = Field(
-        default=16,
-        ge=1,
-        le=1024,
-        description="Viewers of the fleet page at a time, of one process; one more is answered 503. A change is made "
-        "once for all of them.",
-    )
     tokenizer_threads: int = Field(
         default=2,
         ge=1,
         le=64,
         description="Threads that tokenize long prompts beside the event loop. Two, so that one 60k-token prompt "
         "does not hold up the next while the event loop keeps a core.",
-    )
-    tokenizer_inline_bytes: int = Field(
-        default=4096,
-        ge=0,
-        le=1024 * 1024,
-        description="Prompts of which up to this many bytes of text are new are tokenized on the event loop (about "
-        "1 ms); others go to a tokenizer thread, whose hand-over costs about 0.15 ms. 16 times this where fastokens "
-        "does the work.",
     )
     tokenization_cache_bytes: int = Field(
         default=CACHE_BYTES_DEFAULT,
@@ -178,13 +115,6 @@ class FrontendSettings(MediaSettings):
     fast_tokenizer: bool = Field(
         default=True,
         description="Use the fastokens package where it is installed and agrees with tokenizers on every probe.",
-    )
-    tokenizer_queue: int = Field(
-        default=256,
-        ge=1,
-        le=65_536,
-        description="Long prompts that may wait for a tokenizer thread; one more is answered 429. 256 prompts of "
-        "8k tokens are a few seconds of work for two threads.",
     )
     response_store_bytes: int = Field(
         default=64 * 1024 * 1024,
@@ -200,65 +130,12 @@ class FrontendSettings(MediaSettings):
         le=10 * 365 * 86_400,
         description="How long a conversation is kept after its last use; OpenAI keeps them for 30 days.",
     )
-    max_choices: int = Field(
-        default=128,
-        ge=1,
-        le=1024,
-        description="Most sequences that one request may ask for (prompts times n); OpenAI's own limit of n is 128.",
-    )
-    max_stop_strings: int = Field(
-        default=16,
-        ge=1,
-        le=1024,
-        description="Most stop strings of one request. OpenAI allows 4; agents send more; every one is searched for "
-        "in every chunk.",
-    )
-    max_stop_chars: int = Field(
-        default=256,
-        ge=1,
-        le=65_536,
-        description="Longest stop string: it is also the most text that a stream may hold back.",
-    )
-    max_prompt_chars: int = Field(
-        default=32 * 1024 * 1024,
-        ge=1024,
-        le=1024 * 1024 * 1024,
-        description="Most characters that a chat template may render; a template that loops is stopped there.",
-    )
     keep_alive_interval_s: float = Field(
         default=15.0,
         ge=0,
         le=3600,
         description="A stream that was silent for so long carries a comment, which clients skip and proxies take for a "
         "sign of life; 0 = never. Read time-outs are 30 s and more.",
-    )
-    gzip_request_members: int = Field(
-        default=1024,
-        ge=1,
-        le=1_000_000,
-        description="Most gzip members that a compressed request body may have, answered 413 above it. bgzip writes "
-        "one for each 64 KiB, most else one in all.",
-    )
-    gzip_request_ratio: float = Field(
-        default=100.0,
-        ge=1,
-        le=1100,
-        description="How many times as long a compressed request body may be inflated, beyond the first MiB; answered "
-        "413 above it. Text of chats comes to some 3 to 10; 1,032 is the most that gzip can do.",
-    )
-    gzip_request_timeout_ms: float = Field(
-        default=5000.0,
-        gt=0,
-        le=3_600_000,
-        description="Longest time a compressed request body may take to inflate, answered 413 above it. The largest "
-        "honest ones take 150 ms on an idle core.",
-    )
-    gzip_response_bytes: int = Field(
-        default=4096,
-        ge=0,
-        le=1024 * 1024 * 1024,
-        description="Whole answers of at least so many bytes are sent as gzip to clients that take it; 0 = never. "
-        "Shorter ones fit into a few packets anyway. Streams are never compressed.",
     )
     cors_allow_origins: tuple[str, ...] = Field(
         default=(),
@@ -279,6 +156,14 @@ class FrontendSettings(MediaSettings):
     @classmethod
     def _parser_name(cls, given: object) -> object:
         return parser_name(given)
+
+    @property
+    def max_body_values(self) -> int:
+        """Return how many values (numbers, texts, objects) a body may have, and eight times as many as containers.
+
+        Parsing ``BODY_VALUES_MIN`` takes some 10 ms. A server whose bodies may be larger takes more in proportion.
+        """
+        return max(BODY_VALUES_MIN, self.max_body_bytes // 100)
 
     @property
     def word_cache(self) -> bool:

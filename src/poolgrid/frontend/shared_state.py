@@ -1,17 +1,13 @@
-"""What the routers of a pool share in NATS: limits of tenants, and responses that clients may go on from."""
+"""What the routers of a pool share: limits of tenants, and responses that clients may go on from."""
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
-from prometheus_client import CollectorRegistry
-
-from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
-from poolgrid.frontend.responses_api.store_on_nats import NatsResponseStore
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.nats.nats_settings import NatsSettings
-from poolgrid.process.clock import Clock
+from poolgrid.frontend.access.meter import Meter
+from poolgrid.frontend.access.tenants import Tenants
+from poolgrid.frontend.responses_api.kept import Store
 
 
 class Sharing(NamedTuple):
@@ -25,35 +21,28 @@ class Sharing(NamedTuple):
     replicas: int
 
 
+class SharedLimits(Protocol):
+    """Shares of tenants' limits."""
+
+    on_routers: Callable[[int], None]
+    """Called with the number of routers whenever it changes."""
+
+    def meter(self, tenant: str) -> Meter:
+        """Return what keeps a tenant's figures."""
+        ...
+
+    def start(self, tenants: Callable[[], Tenants]) -> None:
+        """Share the limits of some tenants from now on; raises ``ValueError`` when that cannot be done here."""
+        ...
+
+    async def first_shares(self) -> None:
+        """Wait until others have given this router some of every limit, or for a lease."""
+        ...
+
+
 class SharedState(NamedTuple):
     """What one router shares with the others of its pool."""
 
-    limits: LimitsOnNats
-    responses: NatsResponseStore | None
+    limits: SharedLimits
+    responses: Store | None
     """``None`` where none are kept."""
-
-
-def open_shared_state(
-    opened: AsyncExitStack,
-    nats: NatsSettings,
-    frontend: FrontendSettings,
-    sharing: Sharing,
-    clock: Clock,
-    registry: CollectorRegistry,
-) -> SharedState:
-    """Return what is shared, to be closed with ``opened``."""
-    limits = LimitsOnNats(nats, sharing.scope, sharing.place, sharing.lease_s, sharing.replicas, clock, registry)
-    opened.push_async_callback(limits.close)
-    responses = None
-    if frontend.response_store_bytes:
-        responses = NatsResponseStore(
-            nats,
-            sharing.scope,
-            frontend.response_store_bytes,
-            frontend.response_store_ttl_s,
-            sharing.replicas,
-            clock,
-        )
-        responses.start()
-        opened.push_async_callback(responses.disconnect)
-    return SharedState(limits, responses)

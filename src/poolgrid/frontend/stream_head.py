@@ -78,8 +78,5 @@ class StreamHead:
             self._task = detached(self._alone(), "head of a stream")
 
     async def _alone(self) -> None:
-        try:
-            # Also when it is empty: servers send a status line with what comes first of the body.
-            await self._write(await self.before(b""))
-        except OSError:
-            pass  # the client has left; whoever watches the connection finds out
+        # Also when it is empty: the server sends a status line with what comes first of the body.
+        await self._write(await self.before(b""))

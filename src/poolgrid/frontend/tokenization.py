@@ -16,6 +16,13 @@ from poolgrid.frontend.errors import RequestError
 
 T = TypeVar("T")
 
+QUEUE_MAX: Final = 256
+"""Long prompts that may wait for a thread: of 8k tokens they are a few seconds of work for two threads."""
+
+INLINE_BYTES: Final = 4096
+"""Up to so many bytes of new text are tokenized on the event loop, in about 1 ms; handing a prompt to a thread costs
+about 0.15 ms."""
+
 RETRY_AFTER_S: Final = 1
 """Two threads drain a full queue of 8k-token prompts in seconds; a client that comes back after one finds room."""
 
@@ -29,7 +36,7 @@ than a step of an engine."""
 class TokenizationPool:
     """A bounded pool of threads with a bounded queue, owned by the event loop that calls ``run``."""
 
-    def __init__(self, threads: int, queue_limit: int, inline_bytes: int) -> None:
+    def __init__(self, threads: int, queue_limit: int = QUEUE_MAX, inline_bytes: int = INLINE_BYTES) -> None:
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
         self._limit = threads + queue_limit
         self._queue_limit = queue_limit

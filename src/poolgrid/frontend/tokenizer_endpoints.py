@@ -16,7 +16,10 @@ from msgspec import Struct
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import caller_of
 from poolgrid.frontend.errors import invalid
-from poolgrid.frontend.preparation import Job, Preparation, check_vocabulary
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prepared_request import PreparedRequest
+from poolgrid.frontend.prompts import check_vocabulary
+from poolgrid.frontend.prompts import tokenize as tokenized
 from poolgrid.frontend.request_body import BodyReader
 from poolgrid.frontend.schema import ChatBody, Message, TokenId, parse
 from poolgrid.frontend.tokenization import TokenizationPool
@@ -102,7 +105,9 @@ TOKENS_PER_STEP = 16_384
 """Tokens that are encoded as JSON at a time: the encoder keeps the interpreter's lock, and others wait for it."""
 
 
-def _tokenized(preparation: Preparation, body: TokenizeBody, name: str, claim: Callable[[Job], None]) -> bytes:
+def _tokenized(
+    preparation: Preparation, body: TokenizeBody, name: str, claim: Callable[[PreparedRequest], None]
+) -> bytes:
     """Return the answer as JSON: of a long prompt it takes longer than the event loop may stand still."""
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt and messages: allowed is one of them", "missing_required_parameter")
@@ -125,7 +130,7 @@ def _tokenized(preparation: Preparation, body: TokenizeBody, name: str, claim: C
         )
         job = preparation.chat_job(chat)
         claim(job)
-        (prompt,) = job.tokenize()
+        (prompt,) = tokenized(job)
         packed = prompt.token_ids
     limit = min(served.max_sequence_length, model.max_position_embeddings)
     ids: list[bytes] = []

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported, wrong_type
 from poolgrid.frontend.field_words import without_nulls
 from poolgrid.frontend.guides import Guide, json_guide, tag_guide
 from poolgrid.frontend.parsers.call_forms import NAME_CHARS_MAX
@@ -110,7 +110,7 @@ class Tools:
         ``again``: a function that is there already is no error.
         """
         if not isinstance(tool, dict):
-            raise _wrong(where, tool, "an object with a type")
+            raise wrong_type(where, tool, "an object with a type")
         tool = without_nulls(tool)
         kind = tool.get("type", "function")
         if kind == "function":
@@ -131,7 +131,7 @@ class Tools:
         elif isinstance(kind, str):
             self.left_out[kind] = None
         else:
-            raise _wrong(f"{where}.type", kind, "a string")
+            raise wrong_type(f"{where}.type", kind, "a string")
 
     def _add_function(self, tool: dict[str, Any], where: str, namespace: str, again: bool) -> None:
         function, place = _definition(tool, "function", where)
@@ -147,7 +147,7 @@ class Tools:
         namespace = _name(tool, where)
         tools = tool.get("tools", [])
         if not isinstance(tools, list):
-            raise _wrong(f"{where}.tools", tools, "a list of functions")
+            raise wrong_type(f"{where}.tools", tools, "a list of functions")
         first = len(self.shown)
         for index, inner in enumerate(tools):
             self.add(inner, f"{where}.tools[{index}]", namespace, again)
@@ -182,7 +182,7 @@ class Tools:
             raise invalid(f"{place}.name", words)
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
-            raise _wrong(f"{place}.parameters", parameters, "a JSON schema, an object")
+            raise wrong_type(f"{place}.parameters", parameters, "a JSON schema, an object")
         self.schemas[name] = parameters or {"type": "object", "properties": {}}
         self.shown.append({"type": "function", "function": function} if tool is None else tool)
         if client_tool is not None:
@@ -234,14 +234,14 @@ def _definition(tool: dict[str, Any], kind: str, where: str) -> tuple[dict[str, 
     if definition is None and "name" in tool:
         return {name: value for name, value in tool.items() if name != "type"}, where
     if not isinstance(definition, dict):
-        raise _wrong(f"{where}.{kind}", definition, "an object with a name")
+        raise wrong_type(f"{where}.{kind}", definition, "an object with a name")
     return without_nulls(definition), f"{where}.{kind}"
 
 
 def _name(definition: Mapping[str, Any], place: str) -> str:
     name = definition.get("name")
     if not isinstance(name, str) or not 1 <= len(name) <= NAME_CHARS_MAX:
-        raise _wrong(f"{place}.name", name, f"a string of 1 to {NAME_CHARS_MAX} characters")
+        raise wrong_type(f"{place}.name", name, f"a string of 1 to {NAME_CHARS_MAX} characters")
     return name
 
 
@@ -346,13 +346,13 @@ def _allowed_tools(choice: Mapping[str, Any], tools: Tools) -> tuple[str, frozen
     if inner is None and "tools" in choice:
         inner, place = choice, "tool_choice"
     if not isinstance(inner, dict):
-        raise _wrong(place, inner, "an object with a mode and tools")
+        raise wrong_type(place, inner, "an object with a mode and tools")
     mode = inner.get("mode")
     if mode not in ("auto", "required"):
-        raise _wrong(f"{place}.mode", mode, "auto or required", code="invalid_value")
+        raise wrong_type(f"{place}.mode", mode, "auto or required", code="invalid_value")
     entries = inner.get("tools")
     if not isinstance(entries, list) or not entries:
-        raise _wrong(f"{place}.tools", entries, "a list of at least one function of tools")
+        raise wrong_type(f"{place}.tools", entries, "a list of at least one function of tools")
     names: set[str] = set()
     for index, entry in enumerate(entries):
         if isinstance(entry, dict) and _type(entry, place) in tools.left_out:
@@ -383,7 +383,7 @@ def _named(choice: Any, tools: Tools) -> str | None:
 def _type(value: Mapping[str, Any], place: str) -> str:
     kind = value.get("type") or "function"
     if not isinstance(kind, str):
-        raise _wrong(f"{place}.type", kind, "a string")
+        raise wrong_type(f"{place}.type", kind, "a string")
     return kind
 
 
@@ -402,7 +402,7 @@ def _function_name(value: Any, place: str, tools: Tools) -> tuple[str, str]:
         param = f"{place}.{kind}.name"
     name = inner.get("name") if isinstance(inner, dict) else None
     if not isinstance(name, str):
-        raise _wrong(param, name, "the name of a function of tools")
+        raise wrong_type(param, name, "the name of a function of tools")
     namespace = value.get("namespace")
     if isinstance(namespace, str):
         return joined_name(namespace, name), param
@@ -436,7 +436,3 @@ def _calls_schema(functions: Mapping[str, Mapping[str, Any]], several: bool) -> 
     if not several:
         schema["maxItems"] = 1
     return schema
-
-
-def _wrong(param: str, value: Any, allowed: str, code: str = "invalid_type") -> RequestError:
-    return invalid(param, f"{param} is {quoted(value)}: allowed is {allowed}. The request was not run.", code)

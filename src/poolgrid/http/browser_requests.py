@@ -8,15 +8,15 @@ Rules
        a request without both comes from no page.
     2. A page of the server itself is no foreign one: its ``Origin`` has the authority of ``Host``. The scheme is not
        compared, because TLS may end at a proxy.
-    3. A rebound name appears in ``Host``. Loopback names and addresses, and the host that the server is bound to,
-       cannot be rebound.
+    3. A rebound name appears in ``Host``, and is a name of a public domain: it has a dot. Addresses and names of one
+       label cannot be rebound.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Collection, Iterable
-
-from poolgrid.transport.security import is_loopback
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -25,6 +25,8 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 HOSTS_KEPT_MAX = 64
 """Values of ``Host`` that are known to be allowed; clients of one server use few."""
+
+_ONE_LABEL = re.compile(r"[a-z0-9_-]+")
 
 SHOWN_CHARS_MAX = 100
 """Most of a client's header that an error repeats."""
@@ -51,7 +53,11 @@ def is_from_page(headers: Headers) -> bool:
 
 
 class AllowedHosts:
-    """The ``Host`` values that a server on a loopback address answers to."""
+    """The ``Host`` values that a server on a loopback address answers to.
+
+    A web page can give a name of its own this machine's address (DNS rebinding), but only a name of a public domain,
+    which has a dot. An IP address has no DNS record, and a name of one label belongs to this machine or its network.
+    """
 
     def __init__(self, bound: str, further: Iterable[str] = ()) -> None:
         """``bound`` is the host that the server is bound to; ``further`` are names that an operator allows."""
@@ -63,10 +69,18 @@ class AllowedHosts:
         if value in self._known:
             return True
         name = _name(value.decode("latin-1").lower())
-        allowed = name in self._names or is_loopback(name) or name.endswith(".localhost")
+        allowed = name in self._names or name.endswith(".localhost") or _ONE_LABEL.fullmatch(name) or _is_address(name)
         if allowed and len(self._known) < HOSTS_KEPT_MAX:
             self._known.add(value)
-        return allowed
+        return bool(allowed)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _name(authority: str) -> str:

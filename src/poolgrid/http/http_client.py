@@ -178,8 +178,11 @@ class Connection(asyncio.Protocol):
             self._settle(None)
 
     def _settle(self, error: RequestFailed | None) -> None:
-        if error is not None and not error.kind.startswith("http-"):
-            self.usable = False
+        if error is not None:
+            # Frames of the failed read hold what arrived, megabytes perhaps, and this connection holds the error.
+            error.__traceback__ = error.__context__ = None
+            if not error.kind.startswith("http-"):
+                self.usable = False
         waiter = self._waiter
         if waiter is None or waiter.done():
             return

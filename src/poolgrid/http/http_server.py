@@ -6,22 +6,18 @@ Signals belong to ``poolgrid.process.lifecycle``, which decides in what order th
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import AllowedHosts
-from poolgrid.http.fair_listener import FairListener
-from poolgrid.http.http_connections import connections_that_fit
-from poolgrid.http.http_protocol import SERVER_ENDS, DirectProtocol
+from poolgrid.http.connections import HttpConnections, connections_that_fit
+from poolgrid.http.fair_acceptor import FairAcceptor
 from poolgrid.http.http_settings import HttpLimits, ServerSettings
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.transport.bound_socket import bind
@@ -31,13 +27,16 @@ from poolgrid.transport.tls import Tls
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""Between two looks at what has run out of time; uvicorn's own interval."""
+"""Between two looks at what has run out of time."""
 
 STOOD_STILL_S = 1.0
 """A tick that comes so late comes from a process that stood still."""
 
-LAST_WORDS_S = 1.0
-"""Part of the time for the end that is kept for telling clients whose answers did not finish; half of it at most."""
+SHUTDOWN_GRACE_S = 1.0
+"""Part of the shutdown time in which clients whose answers did not finish get an error; half of it at most."""
+
+SERVER_ENDS = "the server is shutting down"
+"""Message of the cancellation of a request that is not answered in time for the end of the server."""
 
 IDLE_LOOK_S = 0.02
 """Between two looks at whether everything has finished."""
@@ -49,95 +48,12 @@ BACKLOG = 2048
 """Connections that wait to be accepted; the kernel refuses more."""
 
 
-def _nothing() -> None:
+def _noop() -> None:
     pass
 
 
-class _Server(uvicorn.Server):
-    def __init__(
-        self, config: uvicorn.Config, protocol: type[DirectProtocol], tls: Tls | None, listener: socket.socket
-    ) -> None:
-        super().__init__(config)
-        self._protocol = protocol
-        self._tls = tls
-        self._listener = listener
-        self._accepting: FairListener | None = None
-        self._ticked_s: float | None = None
-        self._ending = asyncio.Event()
-        self.end_requests: Callable[[], None] = _nothing
-        self.ends_s = 0.0
-        """When the last connection is cut, in the loop's time."""
-        self.last_words_s = 0.0
-        """How long before that requests are ended."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept, in uvicorn's place."""
-        await super().startup([])
-        make = partial(self._protocol, self.config, self.server_state, self.lifespan.state)
-        context = None if self._tls is None else self._tls.context
-        self._accepting = FairListener(self._listener, context, self._protocol.table, make)
-
-    def end(self) -> None:
-        """Have ``serve`` end now."""
-        self.should_exit = True
-        self._ending.set()
-
-    async def main_loop(self) -> None:
-        """Tick until the end, which uvicorn would notice only at its next tick."""
-        for counter in itertools.count():
-            if await self.on_tick(counter):
-                return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
-                    await self._ending.wait()
-
-    async def on_tick(self, counter: int) -> bool:
-        """End what has run out of time."""
-        table = self._protocol.table
-        now_s = asyncio.get_running_loop().time()
-        if self._ticked_s is not None and now_s - self._ticked_s > STOOD_STILL_S:
-            table.leave_out(now_s - self._ticked_s)
-        self._ticked_s = now_s
-        table.tick(now_s)
-        return await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new and let what is open finish, in uvicorn's place; what does not is told, then cut."""
-        if self._accepting is not None:
-            self._accepting.close()
-        state = self.server_state
-        for connection in list(state.connections):
-            connection.shutdown()
-        if await self._is_idle(self.ends_s - self.last_words_s):
-            return
-        self.end_requests()
-        if await self._is_idle(self.ends_s - self.last_words_s / 2):
-            return
-        # What is left is still prepared, or its client does not read.
-        for task in list(state.tasks):
-            task.cancel(SERVER_ENDS)
-        if await self._is_idle(self.ends_s):
-            return
-        log.warning("ending: %d connections are cut amid a request", len(state.connections))
-        for connection in list(state.connections):
-            connection.transport.abort()
-        await self._is_idle(self.ends_s + CUT_S)
-
-    async def _is_idle(self, until_s: float) -> bool:
-        """Wait until nothing is open, at most until a time of the loop; tell whether that is so."""
-        state = self.server_state
-        now_s = asyncio.get_running_loop().time
-        while (state.connections or state.tasks) and now_s() < until_s:  # noqa: ASYNC110 - uvicorn tells nobody
-            await asyncio.sleep(IDLE_LOOK_S)
-        return not state.connections and not state.tasks
-
-
 class HttpServer:
-    """uvicorn on a socket of our own."""
+    """An ASGI server on a socket of its own."""
 
     def __init__(
         self,
@@ -164,34 +80,14 @@ class HttpServer:
         hosts = None
         if not has_keys and is_loopback(host) and "*" not in limits.hosts:
             hosts = AllowedHosts(host, limits.hosts)
-        protocol = DirectProtocol.serving(limits, registry, hosts)
-        self.connections = protocol.table
-        """Its connections, for whoever looks on."""
+        self.connections = HttpConnections(app, limits, registry, hosts)
         self._tls = tls
         self._listener = bind(host, port, setting, reuse_port)
         self.host = host
         self.port: int = self._listener.getsockname()[1]
         self._stop_timeout_s = stop_timeout_ms / 1000
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http=protocol,
-                ws="none",
-                loop="none",
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                backlog=BACKLOG,
-                server_header=False,
-                # Nothing here asks who the client is, and one wrapper less runs for every message.
-                proxy_headers=False,
-            ),
-            protocol,
-            tls,
-            self._listener,
-        )
-        self._task: asyncio.Task[None] | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._acceptor: FairAcceptor | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def url(self) -> str:
@@ -204,27 +100,64 @@ class HttpServer:
         self._listener.listen(BACKLOG)
         if self._tls is not None:
             # Without a bound: the certificate that is in use goes on serving.
-            self._watch = supervised(self._tls.watch, "certificate watch", Restart(limit=None))
-        self._task = supervised(lambda: self._server.serve([self._listener]), "http server")
+            self._tasks.append(supervised(self._tls.watch, "certificate watch", Restart(limit=None)))
+        self.connections.set_date(time.time())
+        context = None if self._tls is None else self._tls.context
+        self._acceptor = FairAcceptor(self._listener, context, self.connections)
+        self._tasks.append(supervised(self._tick, "http server"))
 
-    async def stop(self, end_requests: Callable[[], None] = _nothing) -> None:
+    async def stop(self, end_requests: Callable[[], None] = _noop) -> None:
         """Accept nothing new, and let open responses finish for ``stop_timeout_ms``.
 
-        A moment before that is over ``end_requests`` is called, which is to let them end with errors; then they are
-        cancelled with ``SERVER_ENDS``, so that whoever is still preparing an answer can say so; then they are cut.
+        Shortly before that is over ``end_requests`` is called, which ends them with errors; then their tasks are
+        cancelled with ``SERVER_ENDS``, so that what still prepares an answer can answer that; then they are cut.
         """
-        server = self._server
-        server.end_requests = end_requests
-        server.ends_s = asyncio.get_running_loop().time() + self._stop_timeout_s
-        server.last_words_s = min(LAST_WORDS_S, self._stop_timeout_s / 2)
-        server.end()
-        tasks = [task for task in (self._watch, self._task) if task is not None]
+        table = self.connections
+        ends_s = asyncio.get_running_loop().time() + self._stop_timeout_s
+        grace_s = min(SHUTDOWN_GRACE_S, self._stop_timeout_s / 2)
         try:
-            if self._task is not None:
-                await asyncio.wait({self._task}, timeout=self._stop_timeout_s + CUT_S + 1)
+            if self._acceptor is None:
+                return
+            self._acceptor.close()
+            for connection in list(table.open):
+                connection.shutdown()
+            if await self._is_idle(ends_s - grace_s):
+                return
+            end_requests()
+            if await self._is_idle(ends_s - grace_s / 2):
+                return
+            # What is left is still prepared, or its client does not read.
+            for task in list(table.tasks):
+                task.cancel(SERVER_ENDS)
+            if await self._is_idle(ends_s):
+                return
+            log.warning("shutting down: aborting %d connections with a request in flight", len(table.open))
+            for connection in list(table.open):
+                connection.transport.abort()
+            await self._is_idle(ends_s + CUT_S)
         finally:
             self._listener.close()
-            await cancel_all(tasks)
+            await cancel_all(self._tasks)
+
+    async def _tick(self) -> None:
+        """End what has run out of time."""
+        table = self.connections
+        now_s = asyncio.get_running_loop().time
+        ticked_s = now_s()
+        while True:
+            await asyncio.sleep(TICK_S)
+            late_s, ticked_s = now_s() - ticked_s, now_s()
+            if late_s > STOOD_STILL_S:
+                table.extend_deadlines(late_s)
+            table.set_date(time.time())
+            table.tick(ticked_s)
+
+    async def _is_idle(self, until_s: float) -> bool:
+        """Wait until nothing is open, at most until a time of the loop; return whether that is so."""
+        now_s = asyncio.get_running_loop().time
+        while not self.connections.is_idle() and now_s() < until_s:  # noqa: ASYNC110 - twice at the end of a process
+            await asyncio.sleep(IDLE_LOOK_S)
+        return self.connections.is_idle()
 
 
 def open_server(

@@ -134,9 +134,9 @@ class HttpSettings(SecuritySettings):
     )
     http_hosts: tuple[str, ...] = Field(
         (),
-        description="Names that requests may have in Host, besides loopback names and addresses, for a server on a "
-        "loopback address without API keys: that of a proxy in front of it, which passes Host on; * = any. Others get "
-        "403: a web page can give its own name this machine's address. Repeat for more.",
+        description="Names that requests may have in Host, besides addresses and names without a dot, for a server on "
+        "a loopback address without API keys: that of a proxy in front of it, which passes Host on; * = any. Others "
+        "get 403: a web page can give its own name this machine's address. Repeat for more.",
     )
 
     @model_validator(mode="after")

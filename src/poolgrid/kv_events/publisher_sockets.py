@@ -19,8 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from poolgrid.kv_events.follower import AskReplay, PubEffect
 from poolgrid.process.clock import Clock
 from poolgrid.transport.planes import leave_plain
-from poolgrid.transport.reconnecting import look_again_soon
-from poolgrid.transport.zmq_socket import BatchSocket
+from poolgrid.transport.zmq_socket import BatchSocket, look_again_soon
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ has holes given back when they are a good part of what the process holds.
 Both asking ``malloc`` for its holes and giving them back keep everybody else out of the heap: 12 and 40 ms for 70 MB of
 them in a router that serves 2,000 long prompts a second. So neither is done more often than it must be:
 
-1. Nobody asks while about as much is resident as at the last time, for ``LOOK_ANYWAY_S``.
-2. About as many holes as were given back, within ``CAME_BACK_S`` after that, are what the process works with: caches
-   that are full, and what goes out of them. They are left alone for ``WORKING_S``, and then tried again.
+1. ``malloc`` is not asked while about as much is resident as at the last time, for ``LOOK_ANYWAY_S``.
+2. A busy process needs most of its holes again at once. Its holes are given back every ``BUSY_INTERVAL_S`` at most,
+   those of an idle process at the next look.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ LOOK_ANYWAY_S = 15.0
 """How long what ``malloc`` said of its holes is believed while what is resident stays the same: what was in use then
 and is none now is given back within 20 s."""
 
-CAME_BACK_S = 60.0
-"""Until when after they were given back holes have come back at once."""
+BUSY_INTERVAL_S = 60.0
+"""Between two times that a busy process gives its holes back: 40 ms of a minute are less than a thousandth."""
 
-WORKING_S = 300.0
-"""How long holes that came back at once are left alone."""
+IDLE_CPU_SHARE = 0.5
+"""Of one core: a process that used less since the last look has the time to give holes back."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _OF_THE_OPERATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
@@ -114,34 +114,25 @@ class HeapTrimmer:
         self._trim = trim
         self._floor_bytes = self._asked(now_s).beside_bytes
         """Least that was resident beside what was in use, since something was last given back."""
-        self._given_back_bytes = 0
-        """At the last time, which was ``_given_back_s``."""
-        self._given_back_s = now_s
-        self._working_bytes = 0
-        """What is resident beside what is in use while the process works, believed until ``_working_until_s``."""
-        self._working_until_s = now_s
+        self._given_back_s = self._looked_s = now_s
+        self._looked_cpu_s = 0.0
 
-    def look(self, now_s: float) -> bool:
-        """Give back what is worth it; return whether it did."""
+    def look(self, now_s: float, cpu_s: float) -> bool:
+        """Give back what is worth it; return whether it did. ``cpu_s`` is the CPU time of the process until now."""
+        is_idle = cpu_s - self._looked_cpu_s < IDLE_CPU_SHARE * (now_s - self._looked_s)
+        self._looked_s, self._looked_cpu_s = now_s, cpu_s
         has_changed = abs(self._resident_bytes() - self._asked_at_bytes) >= HOLES_BYTES_MAX
         if not has_changed and now_s < self._ask_anyway_s:
             return False
         found = self._asked(now_s)
-        beside_bytes = found.beside_bytes
-        expected_bytes = self._floor_bytes
-        if now_s < self._working_until_s:
-            expected_bytes = max(expected_bytes, self._working_bytes)
-        if beside_bytes - expected_bytes < HOLES_BYTES_MAX or found.hole_bytes < HOLES_BYTES_MAX:
-            self._floor_bytes = min(self._floor_bytes, beside_bytes)
+        if found.beside_bytes - self._floor_bytes < HOLES_BYTES_MAX or found.hole_bytes < HOLES_BYTES_MAX:
+            self._floor_bytes = min(self._floor_bytes, found.beside_bytes)
             return False
-        grown_bytes = beside_bytes - self._floor_bytes
-        came_back = self._given_back_bytes / 2 <= grown_bytes < self._given_back_bytes + HOLES_BYTES_MAX
-        if came_back and now_s < self._given_back_s + CAME_BACK_S:
-            self._working_bytes, self._working_until_s = beside_bytes, now_s + WORKING_S
+        if not is_idle and now_s < self._given_back_s + BUSY_INTERVAL_S:
             return False
         self._trim()
         self._floor_bytes = self._asked(now_s).beside_bytes
-        self._given_back_bytes, self._given_back_s = beside_bytes - self._floor_bytes, now_s
+        self._given_back_s = now_s
         return True
 
     def _asked(self, now_s: float) -> Heap:
@@ -168,7 +159,7 @@ def keep_heap_trimmed() -> bool:
     stopped = threading.Event()  # never set: the thread ends with its process
     threading.Thread(
         target=look_repeatedly,
-        args=(lambda: trimmer.look(time.monotonic()), lambda: stopped.wait(LOOK_INTERVAL_S)),
+        args=(lambda: trimmer.look(time.monotonic(), time.process_time()), lambda: stopped.wait(LOOK_INTERVAL_S)),
         name="heap trimmer",
         daemon=True,
     ).start()

@@ -2,7 +2,7 @@
 
 ``info`` or ``warning,router=debug,dispatch.worker_link=info``: the first is for all, ``NAME=LEVEL`` for a logger and
 those below it. A logger of ours is called as its module is, with or without ``poolgrid.`` before it; others
-(``uvicorn``, ``asyncio``) are called as they call themselves.
+(``httpx``, ``asyncio``) are called as they call themselves.
 """
 
 from __future__ import annotations

@@ -23,11 +23,10 @@ OF_ONE_CONNECTION = frozenset(
     {
         "poolgrid.frontend.keep_alive",
         "poolgrid.frontend.stream_head",
-        "poolgrid.http.bounded_protocol",
-        "poolgrid.http.client_probe",
-        "poolgrid.http.held_connection",
+        "poolgrid.http.connection",
+        "poolgrid.http.exchange",
         "poolgrid.http.http_client",
-        "poolgrid.http.http_protocol",
+        "poolgrid.http.request_parser",
     }
 )
 """Modules whose callbacks belong to one HTTP connection each."""

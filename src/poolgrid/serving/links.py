@@ -28,7 +28,7 @@ from poolgrid.process.awake_clock import within
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints
 from poolgrid.serving.legs import LegEvent
-from poolgrid.transport.dealer_choice import connect_dealer
+from poolgrid.transport.dealer import connect_dealer
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta

@@ -1,4 +1,4 @@
-"""A TCP socket that has its port, for whoever needs no server of ours on it: that takes a while to import."""
+"""TCP sockets that are bound and not served."""
 
 from __future__ import annotations
 
@@ -21,3 +21,34 @@ def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket
             f"binding {setting}: {host}:{port} cannot be used ({error.strerror}); choose a free port, or 0 for any"
         ) from error
     return listener
+
+
+class HeldPorts:
+    """Ports of the parts of one pool, at one host: bound for as long as this process lives, and never listened on.
+
+    Linux lets a second socket bind a port and listen on it when both allow addresses to be used again and the first
+    one does not listen. So a part that dies takes its port again, and no other process is given it as "any free port".
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._held: list[socket.socket] = []
+
+    def hold(self, port: int = 0) -> int:
+        """Keep a port, any free one for 0, and return it.
+
+        One that somebody listens on already cannot be kept: the part that it is for will say so in its own words.
+        """
+        try:
+            held = bind(self._host, port, "port")
+        except OSError:
+            return port
+        self._held.append(held)
+        taken: int = held.getsockname()[1]
+        return taken
+
+    def close(self) -> None:
+        """Keep them no longer."""
+        for held in self._held:
+            held.close()
+        self._held.clear()

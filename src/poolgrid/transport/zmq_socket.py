@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket as sockets
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
@@ -18,6 +19,7 @@ import zmq
 
 from poolgrid.process.bulk_work import BulkWork
 from poolgrid.process.turns import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK
+from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -319,3 +321,82 @@ def bracketed(host: str) -> str:
 def port_of(endpoint: str) -> int:
     """Return the port of a bound endpoint."""
     return int(endpoint.rpartition(":")[2])
+
+
+# How soon it is noticed that a server of a plane is gone, and how soon it is looked for again. A process that ends
+# closes its connections, however it ends. A machine that loses its power does not: a process that only listens would
+# wait forever. So a connection over which nothing comes is probed by the kernel, which ends it when it is not known
+# there, or nothing answers.
+
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+"""The first pause, and the longest that it grows to: a server that starts again is found within a second, and one that
+is gone costs one attempt a second."""
+
+PROBED_AFTER_S = 10
+"""Silence after which a connection is probed: planes say something more often, so hardly any is."""
+
+PROBED_EVERY_S = 5
+PROBES_MAX = 3
+"""Probes that may stay without an answer: 25 s after it fell silent a machine that is gone is known to be."""
+
+UNACKNOWLEDGED_S = 25
+"""As long, where something was sent that nobody acknowledges: nothing is probed then, and by itself the kernel sends it
+again for a quarter of an hour, also after the name of the machine has come to mean another one."""
+
+
+def look_again_soon(socket: zmq.Socket[Any]) -> None:
+    """Apply these times to a socket of libzmq; its own pauses never grow, and it probes nobody."""
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PROBED_AFTER_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBED_EVERY_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, PROBES_MAX)
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * UNACKNOWLEDGED_S)
+
+
+def probe_when_silent(connection: sockets.socket) -> None:
+    """Have the kernel probe a connection of the event loop; where it has other names for these times, at its own."""
+    connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+    if hasattr(sockets, "TCP_KEEPIDLE"):
+        connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, PROBED_AFTER_S)
+        connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, PROBED_EVERY_S)
+        connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, PROBES_MAX)
+    if hasattr(sockets, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_S)
+
+
+SUBSCRIBED_MESSAGES_MAX = 50_000
+"""Messages that ZMQ keeps for a subscriber while it is busy; beyond it some are lost."""
+
+
+class Subscription:
+    """A SUB socket: subscribed, or being connected again. What is missed meanwhile does not come again."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        topic: bytes,
+        on_messages: Callable[[list[list[bytes]]], None],
+    ) -> None:
+        """Begin to connect; raises ``zmq.ZMQError`` for an endpoint that is none."""
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        self.socket.setsockopt(zmq.RCVHWM, SUBSCRIBED_MESSAGES_MAX)
+        self.socket.setsockopt(zmq.SUBSCRIBE, topic)
+        look_again_soon(self.socket)
+        self.inbox = BatchSocket(self.socket, on_messages)
+        self.inbox.start()
+        self.socket.connect(endpoint)
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether messages were left behind: others have their turn first."""
+        return self.inbox.has_more
+
+    def close(self) -> None:
+        """End; nothing more is handed over."""
+        self.inbox.close()

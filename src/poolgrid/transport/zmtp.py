@@ -1,22 +1,31 @@
-"""ZMTP 3.0, as one side of a connection speaks it: greeting, handshake without security, and messages.
+"""ZMTP 3.0 as a DEALER speaks it: greeting, handshake without security, and messages; and a connection in it.
 
-Pure: bytes in, bytes and messages out. libzmq speaks the same (https://rfc.zeromq.org/spec/23/), with a thread and
-several system calls for every message; a connection that the event loop reads by itself needs neither.
+``Session`` is pure: bytes in, bytes and messages out. libzmq speaks the same (https://rfc.zeromq.org/spec/23/), with a
+thread and several system calls for every message; a connection that the event loop reads by itself needs neither.
 
 Rules
     1. A peer is believed once its greeting and its ``READY`` have come: it speaks at least ZMTP 3.0, without security,
-       and is of a kind that this one talks to. What it sends before is a fault.
-    2. To a DEALER a frame is a message, whether or not further frames follow it. To a SUB a message is the list of its
-       frames, at most ``MESSAGE_FRAMES_MAX``.
-    3. Nothing is kept for a frame that is longer than the limit: its header is a fault already. The frames of a message
-       that is not whole are kept, as long as they are together no longer than that either.
+       and is a ROUTER. What it sends before is a fault.
+    2. A frame is a message, whether or not further frames follow it.
+    3. Nothing is kept for a frame that is longer than the limit: its header is a fault already.
     4. After a fault the connection is to be closed; nothing more may be fed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import struct
-from typing import Any, Final, NamedTuple
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, cast
+
+from poolgrid.process.turns import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK
+from poolgrid.transport.zmq_socket import probe_when_silent
+from poolgrid.wire.limits import FRAME_BYTES_MAX
+
+log = logging.getLogger(__name__)
 
 SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
 GREETING_BYTES: Final = 64
@@ -37,9 +46,6 @@ _SHORT_HEADER_BYTES: Final = 2
 _LONG_HEADER_BYTES: Final = 9
 _VALUE_SIZE_BYTES: Final = 4
 """Of the size of a property's value."""
-
-MESSAGE_FRAMES_MAX: Final = 4096
-"""Frames of one message: several times those of the longest that a feed sends."""
 
 PING_CONTEXT_BYTES_MAX: Final = 16
 """What a heartbeat may have repeated in its answer."""
@@ -71,38 +77,19 @@ def command(name: bytes, body: bytes) -> bytes:
     return bytes((_COMMAND, len(content))) + content
 
 
-class Kind(NamedTuple):
-    """A kind of socket, as one side of a connection."""
-
-    ready: bytes
-    """What it says when the peer has greeted."""
-    peers: tuple[bytes, ...]
-    """Kinds that it talks to."""
-    joins: bool = False
-    """Whether its messages are lists of frames."""
+def _ready(kind: bytes) -> bytes:
+    properties = b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind + b"\x08Identity" + struct.pack(">I", 0)
+    return command(b"READY", properties)
 
 
-def _kind(name: bytes, *peers: bytes, joins: bool = False) -> Kind:
-    properties = b"\x0bSocket-Type" + struct.pack(">I", len(name)) + name + b"\x08Identity" + struct.pack(">I", 0)
-    return Kind(command(b"READY", properties), peers, joins)
-
-
-DEALER: Final = _kind(b"DEALER", b"ROUTER")
-SUB: Final = _kind(b"SUB", b"PUB", b"XPUB", joins=True)
-
-
-def subscription(topic: bytes) -> bytes:
-    """Return what a SUB sends to be sent what begins with ``topic``."""
-    return framed(b"\x01" + topic)
+READY: Final = _ready(b"DEALER")
+"""What is sent when the peer has greeted."""
 
 
 class Session:
     """What one connection has come to: feed it what arrives, and send what it wants sent."""
 
-    def __init__(self, kind: Kind, frame_bytes_max: int) -> None:
-        """Be a socket of a kind, which takes frames of so many bytes."""
-        self._kind = kind
-        self._joins = kind.joins
+    def __init__(self, frame_bytes_max: int) -> None:
         self.is_ready = False
         """Whether the handshake has succeeded: messages may be sent."""
         self.outgoing = GREETING
@@ -114,13 +101,9 @@ class Session:
         self._held_bytes = 0
         self._wanted_bytes = 0
         """How much there must be before it is looked at again."""
-        self._message: list[bytes] = []
-        """Frames of a message that is not whole."""
-        self._message_bytes = 0
 
-    def feed(self, data: bytes) -> list[Any]:
-        """Take what has arrived and return the messages that are whole now, frames or lists of frames as the kind of
-        socket has them; raises ``ZmtpError``."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take what has arrived and return the messages that are whole now; raises ``ZmtpError``."""
         if self._parts:
             self._parts.append(data)
             self._held_bytes += len(data)
@@ -136,11 +119,9 @@ class Session:
                 return []
             _check_greeting(data[:GREETING_BYTES])
             self._greeted = True
-            self.outgoing += self._kind.ready
+            self.outgoing += READY
             at = GREETING_BYTES
-        messages: list[Any] = []
-        joins = self._joins
-        message = self._message
+        messages: list[bytes] = []
         wanted = _SHORT_HEADER_BYTES
         while end - at >= _SHORT_HEADER_BYTES:
             flags = data[at]
@@ -166,29 +147,13 @@ class Session:
                 self._on_command(data[begin:stop])
             elif not self.is_ready:
                 raise ZmtpError("reading a frame: it came before the peer's READY; the connection is closed")
-            elif not joins:
-                messages.append(data[begin:stop])
             else:
-                message.append(data[begin:stop])
-                if flags & _MORE:
-                    self._message_bytes += size
-                    if len(message) >= MESSAGE_FRAMES_MAX or self._message_bytes > self._frame_bytes_max:
-                        raise self._too_large()
-                else:
-                    messages.append(message)
-                    message = self._message = []
-                    self._message_bytes = 0
+                messages.append(data[begin:stop])
             at = stop
             wanted = _SHORT_HEADER_BYTES
         if at < end:
             self._keep(data[at:] if at else data, wanted)
         return messages
-
-    def _too_large(self) -> ZmtpError:
-        return ZmtpError(
-            f"reading a message: {len(self._message)} frames and {self._message_bytes:,} bytes, and it is not "
-            f"whole; allowed are {MESSAGE_FRAMES_MAX} and {self._frame_bytes_max:,} bytes; the connection is closed"
-        )
 
     def _keep(self, data: bytes, wanted_bytes: int) -> None:
         self._parts = [data] if data else []
@@ -200,10 +165,10 @@ class Session:
         name, body = content[1 : 1 + size], content[1 + size :]
         if name == b"READY" and not self.is_ready:
             kind = _properties(body).get(b"socket-type", b"")
-            if kind not in self._kind.peers:
+            if kind != b"ROUTER":
                 raise ZmtpError(
-                    f"shaking hands: the peer is a {_shown(kind) or 'socket of no type'}; allowed: "
-                    f"{b', '.join(self._kind.peers).decode()}; the connection is closed"
+                    f"shaking hands: the peer is a {_shown(kind) or 'socket of no type'}; allowed: ROUTER; the "
+                    "connection is closed"
                 )
             self.is_ready = True
         elif name == b"PING" and self.is_ready:
@@ -257,3 +222,179 @@ def _properties(body: bytes) -> dict[bytes, bytes]:
 
 def _shown(words: bytes) -> str:
     return words[:REASON_BYTES_MAX].decode("latin-1").encode("unicode_escape").decode()
+
+
+SEND_BYTES_MAX = FRAME_BYTES_MAX
+"""Bytes that wait for a peer; far beyond the requests that a worker is given, so only one that is stuck fills it. One
+frame more may come on top, however large."""
+
+
+class StreamConversation(asyncio.Protocol):
+    """One connection in ZMTP that the event loop reads and writes itself; made on the running loop, and used once.
+
+    Rules
+        1. It shakes hands, and hands messages over from ``begin`` on.
+        2. All that is sent in a turn of the loop leaves together at its end, or when it is flushed. Sending never
+           waits; beyond ``SEND_BYTES_MAX`` that the peer has not taken, it ``is_full`` until half is gone, and nothing
+           more should be sent.
+        3. What comes is handed over at once, at most ``MESSAGES_PER_TURN`` messages or ``TURN_S`` in a turn of the
+           loop. The rest follows in the next turns, and nothing more is read until it is gone.
+        4. It has ``ended`` when all that had come is handed over, or after ``abort``.
+    """
+
+    def __init__(self, hand_over: Callable[[bytes], None]) -> None:
+        self.fault = ""
+        """Why it was closed from here."""
+        self.is_full = False
+        self.ready_or_ended = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.write: Callable[[bytes], None] = _write_nowhere
+        """Sends bytes: the transport's own, as soon as there is one."""
+        self._out: list[bytes] = []
+        """Frames that leave together, once everybody whose turn it is has had it."""
+        self._hand_over = hand_over
+        self._session = Session(FRAME_BYTES_MAX)
+        self.waiting: deque[bytes] = deque()
+        """Messages for further turns of the loop, and before the owner knows of the connection."""
+        self._begun = False
+        self._lost = False
+        self._told_ready = False
+        self._is_long = False
+        """Whether a frame is among ``_out`` that is not to be copied."""
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._transport: asyncio.Transport | None = None
+        self._bounds_lines = False
+        """Whether the transport's ``writelines`` says when its buffer is full. asyncio's own does not before 3.12.9 and
+        3.13.2 (CVE-2024-12254), so there even long frames are copied; uvloop's does, and sends all in one call."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say who we are."""
+        stream = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
+        self._transport = stream
+        self._bounds_lines = not isinstance(transport, asyncio.Transport)
+        self.write = stream.write
+        probe_when_silent(stream.get_extra_info("socket"))
+        stream.set_write_buffer_limits(SEND_BYTES_MAX, SEND_BYTES_MAX // 2)
+        self._send_words()
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame with what else is sent in this turn of the loop, in one system call."""
+        out = self._out
+        if not out:
+            self._call_soon(self.flush)
+        out.append(frame)
+
+    def send_long(self, header: bytes, frame: bytes) -> None:
+        """Send a frame that is too long to be copied, behind its header."""
+        self._is_long = True
+        self.send(header)
+        self._out.append(frame)
+
+    def flush(self) -> None:
+        """Have what was sent leave now: at the end of a turn of the loop, or earlier for who cannot wait for that."""
+        out, self._out = self._out, []
+        is_long, self._is_long = self._is_long, False
+        if out and not self._lost:  # nothing is left where ``abort`` came first
+            if is_long and self._bounds_lines:
+                assert self._transport is not None, "frames are sent over it"
+                self._transport.writelines(out)
+            else:
+                self.write(out[0] if len(out) == 1 else b"".join(out))
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        """Send again."""
+        self.is_full = False
+
+    def begin(self) -> None:
+        """Hand messages over from now on."""
+        self._begun = True
+        if self.waiting:
+            self._take_waiting()
+        self._look_at_end()
+
+    def abort(self) -> None:
+        """End at once; what the kernel does not take now does not leave, and what has come is dropped."""
+        if self._out:
+            self.flush()
+        self.waiting.clear()
+        self._begun = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand over what has become whole."""
+        session = self._session
+        try:
+            messages = session.feed(data)
+        except ZmtpError as error:
+            self._give_up(error)
+            return
+        if session.outgoing:
+            self._send_words()
+        if self._begun and not self.waiting and len(messages) <= WITHOUT_A_CLOCK:
+            hand_over = self._hand_over
+            for message in messages:
+                try:
+                    hand_over(message)
+                except Exception:  # one message must not end the reading of all others
+                    log.exception("handling a message failed; it was dropped")
+                if not self._begun:
+                    return  # the owner has closed it
+        elif messages:
+            is_taking = bool(self.waiting)
+            self.waiting.extend(messages)
+            if self._begun and not is_taking:
+                self._take_waiting()
+        if not self._told_ready and session.is_ready:
+            self._told_ready = True
+            self.ready_or_ended.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Have what came taken, and then the end known."""
+        self._lost = self.is_full = True
+        self._look_at_end()
+
+    def _send_words(self) -> None:
+        words, self._session.outgoing = self._session.outgoing, b""
+        if not self.is_full:  # who takes nothing gets no answers to heartbeats either
+            self.write(words)
+
+    def _give_up(self, error: ZmtpError) -> None:
+        self.fault = str(error)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _look_at_end(self) -> None:
+        """Once all that came is taken, the end of a lost connection is known."""
+        if self._lost and not (self._begun and self.waiting):
+            self.ended.set()
+            self.ready_or_ended.set()
+
+    def _take_waiting(self) -> None:
+        """Hand over what one turn may, and see to the rest."""
+        waiting = self.waiting
+        ends_s = monotonic() + TURN_S
+        for _ in range(min(MESSAGES_PER_TURN, len(waiting))):
+            try:
+                self._hand_over(waiting.popleft())
+            except Exception:  # as above
+                log.exception("handling a message failed; it was dropped")
+            if not waiting or monotonic() > ends_s:
+                break  # all are handed over, or an owner who has closed it wants no more
+        transport = self._transport
+        assert transport is not None, "what waits came over it"
+        if waiting:
+            if transport.is_reading():
+                transport.pause_reading()
+            self._call_soon(self._take_waiting)
+        else:
+            if not transport.is_closing() and not transport.is_reading():
+                transport.resume_reading()
+            self._look_at_end()
+
+
+def _write_nowhere(_: bytes) -> None:
+    raise AssertionError("writing before the connection is made")

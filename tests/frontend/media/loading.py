@@ -16,8 +16,8 @@ from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, read_reference
 from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.frontend.media.settings import MediaSettings
+from poolgrid.inference.cache_domain import EVERYBODY, CacheDomain
 from poolgrid.process.clock import SystemClock
-from poolgrid.process.tenant_caches import EVERYBODY, CacheDomain
 from poolgrid.wire.multimodal import MediaItem
 
 LOOPBACK = ("127.0.0.1/32",)

@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.media.addresses import METADATA_ADDRESSES, AddressPolicy
+from poolgrid.frontend.media.addresses import (
+    CARRIERS,
+    GLOBAL_UNICAST,
+    METADATA_ADDRESSES,
+    REFUSED_IPV4,
+    REFUSED_IPV6,
+    AddressPolicy,
+)
 from poolgrid.frontend.media.fetcher import MediaFetcher
-from poolgrid.frontend.media.refused_networks import CARRIERS, GLOBAL_UNICAST, REFUSED_IPV4, REFUSED_IPV6
 from tests.frontend.media.loading import Names, loading
 
 REFUSED = [ipaddress.ip_network(text) for text in (*REFUSED_IPV4, *REFUSED_IPV6)]

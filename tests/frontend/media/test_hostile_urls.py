@@ -307,17 +307,19 @@ def test_schemes_can_be_switched_off() -> None:
     asyncio.run(run())
 
 
-def test_the_media_of_a_request_are_bounded_by_number_and_by_bytes() -> None:
+def test_the_media_of_a_request_are_bounded_by_number_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with loading(max_media_items=2) as media:
             error = await media.refused(*[data_url(PICTURE)] * 3)
             assert (error.code, error.param) == ("media_too_many", "messages[0].content[2].image_url.url")
-        noise = image("BMP", 512, 300)
-        async with loading(max_media_request_mb=1, media_image_formats=("BMP",)) as media:
+        noise = png() + bytes(450_000)
+        monkeypatch.setattr("poolgrid.frontend.media.loader.REQUEST_BYTES_MAX", 2**20)
+        async with loading() as media:
             assert len(await media.take(data_url(noise), data_url(noise))) == 2
             error = await media.refused(*[data_url(noise)] * 3)
             assert (error.status, error.code) == (413, "media_too_large")
-        async with loading(media_memory_mb=1, media_image_formats=("BMP",)) as media:
+        monkeypatch.undo()
+        async with loading(media_memory_mb=1) as media:
             error = await media.refused(*[data_url(noise)] * 3)
             assert (error.status, error.code) == (429, "media_busy")
             assert dict(error.headers)[b"retry-after"] == b"1"

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -26,8 +26,7 @@ from poolgrid.frontend.media.image_headers import (
     BrokenImage,
     read_header,
 )
-from poolgrid.frontend.media.settings import IMAGE_FORMATS
-from tests.frontend.media.samples import image, png, png_bomb
+from tests.frontend.media.samples import image, png_bomb
 
 MEGABYTE = 1024 * 1024
 LINES_PER_STEP_MAX = 20
@@ -70,13 +69,6 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "GIF with a comment": lambda: saved("GIF", "P", comment=b"x" * 1000),
     "animated GIF": lambda: saved("GIF", "P", animated=True),
     "interlaced GIF": lambda: saved("GIF", "L", interlace=1),
-    "BMP": lambda: saved("BMP"),
-    "BMP of a palette": lambda: saved("BMP", "P"),
-    "BMP with alpha": lambda: saved("BMP", "RGBA"),
-    "TIFF": lambda: saved("TIFF"),
-    "compressed TIFF": lambda: saved("TIFF", compression="tiff_lzw"),
-    "BigTIFF": lambda: saved("TIFF", big_tiff=True),
-    "TIFF of one bit": lambda: saved("TIFF", "1"),
 }
 
 
@@ -91,20 +83,16 @@ def made(name: str) -> bytes:
 def by_pillow(data: bytes) -> tuple[str, int, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
             form = "JPEG" if picture.format == "MPO" else str(picture.format)
             return form, *picture.size
-
-
-def test_the_formats_that_can_be_allowed_are_those_that_are_read() -> None:
-    assert set(FORMATS) == set(IMAGE_FORMATS)
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_what_pillow_says_it_is(name: str) -> None:
     data = made(name)
 
-    assert read_header(data, FORMATS) == by_pillow(data)
+    assert read_header(data) == by_pillow(data)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -114,7 +102,7 @@ def test_a_picture_that_is_cut_off_in_its_header_is_broken_and_nothing_else_happ
         if end > 300 and end % 997:
             continue
         try:
-            header = read_header(data[:end], FORMATS)
+            header = read_header(data[:end])
         except BrokenImage:
             continue
         # What is left is too short to be told, or reaches as far as the pixels.
@@ -122,7 +110,6 @@ def test_a_picture_that_is_cut_off_in_its_header_is_broken_and_nothing_else_happ
 
 
 @settings(deadline=None)
-@example("BigTIFF", 12, 128, 3)
 @given(st.sampled_from(SMALL), st.integers(0, 400), st.integers(0, 255), st.integers(0, 3))
 def test_where_pillow_reads_a_damaged_picture_too_it_finds_no_more_pixels(
     name: str, at: int, value: int, repeat: int
@@ -131,7 +118,7 @@ def test_where_pillow_reads_a_damaged_picture_too_it_finds_no_more_pixels(
     for place in range(at, min(at + repeat + 1, len(data))):
         data[place] = value
     try:
-        header = read_header(bytes(data), FORMATS)
+        header = read_header(bytes(data))
     except BrokenImage:
         return
     if header is None:
@@ -193,24 +180,19 @@ TWO_WAYS = {
     "a WEBP frame beyond its canvas": riff(CANVAS, LOSSLESS),
     "two WEBP canvases": riff(CANVAS, CANVAS, LOSSLESS),
     "an animated WEBP without a canvas": riff(webp_chunk(b"ANMF", bytes(24))),
-    "a TIFF of two widths": b"II*\0\x08\0\0\0\3\0" + b"".join(
-        struct.pack("<HHII", tag, 4, 1, value) for tag, value in ((256, 4), (256, 60_000), (257, 4))
-    ),
-    "a TIFF without a height": b"II*\0\x08\0\0\0\1\0" + struct.pack("<HHII", 256, 4, 1, 4),
-    "a BMP of no width": b"BM" + bytes(12) + struct.pack("<Iii", 40, 0, 4) + bytes(28),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TWO_WAYS)
 def test_what_a_decoder_could_read_in_two_ways_is_broken(name: str) -> None:
     with pytest.raises(BrokenImage):
-        read_header(TWO_WAYS[name], FORMATS)
+        read_header(TWO_WAYS[name])
 
 
 def test_a_gif_is_as_large_as_its_first_frame_makes_it() -> None:
     data = GIF + b"," + struct.pack("<4HB", 2, 3, 60_000, 50_000, 0) + b"\2\0;"
 
-    assert read_header(data, FORMATS) == ("GIF", 60_002, 50_003)
+    assert read_header(data) == ("GIF", 60_002, 50_003)
 
 
 SIZE = 24 * MEGABYTE
@@ -233,10 +215,6 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "GIF extensions": lambda: GIF + b"\x21\xf9\0" * (SIZE // 3),
     "GIF terminators": lambda: GIF + bytes(SIZE),
     "empty WEBP chunks": lambda: riff(webp_chunk(b"XMP ", b"") * (SIZE // 8)),
-    "TIFF entries": lambda: (
-        b"II*\0\x08\0\0\0\xff\xff" + struct.pack("<HHII", 1, 1, SIZE // 2, 0) * 65_535 + bytes(SIZE)
-    ),
-    "BigTIFF entries": lambda: b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 2**63) + bytes(SIZE),
     "a GIF of nothing but its head": lambda: GIF,
     "a bomb": png_bomb,
 }
@@ -268,31 +246,30 @@ def test_a_hostile_picture_takes_a_bounded_number_of_steps(name: str, lines: lis
     data = HOSTILE[name]()
     lines[0] = 0
     try:
-        read_header(data, FORMATS)
+        read_header(data)
     except BrokenImage:
         pass
 
     assert lines[0] <= STEPS_MAX * LINES_PER_STEP_MAX
 
 
-def test_formats_that_are_not_allowed_are_not_read() -> None:
-    assert read_header(b"BM broken", ("PNG",)) is None
-    assert read_header(image("BMP"), ("PNG", "JPEG")) is None
-    assert read_header(png(), ("PNG",)) == ("PNG", 4, 4)
+def test_formats_that_are_not_taken_are_not_read() -> None:
+    for form in ("BMP", "TIFF"):
+        assert read_header(image(form)) is None
 
 
 @pytest.mark.parametrize("fill", [1, 2, FILL_BYTES_MAX])
 def test_fill_bytes_before_a_marker_are_passed_over(fill: int) -> None:
     data = image("JPEG")
 
-    assert read_header(data[:2] + b"\xff" * fill + data[3:], FORMATS) == read_header(data, FORMATS)
+    assert read_header(data[:2] + b"\xff" * fill + data[3:]) == read_header(data)
 
 
 def test_more_fill_bytes_than_anybody_writes_are_refused_after_one_step() -> None:
     data = image("JPEG")
 
     with pytest.raises(BrokenImage, match=f"more than {FILL_BYTES_MAX} fill bytes"):
-        read_header(data[:2] + b"\xff" * (FILL_BYTES_MAX + 1) + data[3:], FORMATS)
+        read_header(data[:2] + b"\xff" * (FILL_BYTES_MAX + 1) + data[3:])
 
 
 def test_reading_many_small_chunks_lets_the_event_loop_have_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +280,6 @@ def test_reading_many_small_chunks_lets_the_event_loop_have_the_interpreter(monk
 
     monkeypatch.setattr(image_headers, "breathe", breathe)
     with pytest.raises(BrokenImage):
-        read_header(HOSTILE["empty PNG chunks"](), FORMATS)
+        read_header(HOSTILE["empty PNG chunks"]())
 
     assert breaths[0] == STEPS_MAX // image_headers.STEPS_IN_A_ROW - 1

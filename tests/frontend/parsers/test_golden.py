@@ -139,35 +139,35 @@ def test_whatever_a_model_writes_no_text_is_lost_and_cuts_do_not_matter(
 
 
 CALLS = {
-    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "WORD", "days": [1]}}\n</tool_call>',
-    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "WORD"}}, {"name": "f"}]',
-    "llama3_json": '{"name": "get_weather", "parameters": {"city": "WORD"}}; {"name": "f", "parameters": {}}',
-    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "WORD"}[TOOL_CALLS][{"name": "f"}]',
-    "pythonic": "[get_weather(city='WORD', metric=True), f()]",
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "§", "days": [1]}}\n</tool_call>',
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "§"}}, {"name": "f"}]',
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "§"}}; {"name": "f", "parameters": {}}',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "§"}[TOOL_CALLS][{"name": "f"}]',
+    "pythonic": "[get_weather(city='§', metric=True), f()]",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
-    '{"city": "WORD"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    '{"city": "§"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-    '{"city": "WORD"}<|tool_call_end|><|tool_calls_section_end|>',
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nWORD\n</parameter>\n<parameter=days>\n[1]\n"
+    '{"city": "§"}<|tool_call_end|><|tool_calls_section_end|>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\n§\n</parameter>\n<parameter=days>\n[1]\n"
     "</parameter>\n</function>\n</tool_call>",
-    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>WORD</arg_value>\n<arg_key>days</arg_key>\n"
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>§</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>[1]</arg_value>\n</tool_call>",
     "harmony": "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-    '{"city": "WORD"}<|call|>',
+    '{"city": "§"}<|call|>',
 }
-"""Two calls, or one, as each format has them; ``WORD`` is an argument."""
+"""Two calls, or one, as each format has them; ``§`` is an argument: one character, which no damage cuts in two."""
 
 
 BEGINNINGS = (
     "",
-    "WORD\n",
-    "<think>WORD</think>WORD\n",
-    "<think>WORD\n",
-    "WORD</think>\n\n",
-    "<think>WORD</think>WORD<think>WORD</think>",
-    "<think>WORD `</think>` WORD</think>WORD\n```\n<think>WORD</think>\n```\n",
-    "[THINK]WORD[/THINK]WORD",
-    "Here is my thought process: WORD Here is my response: WORD",
+    "§\n",
+    "<think>§</think>§\n",
+    "<think>§\n",
+    "§</think>\n\n",
+    "<think>§</think>§<think>§</think>",
+    "<think>§ `</think>` §</think>§\n```\n<think>§</think>\n```\n",
+    "[THINK]§[/THINK]§",
+    "Here is my thought process: § Here is my response: §",
 )
 
 
@@ -209,8 +209,8 @@ def test_damaged_output_loses_no_text_and_gives_no_broken_arguments(
         assert name in TOOLS.declared
         assert isinstance(json.loads(arguments), dict)
     shown = whole.content + whole.reasoning + "".join(name + arguments for name, arguments in whole.calls)
-    said = (HEADER.sub("", text) if tools == "harmony" else text).count("WORD")
-    assert said <= shown.count("WORD") <= text.count("WORD"), (text, whole)
+    said = (HEADER.sub("", text) if tools == "harmony" else text).count("§")
+    assert said <= shown.count("§") <= text.count("§"), (text, whole)
 
 
 @pytest.mark.parametrize("tools", sorted(CALLS))

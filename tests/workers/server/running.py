@@ -16,6 +16,7 @@ from poolgrid.workers import bootstrap
 from poolgrid.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
+from tests.workers.running import with_constants
 
 
 def index_of(events: Iterable[AnyEvent]) -> set[int]:
@@ -76,13 +77,14 @@ async def worker_before(server: VllmServer, engine: str = "vllm", **changes: Any
 async def worker_with(engine: str = "vllm", **changes: Any) -> AsyncIterator[Running]:
     journal = Journal()
     async with FakeConsolidator(journal) as consolidator:
-        settings = engine_definition(engine).settings.model_validate(
+        settings = with_constants(
+            engine_definition(engine).settings,
             {
                 "consolidator": consolidator.endpoint,
                 "heartbeat_ms": 50,
                 "health_interval_ms": 50,
                 **changes,
-            }
+            },
         )
         stop = asyncio.Event()
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -22,9 +22,7 @@ from poolgrid.workers.engines.server.core.launching import (
     shown,
     without_option,
 )
-from poolgrid.workers.engines.sglang.core import launching as sglang
-from poolgrid.workers.engines.trtllm_serve.core import launching as trtllm_serve
-from poolgrid.workers.engines.vllm.core import launching as vllm
+from poolgrid.workers.engines.server.dialects import sglang, trtllm_serve, vllm
 
 
 def wanted(*arguments: str, publishing: Publishing | None = None, **changes: Any) -> WantedServer:
@@ -71,11 +69,11 @@ def test_a_command_is_shown_without_what_is_secret() -> None:
     assert shown(words) == [
         *("serve", "--api-key", "…", "--hf-token=…", "--max-num-batched-tokens", "64", "--enable-prompt-tokens-details")
     ]
-    assert "s1" not in "".join(shown(sglang.LAUNCH.command(wanted(api_key="s1")).arguments))
+    assert "s1" not in "".join(shown(sglang.KIND.launch.command(wanted(api_key="s1")).arguments))
 
 
 def test_vllm_is_told_where_to_listen_and_to_publish() -> None:
-    command = vllm.LAUNCH.command(wanted("--max-model-len", "8192", api_key="secret", block_size=32))
+    command = vllm.KIND.launch.command(wanted("--max-model-len", "8192", api_key="secret", block_size=32))
     words = list(command.arguments)
     assert words[:3] == ["/models/small", "--max-model-len", "8192"]
     options = options_in(words)
@@ -93,33 +91,33 @@ def test_vllm_is_told_where_to_listen_and_to_publish() -> None:
 
 
 def test_what_somebody_says_of_names_and_hosts_holds() -> None:
-    given = options_in(vllm.LAUNCH.command(wanted("--served_model_name=mine", "--host", "0.0.0.0")).arguments)
+    given = options_in(vllm.KIND.launch.command(wanted("--served_model_name=mine", "--host", "0.0.0.0")).arguments)
     assert (given["--served-model-name"], given["--host"]) == ("mine", "0.0.0.0")
 
 
 def test_several_ranks_count_ports_up_and_none_collide() -> None:
-    assert vllm.LAUNCH.ranks({"--data-parallel-size": "3"}) == 3
+    assert vllm.KIND.launch.ranks({"--data-parallel-size": "3"}) == 3
     with pytest.raises(ValueError, match="--data-parallel-size is 'all', allowed are integers from 1"):
-        vllm.LAUNCH.ranks({"--data-parallel-size": "all"})
+        vllm.KIND.launch.ranks({"--data-parallel-size": "all"})
     places = publishing_at(7000, 3)
     assert (places.endpoint, places.replay_endpoint) == ("tcp://*:7000", "tcp://*:7003")
     assert [each.endpoint[-4:] for each in places.sources] == ["7000", "7001", "7002"]
     assert [each.replay_endpoint[-4:] for each in places.sources] == ["7003", "7004", "7005"]
-    of_sglang = sglang.LAUNCH.as_it_publishes(places)
+    of_sglang = sglang.KIND.launch.as_it_publishes(places)
     assert [bool(each.replay_endpoint) for each in of_sglang.sources] == [True, False, False]
 
 
 def test_sglang_is_told_its_page_size_and_its_part() -> None:
-    options = options_in(sglang.LAUNCH.command(wanted(role="prefill", api_key="secret")).arguments)
+    options = options_in(sglang.KIND.launch.command(wanted(role="prefill", api_key="secret")).arguments)
     assert (options["--model-path"], options["--page-size"]) == ("/models/small", "32")
     assert (options["--disaggregation-mode"], options["--api-key"]) == ("prefill", "secret")
     assert json.loads(options["--kv-events-config"])["endpoint"] == "ipc:///run/one/events"
-    assert "--disaggregation-mode" not in options_in(sglang.LAUNCH.command(wanted()).arguments)
+    assert "--disaggregation-mode" not in options_in(sglang.KIND.launch.command(wanted()).arguments)
 
 
 def test_trtllm_serve_gets_a_file_with_what_it_had_and_what_is_needed() -> None:
     own = "max_batch_size: 8\nkv_cache_config: {free_gpu_memory_fraction: 0.5, tokens_per_block: 64}"
-    command = trtllm_serve.LAUNCH.command(wanted("--tp_size", "2", "--config", "mine.yaml", given_file=own))
+    command = trtllm_serve.KIND.launch.command(wanted("--tp_size", "2", "--config", "mine.yaml", given_file=own))
     assert command.arguments[:3] == ("/models/small", "--tp_size", "2")
     assert "mine.yaml" not in command.arguments
     assert options_in(command.arguments)["--extra-llm-api-options"] == "/run/one/server.yaml"
@@ -133,7 +131,7 @@ def test_trtllm_serve_gets_a_file_with_what_it_had_and_what_is_needed() -> None:
             "enable_block_reuse": True,
         },
     }
-    assert trtllm_serve.LAUNCH.command(wanted()).block_size == 32
+    assert trtllm_serve.KIND.launch.command(wanted()).block_size == 32
 
 
 @pytest.mark.parametrize(
@@ -149,7 +147,7 @@ def test_trtllm_serve_gets_a_file_with_what_it_had_and_what_is_needed() -> None:
 )
 def test_what_trtllm_serve_cannot_have_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        trtllm_serve.LAUNCH.command(wanted(**changes))
+        trtllm_serve.KIND.launch.command(wanted(**changes))
 
 
 @pytest.mark.parametrize(

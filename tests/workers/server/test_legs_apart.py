@@ -27,6 +27,7 @@ from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe
 from tests.fakes.engine_server.vllm import Options, VllmServer, answer_of
 from tests.workers.fakes import PATIENCE_S
+from tests.workers.running import with_constants
 
 BLOCK = 16
 PROMPTS = [list(range(1000 + 100 * number, 1060 + 100 * number)) for number in range(6)]
@@ -107,7 +108,8 @@ async def pool_of(engine: str, servers: Servers) -> AsyncIterator[Pool]:
             )
         )
         for role, server in (("prefill", prefill), ("decode", decode)):
-            settings = engine_definition(engine).settings.model_validate(
+            settings = with_constants(
+                engine_definition(engine).settings,
                 {
                     "worker_id": role,
                     "engine_url": server.url,
@@ -115,7 +117,7 @@ async def pool_of(engine: str, servers: Servers) -> AsyncIterator[Pool]:
                     "kv_block_size": BLOCK,
                     "consolidator": at.ingest,
                     "health_interval_ms": 50,
-                }
+                },
             )
             await opened.enter_async_context(started(lambda stop, ready, of=settings: worker.serve(of, stop, ready)))  # type: ignore[misc]
         client = await opened.enter_async_context(httpx.AsyncClient())

@@ -18,9 +18,9 @@ from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, dige
 from poolgrid.wire.requests import Generate, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError, UnableError
 from poolgrid.workers.engines.server.core.calls import Dialect
-from poolgrid.workers.engines.sglang.core.dialect import SglangDialect
-from poolgrid.workers.engines.trtllm_serve.core.dialect import TrtllmServeDialect
-from poolgrid.workers.engines.vllm.core.dialect import VllmDialect
+from poolgrid.workers.engines.server.dialects.sglang import SglangDialect
+from poolgrid.workers.engines.server.dialects.trtllm_serve import TrtllmServeDialect
+from poolgrid.workers.engines.server.dialects.vllm import VllmDialect
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe
 from tests.fakes.engine_server.vllm import (

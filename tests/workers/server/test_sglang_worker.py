@@ -17,7 +17,7 @@ from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.sglang.core.dialect import SglangDialect
+from poolgrid.workers.engines.server.dialects.sglang import SglangDialect
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.vllm import answer_of
 from tests.workers.builders import decode_leg, make_request, prefill_leg

@@ -15,7 +15,7 @@ from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.trtllm_serve.core.dialect import TrtllmServeDialect
+from poolgrid.workers.engines.server.dialects.trtllm_serve import TrtllmServeDialect
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe
 from tests.fakes.engine_server.vllm import Options, answer_of
 from tests.workers.builders import decode_leg, make_request, prefill_leg

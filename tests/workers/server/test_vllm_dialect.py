@@ -23,8 +23,8 @@ from poolgrid.wire.requests import (
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers.core.refusal import RefusedError, UnableError
 from poolgrid.workers.engines.server.core.calls import Piece
-from poolgrid.workers.engines.server.core.openai_words import retry_after_ms
-from poolgrid.workers.engines.vllm.core.dialect import VllmDialect
+from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
+from poolgrid.workers.engines.server.dialects.vllm import VllmDialect
 
 DIALECT = VllmDialect("m")
 
@@ -249,7 +249,7 @@ def test_what_is_no_answer_is_a_decode_error() -> None:
 def test_other_statuses_have_a_kind_and_only_messages_for_clients_reach_them(
     status: int, body: bytes, kind: RefusalKind, reason: str
 ) -> None:
-    failure = DIALECT.refusal(status, body)
+    failure = refusal_of(DIALECT.title, status, body)
 
     assert failure.kind is kind
     assert failure.reason.endswith(reason)
@@ -257,13 +257,13 @@ def test_other_statuses_have_a_kind_and_only_messages_for_clients_reach_them(
 
 
 def test_a_long_message_is_cut() -> None:
-    failure = DIALECT.refusal(400, msgspec.json.encode({"error": {"message": "x" * 100_000}}))
+    failure = refusal_of(DIALECT.title, 400, msgspec.json.encode({"error": {"message": "x" * 100_000}}))
 
     assert len(failure.reason) < 600
 
 
 def test_a_404_with_a_message_says_that_the_model_is_unknown() -> None:
-    failure = DIALECT.refusal(404, b'{"error":{"message":"The model `sql` does not exist.","code":404}}')
+    failure = refusal_of(DIALECT.title, 404, b'{"error":{"message":"The model `sql` does not exist.","code":404}}')
 
     assert failure.unknown_model
 

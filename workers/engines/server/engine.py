@@ -52,7 +52,7 @@ from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.server.answer import Answer
 from poolgrid.workers.engines.server.core.calls import Call, Dialect, Failure, Piece
-from poolgrid.workers.engines.server.core.openai_words import retry_after_ms
+from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.core.room import Room
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.pending_report import PendingReport
@@ -215,7 +215,6 @@ class ServerEngine:
         self._progress = [ProgressMonitor(limits.progress_timeout_ms) for _ in range(dp_size)]
         self._health = ServerHealth(
             client,
-            dialect.health_path,
             confirm,
             events.is_current,
             self._stalled,
@@ -381,7 +380,7 @@ class ServerEngine:
         if answer.status in (0, 200):
             return None
         pause_ms = retry_after_ms(answer.retry_after, time.time()) if answer.retry_after else None
-        return self._dialect.refusal(answer.status, answer.error_body, pause_ms)
+        return refusal_of(self._dialect.title, answer.status, answer.error_body, pause_ms)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

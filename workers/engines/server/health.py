@@ -24,6 +24,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
+from poolgrid.workers.engines.server.kinds import HEALTH_PATH
 from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 from poolgrid.workers.metrics import WorkerMetrics
 
@@ -46,7 +47,6 @@ class ServerHealth:
     def __init__(
         self,
         client: ServerClient,
-        path: str,
         confirm: Callable[[bool], Awaitable[str]],
         is_current: Callable[[], bool],
         stalled: Callable[[float], str],
@@ -64,7 +64,6 @@ class ServerHealth:
         ``excuse`` says why a server does not answer, where that is known.
         """
         self._client = client
-        self._path = path
         self._confirm = confirm
         self._is_current = is_current
         self._stalled = stalled
@@ -112,7 +111,7 @@ class ServerHealth:
     async def _look(self) -> None:
         asked_ms = self._clock.monotonic_ms()
         try:
-            await self._client.ask(self._path, timeout_s=self._timeout_s)
+            await self._client.ask(HEALTH_PATH, timeout_s=self._timeout_s)
         except ServerError as error:
             if error.is_late and not self.is_silent and self._lives_since(asked_ms):
                 return

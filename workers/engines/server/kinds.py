@@ -6,18 +6,32 @@ Every engine that runs in a server has a ``ServerKind`` in its definition. ``lea
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from poolgrid.kv_events.cache_events import AnyEngineEvent
+from poolgrid.workers.engines.server.core.calls import Dialect
+from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.core.server_facts import (
     ListedModel,
     ModelList,
     ServerFacts,
+    adapters_of,
+    aliases_of,
     choose_model,
     vetted,
 )
 from poolgrid.workers.engines.server.server_client import ServerClient
 
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.server.settings import EngineServerSettings
+
 MODELS = "/v1/models"
+
+HEALTH_PATH = "/health"
+"""Path that answers 200 while a server does its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +44,12 @@ class ServerKind:
     """What people call it."""
     owned_by: str
     """What such servers write into their list of models."""
-    learn: Callable[[ServerClient, ModelList, ListedModel], Awaitable[ServerFacts]]
-    """Ask a server of this kind for all it tells; raises ``ServerError``, ``DecodeError``."""
+    learn: Callable[[ServerClient, ListedModel], Awaitable[ServerFacts]]
+    """Ask a server of this kind for all it tells of itself; raises ``ServerError``, ``DecodeError``."""
+    make_dialect: Callable[[ServerFacts, EngineServerSettings], Dialect]
+    """How requests are put to a server."""
+    launch: Launch
+    """How it is started."""
     events_option: str
     """What to start it with so that it publishes its cache events."""
     block_size_option: str
@@ -41,6 +59,29 @@ class ServerKind:
 
     Raises ``ServerError``.
     """
+    parse_drained: Callable[[Any], AnyEngineEvent] | None = None
+    """Read one event of a server that hands them out over HTTP; raises ``DecodeError``."""
+
+    async def ask(self, client: ServerClient, listed: ModelList, model: ListedModel) -> ServerFacts:
+        """Return what a server of this kind says of itself; raises as ``learn`` does."""
+        facts = replace(
+            await self.learn(client, model),
+            kind=self.name,
+            model=model.id,
+            loras=adapters_of(listed, model),
+            aliases=aliases_of(listed, model),
+        )
+        return vetted(facts)
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+async def version_of(client: ServerClient) -> str:
+    """Return what ``/version`` says; empty where there is none."""
+    version = await client.ask_if_there("/version", _Version)
+    return "" if version is None else version.version
 
 
 class UnknownServer(ValueError):
@@ -68,4 +109,4 @@ async def learn(
                 f"{', '.join(f'{each.owned_by} ({each.name})' for each in kinds.values())}; name its engine"
             )
         kind = found[0]
-    return vetted(await kind.learn(client, listed, model))
+    return await kind.ask(client, listed, model)

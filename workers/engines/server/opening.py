@@ -18,8 +18,6 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
-from poolgrid.workers.engines.server.core.calls import Dialect
-from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.core.server_facts import (
     EventSource,
     ModelList,
@@ -28,7 +26,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     aliases_of,
     choose_model,
 )
-from poolgrid.workers.engines.server.draining import DrainedEvents, ParseEvent
+from poolgrid.workers.engines.server.draining import DrainedEvents
 from poolgrid.workers.engines.server.engine import CacheEvents, ServerEngine, ServerLimits
 from poolgrid.workers.engines.server.following import FollowedEvents
 from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, learn
@@ -41,42 +39,30 @@ log = logging.getLogger(__name__)
 ASK_AGAIN_S = 1.0
 """Time between two questions to a server that is not there yet: loading a model takes minutes."""
 
-MakeDialect = Callable[[ServerFacts, EngineServerSettings], Dialect]
-
 
 @asynccontextmanager
 async def open_server(
-    settings: EngineServerSettings,
-    around: EngineHost,
-    kind: ServerKind,
-    launch: Launch,
-    make_dialect: MakeDialect,
-    parse_drained: ParseEvent | None = None,
+    settings: EngineServerSettings, around: EngineHost, kind: ServerKind
 ) -> AsyncIterator[OpenedEngine]:
     """Ask a server that runs, or that is about to, or start one; waits for it until cancelled.
 
-    ``parse_drained`` reads the events of servers that hand them out over HTTP. Raises ``ValueError`` naming the option
-    for what the server does not tell, ``ServerEnded`` when its own server does not start.
+    Raises ``ValueError`` naming the option for what the server does not tell, ``ServerEnded`` when its own server does
+    not start.
     """
     if not settings.starts_server:
-        async with _asked(settings, around, kind, make_dialect, parse_drained, None) as opened:
+        async with _asked(settings, around, kind, None) as opened:
             yield opened
         return
     async with (
-        start_server(settings, around, kind, launch) as server,
-        _asked(server.settings, around, kind, make_dialect, parse_drained, server) as opened,
+        start_server(settings, around, kind) as server,
+        _asked(server.settings, around, kind, server) as opened,
     ):
         yield opened
 
 
 @asynccontextmanager
 async def _asked(
-    settings: EngineServerSettings,
-    around: EngineHost,
-    kind: ServerKind,
-    make_dialect: MakeDialect,
-    parse_drained: ParseEvent | None,
-    server: StartedServer | None,
+    settings: EngineServerSettings, around: EngineHost, kind: ServerKind, server: StartedServer | None
 ) -> AsyncIterator[OpenedEngine]:
     """Ask the server at ``engine_url``."""
     client = ServerClient(settings.engine_url, around.clock, settings.engine_api_key)
@@ -95,8 +81,8 @@ async def _asked(
                 client.target.url,
                 facts.events_missing,
             )
-        elif facts.drained_events and parse_drained is not None:
-            events = DrainedEvents(client, facts.drained_events, parse_drained, facts.block_size)
+        elif facts.drained_events and kind.parse_drained is not None:
+            events = DrainedEvents(client, facts.drained_events, kind.parse_drained, facts.block_size)
         else:
             events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake)
 
@@ -110,7 +96,7 @@ async def _asked(
                 return str(error)
             again = replace(facts, loras=adapters_of(listed, model), aliases=aliases_of(listed, model))
             if all_facts:
-                again = completed(await kind.learn(client, listed, model), settings, kind)
+                again = completed(await kind.ask(client, listed, model), settings, kind)
             difference = again.differs_from(facts)
             if not difference:
                 served.follow(again.loras, again.aliases)
@@ -123,7 +109,7 @@ async def _asked(
 
         engine = ServerEngine(
             client,
-            make_dialect(facts, settings),
+            kind.make_dialect(facts, settings),
             facts.ranks,
             facts.block_size,
             facts.total_blocks or 0,
@@ -203,7 +189,6 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
     facts = replace(
         facts,
         block_size=settings.kv_block_size or facts.block_size,
-        max_sequence_length=settings.max_seq_len or facts.max_sequence_length,
         ranks=settings.data_parallel_size or len(settings.kv_events_endpoint) or facts.ranks,
     )
     if settings.kv_events_endpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -12,7 +13,7 @@ from poolgrid.process.settings import ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
-from poolgrid.workers.engines.server.core.launching import Launch, check_arguments
+from poolgrid.workers.engines.server.core.launching import check_arguments
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.step_times import StepTimesSettings
 
@@ -24,7 +25,7 @@ TIMEOUT_MS_MAX = 86_400_000.0
 
 Argument = Annotated[str, StringConstraints(min_length=1, max_length=65_536)]
 
-OF_OWN_SERVERS = ("engine_argument", "engine_port", "engine_restarts_max", "engine_start_timeout_s")
+OF_OWN_SERVERS = ("engine_argument", "engine_port", "engine_start_timeout_s")
 """Settings that say nothing of a server that runs already."""
 
 OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "data_parallel_size")
@@ -34,17 +35,9 @@ OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_eve
 class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     """A worker process in front of an engine server."""
 
-    launch: ClassVar[Launch]
-    """How a server of this kind is started."""
+    own_arguments: ClassVar[Callable[[], Mapping[str, str]]]
+    """Options of the server that the worker sets, each with what to do instead."""
 
-    gpu_interval_ms: int = Field(
-        0,
-        ge=0,
-        le=3_600_000,
-        description="Time between two readings of this machine's GPUs (poolgrid_worker_gpu_*); at least 100, 0 = none. "
-        "By default none: the engine's server may be on another machine. Where it is on this one, set it and "
-        "CUDA_VISIBLE_DEVICES.",
-    )
     engine_url: str = Field(
         "",
         max_length=2048,
@@ -80,15 +73,10 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         le=86_400,
         description="How long that server may take to answer; a large model may take half an hour to load.",
     )
-    engine_stop_timeout_s: float = Field(
-        60.0, ge=0, le=86_400, description="How long that server may take to end before it is killed."
-    )
-    engine_restarts_max: int = Field(
-        3,
-        ge=0,
-        le=1_000_000,
-        description="Deaths of that server in a row after which the worker ends; each start loads the model.",
-    )
+    engine_stop_timeout_s: ClassVar[float] = 60.0
+    """How long its own server may take to end before it is killed."""
+    engine_restarts_max: ClassVar[int] = 3
+    """Deaths of its own server in a row after which the worker ends; each start loads the model."""
     engine_api_key: str = Field(
         "", max_length=4096, description="API key that the engine's server asks for; better given in the environment."
     )
@@ -103,15 +91,11 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     kv_block_size: int | None = Field(
         None, ge=1, le=4096, description="Tokens in a KV block; empty = as the server says."
     )
-    max_seq_len: int | None = Field(
-        None, ge=2, le=16_777_216, description="Prompt and output tokens of one request; empty = as the server says."
-    )
     max_batch_size: int = Field(
         256, ge=1, le=65_536, description="Requests in one engine step of a rank, where the server does not say."
     )
-    max_num_tokens: int = Field(
-        8192, ge=1, le=1_048_576, description="Tokens in one engine step of a rank, where the server does not say."
-    )
+    max_num_tokens: ClassVar[int] = 8192
+    """Tokens in one engine step of a rank, where the server does not say."""
     data_parallel_size: int | None = Field(
         None,
         ge=1,
@@ -153,32 +137,18 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         description="How the model's chat template writes a picture, as <|image_pad|>: with it requests may have "
         "pictures, and a server that takes none beside token ids is refused; empty = text only.",
     )
-    kv_transfer_timeout_ms: float = Field(
-        60_000.0,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="How long a prefill leg is counted whose KV no decode worker is known to have taken; the server "
-        "frees it by its own time-out.",
-    )
-    kept_transfers_max: int = Field(
-        256,
-        ge=1,
-        le=65_536,
-        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy.",
-    )
-    max_requests: int = Field(
-        8192, ge=1, le=1_048_576, description="Requests in the server, waiting ones included; one more is refused."
-    )
-    health_interval_ms: float = Field(
-        2_000.0, ge=10.0, le=TIMEOUT_MS_MAX, description="Time between two questions to the server how it is."
-    )
-    health_timeout_ms: float = Field(
-        10_000.0,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="How long its answer may take before the worker moves its requests elsewhere and leaves the pool; "
-        "it comes back when the server does.",
-    )
+    kv_transfer_timeout_ms: ClassVar[float] = 60_000.0
+    """How long a prefill leg is counted whose KV no decode worker is known to have taken. The server frees it by
+    its own time-out, which is shorter."""
+    kept_transfers_max: ClassVar[int] = 256
+    """Prefilled requests whose KV is kept at a time, as many as a batch has; one more is refused as busy."""
+    max_requests: ClassVar[int] = 8192
+    """Requests in the server, waiting ones included: more than any server runs. One more is refused."""
+    health_interval_ms: ClassVar[float] = 2_000.0
+    """Time between two health checks of the server."""
+    health_timeout_ms: ClassVar[float] = 10_000.0
+    """How long its answer may take before the worker moves its requests elsewhere and leaves the pool: above the
+    longest step of a loaded server."""
     progress_timeout_ms: float = Field(
         120_000.0,
         ge=10.0,
@@ -243,7 +213,8 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     @field_validator("engine_argument")
     @classmethod
     def _check_arguments(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        check_arguments(arguments, cls.launch.own)
+        if arguments:
+            check_arguments(arguments, cls.own_arguments())
         return arguments
 
     @field_validator("serving_endpoint")

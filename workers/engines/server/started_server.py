@@ -4,7 +4,7 @@ Rules
 
 1. A server that does not start the first time ends the worker, with the last lines of its log: what is wrong with its
    arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.restart_pace``)
-   and ``engine_restarts_max`` times in a row; then the worker ends.
+   and a few times in a row; then the worker ends.
 2. It keeps its addresses over its lives: who connects to it finds it again. Its port is held for it while it is down.
 3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.process.leash``) holds
    the end of a pipe, and ends it. The two and all that they start are a process group, and what is left of that when
@@ -33,8 +33,7 @@ from typing import Any
 from poolgrid.process.leash import leashed
 from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.transport.bound_socket import bind
-from poolgrid.transport.held_port import HeldPorts
+from poolgrid.transport.bound_socket import HeldPorts, bind
 from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.server.core.launching import (
@@ -49,7 +48,7 @@ from poolgrid.workers.engines.server.core.launching import (
     publishing_in,
     shown,
 )
-from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.kinds import HEALTH_PATH, ServerKind
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import EngineServerSettings
 
@@ -199,8 +198,8 @@ class StartedServer:
                 self._state = "ended"
                 log.error("%s%s", ended, self._last_lines())
                 raise EngineBrokenError(
-                    f"{ended}: it is started again at most {self._limits.restarts_max} times in a row "
-                    f"(engine_restarts_max); its log is {self._log_file}"
+                    f"{ended}: it is started again at most {self._limits.restarts_max} times in a row; "
+                    f"its log is {self._log_file}"
                 )
             self._state = f"down: {ended}, and is started again"
             log.error("%s: it is started again in %.1f s%s", ended, pause_s, self._last_lines())
@@ -226,7 +225,7 @@ class StartedServer:
                     await process.wait()
         except TimeoutError:
             log.warning(
-                "%s did not end within %g s (engine_stop_timeout_s): it is killed",
+                "%s did not end within %g s: it is killed",
                 self.title,
                 self._limits.stop_timeout_s,
             )
@@ -275,14 +274,14 @@ class StartedServer:
 
 @asynccontextmanager
 async def start_server(
-    settings: EngineServerSettings, around: EngineHost, kind: ServerKind, launch: Launch
+    settings: EngineServerSettings, around: EngineHost, kind: ServerKind
 ) -> AsyncIterator[StartedServer]:
     """Start a server for ``model_path``, and end it with the block.
 
     Raises ``ServerEnded``, ``OSError`` where it has no place, and ``ValueError`` for arguments that cannot be had.
     """
     with ExitStack() as opened:
-        server = _prepared(settings, around, kind, launch, opened)
+        server = _prepared(settings, around, kind, opened)
         patience_s = settings.engine_stop_timeout_s
         try:
             await server.start()
@@ -295,10 +294,9 @@ async def start_server(
             await server.end(patience_s)
 
 
-def _prepared(
-    settings: EngineServerSettings, around: EngineHost, kind: ServerKind, launch: Launch, opened: ExitStack
-) -> StartedServer:
+def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKind, opened: ExitStack) -> StartedServer:
     """Return a server that can be started; what it needs is there until ``opened`` is closed."""
+    launch = kind.launch
     executable = _executable(settings.engine_command or launch.executable)
     directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-server-"))
     options = options_in(settings.engine_argument)
@@ -336,7 +334,7 @@ def _prepared(
         command.environment,
         settings.engine_log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', settings.worker_id)}-server.log",
         LifeLimits(settings.engine_start_timeout_s, settings.engine_stop_timeout_s, settings.engine_restarts_max),
-        partial(_answers, client, launch.health_path),
+        partial(_answers, client),
         around.say_start,
     )
 
@@ -410,9 +408,9 @@ def _executable(command: str) -> list[str]:
     return [found, *words[1:]]
 
 
-async def _answers(client: ServerClient, path: str) -> bool:
+async def _answers(client: ServerClient) -> bool:
     try:
-        await client.ask(path)
+        await client.ask(HEALTH_PATH)
     except ServerError:
         return False
     return True

@@ -26,11 +26,10 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
     KV_TRANSFER_LATENCY_MS_DEFAULT,
     KV_TRANSFER_TIMEOUT_MS_DEFAULT,
-    TIMEOUT_MS_MAX,
     TransferModel,
 )
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.settings import GPU_INTERVAL_TEXT, Name
+from poolgrid.workers.settings import Name
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 VOCABULARY_SIZE_DEFAULT = 32_000
@@ -42,12 +41,6 @@ class SimulatedWorkerSettings(TensorSettings):
 
     engine_name: ClassVar[str] = "simulated"
 
-    gpu_interval_ms: int = Field(
-        0,
-        ge=0,
-        le=3_600_000,
-        description=GPU_INTERVAL_TEXT,
-    )
     model: Name = Field("simulated", description="Served model name, as clients write it.")
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
@@ -69,9 +62,8 @@ class SimulatedWorkerSettings(TensorSettings):
     max_sequence_length: int = Field(
         131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request; a longer one is refused."
     )
-    max_waiting_requests: int = Field(
-        4096, ge=1, le=65_536, description="Requests that may wait for a place; one more is refused as busy."
-    )
+    max_waiting_requests: ClassVar[int] = 4096
+    """Requests that may wait for a place; one more is refused as busy."""
     vocabulary_size: int | None = Field(
         None,
         ge=1,
@@ -91,9 +83,8 @@ class SimulatedWorkerSettings(TensorSettings):
     output_tokens_stddev: float = Field(
         STDDEV_DEFAULT, ge=0.0, le=TOKENS_MAX, description="Standard deviation of these lengths; 0 = all are the mean."
     )
-    eos_probability: float = Field(
-        0.0, ge=0.0, le=1.0, description="Chance of the end-of-sequence token at each position, beside these lengths."
-    )
+    eos_probability: ClassVar[float] = 0.0
+    """Chance of the end-of-sequence token at each position, beside the lengths of answers."""
     tokenizer_path: Path | None = Field(
         None,
         description="Model directory (or its tokenizer.json) whose tokens the engine knows: answers are words, and "
@@ -104,52 +95,29 @@ class SimulatedWorkerSettings(TensorSettings):
     timing_table: Path | None = Field(
         None, description="JSON file of measured step times of your own, instead of those that timing names."
     )
-    kv_bytes_per_token: int = Field(
-        KV_BYTES_PER_TOKEN_DEFAULT,
-        ge=1,
-        le=2**30,
-        description="KV of one token, for the time a transfer takes; the default is Llama-3.1-8B's in 16 bit.",
-    )
+    kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT
+    """KV of one token, for the time that a transfer takes."""
     kv_transfer_gigabytes_per_s: float = Field(
         KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
         gt=0.0,
         le=1e6,
         description="Bandwidth of a KV transfer, in 10^9 bytes per second; multiplied by speedup.",
     )
-    kv_transfer_latency_ms: float = Field(
-        KV_TRANSFER_LATENCY_MS_DEFAULT,
-        ge=0.0,
-        le=60_000.0,
-        description="Set-up time of a KV transfer, whatever its size; divided by speedup.",
-    )
-    kv_transfer_timeout_ms: float = Field(
-        KV_TRANSFER_TIMEOUT_MS_DEFAULT,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="How long a prefill worker keeps KV that no decode worker asks for; real time, whatever speedup.",
-    )
-    kept_transfers_max: int = Field(
-        KEPT_TRANSFERS_MAX_DEFAULT,
-        ge=1,
-        le=65_536,
-        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy.",
-    )
-    kv_fetch_timeout_ms: float = Field(
-        2000.0,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="How long a decode worker waits for a prefill worker's answer before the leg ends as broken and "
-        "the request is placed anew.",
-    )
+    kv_transfer_latency_ms: ClassVar[float] = KV_TRANSFER_LATENCY_MS_DEFAULT
+    """Set-up time of a KV transfer, whatever its size; divided by ``speedup``."""
+    kv_transfer_timeout_ms: ClassVar[float] = KV_TRANSFER_TIMEOUT_MS_DEFAULT
+    """How long a prefill worker keeps KV that no decode worker asks for; real time, whatever ``speedup``."""
+    kept_transfers_max: ClassVar[int] = KEPT_TRANSFERS_MAX_DEFAULT
+    """Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy."""
+    kv_fetch_timeout_ms: ClassVar[float] = 2000.0
+    """How long a decode worker waits for a prefill worker's answer before the leg ends as broken."""
     modality: Literal["text", "multimodal"] = Field(
         "text", description="What requests may carry: text only, or images and embeddings too."
     )
-    tokens_per_image: int = Field(
-        16, ge=1, le=65_536, description="Prompt tokens that stand for an image, with modality multimodal."
-    )
-    encode_ms_per_image: float = Field(
-        20.0, ge=0.0, le=60_000.0, description="Time that an encode worker takes for an image; divided by speedup."
-    )
+    tokens_per_image: ClassVar[int] = 16
+    """Prompt tokens that stand for an image."""
+    encode_ms_per_image: ClassVar[float] = 20.0
+    """Time that an encode worker takes for an image; divided by ``speedup``."""
     tensor_transport: Literal["zmq", "nixl"] = Field(
         "zmq",
         description="How embeddings come from encode workers: in messages, or read from their memory with NIXL "
@@ -161,13 +129,8 @@ class SimulatedWorkerSettings(TensorSettings):
         le=86_400_000.0,
         description="Time that loading the weights takes, as a real engine's would; real time, whatever speedup.",
     )
-    load_bytes: int = Field(
-        16_000_000_000,
-        ge=1,
-        le=2**50,
-        description="Bytes of these weights, for what the worker says while it loads; the default is an 8B model's in "
-        "16 bit.",
-    )
+    load_bytes: ClassVar[int] = 16_000_000_000
+    """Bytes of the weights, for what the worker reports while it loads: an 8B model's in 16 bit."""
     loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
 
     @model_validator(mode="after")

@@ -27,8 +27,8 @@ from poolgrid.wire.hashing import hash_seed, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, KvRetention
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames

@@ -7,8 +7,8 @@ import msgspec
 from poolgrid.wire.card import MediaSpec, ResizedGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.wire.multimodal import MediaKind
+from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
 from poolgrid.workers.engines.trtllm.core.model_abilities import abilities_of
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
 from poolgrid.workers.engines.trtllm.engine import LoadedEngine

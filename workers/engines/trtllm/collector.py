@@ -1,8 +1,7 @@
 """TensorRT-LLM's own Prometheus metrics, shown on the worker's ``/metrics`` beside ours, as ``trtllm_*``.
 
 Its ``MetricsCollector`` writes into the process-wide registry of ``prometheus_client`` and takes no other. A bridge in
-the worker's registry shows what the collector holds; early versions give their metrics no prefix, so names without one
-get it here. Method names changed after 1.2 (``log_metrics_dict`` became
+the worker's registry shows what the collector holds. Method names changed after 1.2 (``log_metrics_dict`` became
 ``log_request_metrics_dict``, ``log_iteration_stats`` was added), so the methods are looked for, not the version. Its
 failures are counted and never reach a request.
 """
@@ -22,7 +21,6 @@ from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 
 log = logging.getLogger(__name__)
 
-PREFIX = "trtllm_"
 ENGINE_TYPE = "trtllm"
 FINISHED_REASON = "finished_reason"
 """Key of a request's metrics under which the collector expects why it ended."""
@@ -33,7 +31,7 @@ ITERATION_METHOD = "log_iteration_stats"
 
 
 class _Bridge(Collector):
-    """Shows the metrics that an object holds, with the prefix."""
+    """Shows the metrics that an object holds."""
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
@@ -45,20 +43,11 @@ class _Bridge(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return what there is now."""
-        found = [_prefixed(metric) for each in _metrics_of(self._holder) for metric in each.collect()]
+        found = [metric for each in _metrics_of(self._holder) for metric in each.collect()]
         if not found and self._holder is not None and not self._told:
             self._told = True
             log.warning("TensorRT-LLM's own metrics are not shown: its collector holds none that could be read")
         return found
-
-
-def _prefixed(metric: Metric) -> Metric:
-    """Return a metric whose name, and whose samples' names, begin with the prefix."""
-    if metric.name.startswith(PREFIX):
-        return metric
-    made = Metric(PREFIX + metric.name, metric.documentation, metric.type, metric.unit)
-    made.samples = [sample._replace(name=PREFIX + sample.name) for sample in metric.samples]
-    return made
 
 
 class EngineCollector:

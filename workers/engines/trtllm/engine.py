@@ -60,7 +60,6 @@ from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
-from poolgrid.workers.engines.trtllm.arguments.later_arguments import missing
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import with_tensors
@@ -877,7 +876,6 @@ async def load_engine(
     thread = EngineThread()
     try:
         library = await thread.call(load_library)
-        _check_version(arguments, library)
         log.info("starting TensorRT-LLM %s with %s", library.version, arguments.values.get("model"))
         try:
             llm = await start_engine(
@@ -938,16 +936,6 @@ def _check_model(facts: ModelFacts, role: Role, takes_media: bool) -> None:
     problem = model_problem(facts.architecture, role is Role.ENCODE, takes_media)
     if problem:
         raise ValueError(f"starting a worker of the role {role.name.lower()}: {problem}")
-
-
-def _check_version(arguments: EngineArguments, library: TrtllmLibrary) -> None:
-    lacking = missing(arguments.values, library.kv_cache_fields)
-    if lacking:
-        given = ", ".join(f"{path} (from {arguments.source(path)})" for path in lacking)
-        raise ValueError(
-            f"starting TensorRT-LLM {library.version}: it does not have {given}, which came after 1.2. Leave it "
-            "out (the worker then reads events through LLM), or install a version that has it; no engine was started"
-        )
 
 
 def _check_adapters(arguments: EngineArguments) -> None:

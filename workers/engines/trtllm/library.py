@@ -53,8 +53,6 @@ class TrtllmLibrary:
     """Class of a token's log probability, where the version has one."""
     scheduler_fields: frozenset[str]
     """Fields of ``SchedulerConfig``."""
-    kv_cache_fields: frozenset[str]
-    """Fields of ``KvCacheConfig``."""
     prompt_fields: frozenset[str]
     """Keys that a prompt may have beside its text (``TextPrompt``)."""
 
@@ -125,7 +123,6 @@ def load_library() -> TrtllmLibrary:
         kv_cache_retention=optional("llmapi", "KvCacheRetentionConfig"),
         logprob=optional("executor.result", "Logprob"),
         scheduler_fields=frozenset(getattr(optional("llmapi", "SchedulerConfig"), "model_fields", ())),
-        kv_cache_fields=frozenset(getattr(optional("llmapi", "KvCacheConfig"), "model_fields", ())),
         prompt_fields=frozenset(getattr(optional("inputs", "TextPrompt"), "__annotations__", ())),
     )
 

@@ -11,7 +11,7 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
+from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
 from poolgrid.workers.engines.trtllm.engine import EngineLimits, LoadedEngine, load_engine

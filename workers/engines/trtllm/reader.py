@@ -2,68 +2,36 @@
 
 Rules:
 
-1. From 1.2 on both are synchronous calls to the engine's process, made when a reader asks, without a limit: only this
-   thread waits for them. Until the first request such a version answers with nothing; an older one, which has queues,
-   raises ``AssertionError``. That tells the two apart, so the first request waits until it was asked (``has_begun``).
-   Calls are made with a timeout of 0, always.
-2. An older version is read by its asynchronous readers, without ever waiting: with a longer timeout a reader is *done*
-   on expiry and gives nothing more until the next request, as a synchronous one always is. That nothing is there is
-   told by ``asyncio.QueueEmpty``, sometimes by ``TimeoutError`` or ``IndexError`` (a late notification).
-3. One turn hands over at most ``events_per_turn`` events, parsed, and goes on when they were taken: who takes them is
+1. Both are synchronous calls to the engine's process, made when a reader asks, without a limit: only this thread waits
+   for them. Until the first request an engine answers with nothing. Calls are made with a timeout of 0, always.
+2. One turn hands over at most ``events_per_turn`` events, parsed, and continues when they were taken: the taker is
    never behind by more.
-4. Between turns the reader pauses: shortly while things happen, longer and longer while nothing does. ``wake`` ends a
+3. Between turns the reader pauses: shortly while things happen, longer and longer while nothing does. ``wake`` ends a
    long pause.
-5. A reader that fails is tried again, for ever.
-6. ``silent_ms`` says for how long the reader has been inside a call: an engine that hangs is seen here first.
+4. A reader that fails is tried again, indefinitely.
+5. ``silent_ms`` returns for how long the reader has been inside a call: an engine that hangs is seen here first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent, Stored
 from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import owned
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, parse_statistics
-
-log = logging.getLogger(__name__)
-
-NOTHING_THERE = (asyncio.QueueEmpty, TimeoutError, IndexError)
-"""How an asynchronous reader with a timeout of 0 says that it has nothing."""
 
 EVENTS = "events"
 STATISTICS = "statistics"
 
 END_TIMEOUT_S = 1.0
 """How long the thread may take to end; one that is inside a call is left behind."""
-
-
-class Readable(Protocol):
-    """What the reader uses of ``LLM``."""
-
-    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Return the events that there are."""
-        ...
-
-    def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterable[dict[str, Any]]:
-        """Return the events as they come."""
-        ...
-
-    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Return the statistics that there are."""
-        ...
-
-    def get_stats_async(self, timeout: float | None = 2) -> AsyncIterable[dict[str, Any]]:
-        """Return the statistics as they come."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +84,15 @@ class EngineReader:
     def __init__(
         self, llm: Any, clock: Clock, limits: FeedLimits, take: Callable[[Turn], None], reads_events: bool = True
     ) -> None:
-        self._llm: Readable = llm
+        self._llm = llm
         self._reads_events = reads_events
         self._clock = clock
         self._limits = limits
         self._take = take
         self._caller = asyncio.get_running_loop()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._woken: asyncio.Event | None = None
-        self._pausing = False
-        self._requested = False
-        self._by_calls: bool | None = None
-        """Whether events come by synchronous calls; ``None`` = nobody has asked yet."""
+        self._woken = threading.Event()
+        self._taken = threading.Event()
+        self._stopped = threading.Event()
         self._events: deque[Mapping[str, Any]] = deque()
         self._statistics: deque[Mapping[str, Any]] = deque()
         """What a call brought and has not been handed over."""
@@ -142,97 +106,68 @@ class EngineReader:
     async def run(self) -> None:
         """Read until cancelled; raises what ``take`` raises. It may be run again after its end."""
         self._ended = self._caller.create_future()
-        self._loop = self._reading = None
-        threading.Thread(target=self._run, name="engine reader", daemon=True).start()
+        self._stopped = threading.Event()
+        arguments = (self._ended, self._stopped)
+        threading.Thread(target=self._run, args=arguments, name="engine reader", daemon=True).start()
         try:
             await asyncio.shield(self._ended)
-        except asyncio.CancelledError:
-            self._post(self._stop)
+        finally:
+            self._stopped.set()
+            self._taken.set()
+            self._woken.set()
             # A call that hangs is left behind with its thread.
             await asyncio.wait({self._ended}, timeout=END_TIMEOUT_S)
-            raise
 
     def wake(self) -> None:
         """Say that a request was just submitted: a long pause ends now."""
-        self._requested = True
-        if self._pausing and self._woken is not None:
-            self._pausing = False
-            self._post(self._woken.set)
+        self._woken.set()
 
     def silent_ms(self, now_ms: float) -> float:
         """Return for how long the reader has been inside one call; 0 while it is in none."""
         since_ms = self._since_ms
         return 0.0 if since_ms is None else max(0.0, now_ms - since_ms)
 
-    def _post(self, call: Callable[[], object]) -> None:
-        if self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(call)
-            except RuntimeError:
-                pass  # it has ended
-
-    def _taken(self, turn: Turn, loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+    def _hand_over(self, turn: Turn, ended: asyncio.Future[None]) -> None:
         self.has_begun.set()
         try:
-            self._take(turn)
+            if not ended.done():
+                self._take(turn)
         except Exception as error:
-            if not self._ended.done():
-                self._ended.set_exception(error)
-            self._post(self._stop)
-        try:
-            loop.call_soon_threadsafe(done.set)
-        except RuntimeError:
-            pass
-
-    def _end(self, error: BaseException | None) -> None:
-        if self._ended.done():
-            return
-        if error is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(error)
+            _settle(ended, error)
+        finally:
+            self._taken.set()
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, ended: asyncio.Future[None], stopped: threading.Event) -> None:
         error: BaseException | None = None
         try:
-            with asyncio.Runner() as runner:
-                self._loop = runner.get_loop()
-                runner.run(self._read())
-        except asyncio.CancelledError:
-            pass
+            self._read_turns(ended, stopped)
         except BaseException as failure:
             error = failure
         try:
-            self._caller.call_soon_threadsafe(self._end, error)
+            self._caller.call_soon_threadsafe(_settle, ended, error)
         except RuntimeError:
-            pass  # nobody is there any more
+            pass  # the loop is closed
 
-    def _stop(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-
-    async def _read(self) -> None:
-        self._woken = asyncio.Event()
-        self._reading = owned(self._read_for_ever(), "engine reader")
-        await self._reading
-
-    async def _read_for_ever(self) -> None:
+    def _read_turns(self, ended: asyncio.Future[None], stopped: threading.Event) -> None:
         limits = self._limits
-        loop = asyncio.get_running_loop()
         pause_ms = limits.pause_min_ms
         found_ms = self._clock.monotonic_ms()
-        while True:
+        while not stopped.is_set():
+            self._woken.clear()
             turn = Turn()
-            await self._read_events(turn)
-            more_statistics = await self._read_statistics(turn)
+            if self._reads_events:
+                turn.more_events = self._read_events(turn)
+            more_statistics = self._read_statistics(turn)
             now_ms = turn.read_ms = self._clock.monotonic_ms()
-            done = asyncio.Event()
-            self._caller.call_soon_threadsafe(self._taken, turn, loop, done)
-            await done.wait()
+            self._taken.clear()
+            if stopped.is_set():
+                return
+            self._caller.call_soon_threadsafe(self._hand_over, turn, ended)
+            self._taken.wait()
             if turn.more_events or more_statistics:
-                await asyncio.sleep(limits.turn_gap_ms / 1e3)
+                stopped.wait(limits.turn_gap_ms / 1e3)
                 continue
             if turn.event_count or turn.statistics:
                 found_ms = now_ms
@@ -241,29 +176,15 @@ class EngineReader:
                 idle = now_ms - found_ms >= limits.idle_after_ms
                 most = limits.idle_pause_max_ms if idle else limits.pause_max_ms
                 pause_ms = min(pause_ms * limits.pause_growth, most)
-            if await self._pause(pause_ms):
+            # The shortest pause is always kept: many requests make no more turns.
+            stopped.wait(limits.pause_min_ms / 1e3)
+            if pause_ms <= limits.pause_min_ms:
+                continue
+            if self._woken.wait((pause_ms - limits.pause_min_ms) / 1e3):
                 found_ms = self._clock.monotonic_ms()
                 pause_ms = limits.pause_min_ms
 
-    async def _pause(self, pause_ms: float) -> bool:
-        """Wait; say whether ``wake`` ended it. The shortest pause is always kept: many requests make no more turns."""
-        assert self._woken is not None
-        shortest = self._limits.pause_min_ms
-        await asyncio.sleep(shortest / 1e3)
-        if pause_ms <= shortest:
-            return False
-        self._woken.clear()
-        self._pausing = True
-        try:
-            async with asyncio.timeout((pause_ms - shortest) / 1e3):
-                await self._woken.wait()
-        except TimeoutError:
-            return False
-        finally:
-            self._pausing = False
-        return True
-
-    async def _read_events(self, turn: Turn) -> None:
+    def _read_events(self, turn: Turn) -> bool:
         """Read what a turn has room for, and parse it at once: what was read last is still in the processor's cache."""
         limits = self._limits
         blocks = 0
@@ -282,81 +203,45 @@ class EngineReader:
                     blocks += len(event.blocks)
             return turn.event_count < limits.events_per_turn and blocks < limits.blocks_per_turn
 
-        try:
-            if not self._reads_events:
-                # How an engine gives out events is how it gives out statistics; there are none of the former.
-                await self._come_by_calls(turn)
-                self._events.clear()
-            elif self._events or await self._come_by_calls(turn):
-                if not self._events:
-                    self._events.extend(self._called(self._llm.get_kv_cache_events))
-                turn.more_events = self._hand(self._events, add)
-            elif self._by_calls is False:
-                turn.more_events = await self._drain(self._llm.get_kv_cache_events_async, add)
-        except AssertionError as failure:
-            # The queue does not exist before the first request, and never where events are not enabled.
-            if self._requested:
-                turn.errors[EVENTS] = failure
-        except Exception as failure:
-            turn.errors[EVENTS] = failure
+        return self._drain(turn, EVENTS, self._events, self._llm.get_kv_cache_events, add)
 
-    async def _come_by_calls(self, turn: Turn) -> bool:
-        """Return whether events come by synchronous calls; asks the engine once, before its first request."""
-        if self._by_calls is None:
-            try:
-                self._events.extend(self._called(self._llm.get_kv_cache_events))
-            except AssertionError:
-                self._by_calls = False
-            else:
-                self._by_calls = True
-        return self._by_calls
-
-    async def _read_statistics(self, turn: Turn) -> bool:
-        limits = self._limits
-
+    def _read_statistics(self, turn: Turn) -> bool:
         def add(item: Mapping[str, Any]) -> bool:
             try:
                 turn.statistics.append((parse_statistics(item), item))
             except DecodeError as failure:
                 turn.dropped.append((STATISTICS, failure))
-            return len(turn.statistics) < limits.statistics_per_turn
+            return len(turn.statistics) < self._limits.statistics_per_turn
 
+        return self._drain(turn, STATISTICS, self._statistics, self._llm.get_stats, add)
+
+    def _drain(
+        self,
+        turn: Turn,
+        reader: str,
+        items: deque[Mapping[str, Any]],
+        call: Callable[..., list[Any]],
+        add: Callable[[Mapping[str, Any]], bool],
+    ) -> bool:
+        """Add items while there is room, those of a call if none are left; say whether some remain."""
         try:
-            if self._by_calls:
-                if not self._statistics:
-                    self._statistics.extend(self._called(self._llm.get_stats))
-                return self._hand(self._statistics, add)
-            return await self._drain(self._llm.get_stats_async, add)
+            if not items:
+                self._since_ms = self._clock.monotonic_ms()
+                items.extend(call(timeout=0))
+            self._since_ms = None
+            while items and add(items.popleft()):
+                pass
         except Exception as failure:
-            turn.errors[STATISTICS] = failure
-            return False
-
-    def _called(self, call: Callable[..., list[Any]]) -> list[Any]:
-        """Make a synchronous call, which may not come back."""
-        self._since_ms = self._clock.monotonic_ms()
-        try:
-            return call(timeout=0)
+            turn.errors[reader] = failure
         finally:
             self._since_ms = None
-
-    @staticmethod
-    def _hand(items: deque[Mapping[str, Any]], add: Callable[[Mapping[str, Any]], bool]) -> bool:
-        """Add items while there is room; say whether some are left."""
-        while items and add(items.popleft()):
-            pass
         return bool(items)
 
-    async def _drain(
-        self, call: Callable[..., AsyncIterable[dict[str, Any]]], add: Callable[[Mapping[str, Any]], bool]
-    ) -> bool:
-        """Add what an asynchronous reader has while there is room; say whether there may be more."""
-        self._since_ms = self._clock.monotonic_ms()
-        try:
-            async for item in call(timeout=0):
-                if not add(item):
-                    return True
-        except NOTHING_THERE:
-            pass
-        finally:
-            self._since_ms = None
-        return False
+
+def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)

@@ -58,9 +58,6 @@ class TrtllmSettings(Settings):
         "", max_length=4096, description="Checkpoint directory or Hugging Face name of the model to load. Required."
     )
     served_model_name: Name = Field("", description="Model name as clients write it; empty = the model path.")
-    backend: Literal["pytorch", "_autodeploy"] = Field(
-        "pytorch", description="TensorRT-LLM backend; publishing events forces pytorch."
-    )
     tensor_parallel_size: int = Field(1, ge=1, le=4096, description="GPUs that share each layer.")
     pipeline_parallel_size: int = Field(1, ge=1, le=4096, description="Stages that the layers are divided into.")
     expert_parallel_size: int | None = Field(

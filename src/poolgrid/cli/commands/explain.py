@@ -24,10 +24,7 @@ def explain(
     ] = "http://127.0.0.1:8000",
     journal: Annotated[
         str | None,
-        typer.Option(
-            help="Read recorded decisions instead of asking a router: of a data_dir, or "
-            "nats://HOST:PORT/POOL of a pool on NATS."
-        ),
+        typer.Option(help="Read recorded decisions of a data_dir instead of asking a router."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -24,15 +24,14 @@ from poolgrid.cli.journal_directory import (
     STREAM_SCHEMES,
     JournalFiles,
     UsageError,
+    decisions_below,
     journal_errors,
-    open_decisions,
     open_directory,
     open_journal,
     progress_bar,
     survey_bytes,
 )
 from poolgrid.cli.json_output import AsJson, print_json
-from poolgrid.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.consolidator.journal.as_of import (
     NotKept,
@@ -46,13 +45,14 @@ from poolgrid.consolidator.journal.as_of import (
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.inspection import Verified, check_journal, survey
+from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
 from poolgrid.consolidator.journal.record_rows import (
     chosen_events,
     record_row,
     write_parquet,
 )
 from poolgrid.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.process.figures import UNKNOWN, counted, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
@@ -93,7 +93,7 @@ def offset_or_time(text: str) -> tuple[int | None, int | None]:
     return None, int(moment.timestamp() * 1000)
 
 
-def resolve(disk: Disk, text: str) -> int:
+def resolve(disk: ReadableDisk, text: str) -> int:
     """Return the offset that an offset or a time means."""
     offset, time_ms = offset_or_time(text)
     if offset is not None:
@@ -192,7 +192,7 @@ def cat(
     _say_unknown(unknown, extra)
 
 
-def _chosen(disk: Disk, first: str | None, to: str | None, worker: str | None) -> Iterator[StoredRecord]:
+def _chosen(disk: ReadableDisk, first: str | None, to: str | None, worker: str | None) -> Iterator[StoredRecord]:
     from_offset = 0 if first is None else resolve(disk, first)
     to_offset = None if to is None else resolve(disk, to)
     for stored in stored_records(disk, from_offset, count_fields=True, to_offset=to_offset):
@@ -218,7 +218,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
             with progress_bar("verifying", total) as on_progress:
                 found = check_journal(disk, BLOCKS_PER_WORKER_MAX, on_progress)
             _refuse_torn(disk, found.torn, "the tail, which was never acknowledged under fsync=always")
-            decisions = {router: _verify_decisions(router, files) for router, files in open_decisions(directory)}
+            decisions = {router: _verify_decisions(router, files) for router, files in decisions_below(directory)}
         except JournalCorrupt as error:
             if as_json:
                 fault = {name: getattr(error, name) for name in ("file", "position", "offset", "detail", "remedy")}

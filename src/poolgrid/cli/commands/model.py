@@ -27,15 +27,13 @@ CacheDirectory = Annotated[
 
 
 @app.command(
-    epilog="HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE: as for huggingface_hub. HTTPS_PROXY, NO_PROXY: as for curl."
+    epilog="HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT: as for huggingface_hub. "
+    "HTTPS_PROXY, NO_PROXY: as for curl."
 )
 def fetch(
     source: Annotated[
         str,
-        typer.Argument(
-            help="Directory, URL of a mirror (a directory of another cache, served over HTTP), or ORG/MODEL[@REVISION] "
-            "on a hub."
-        ),
+        typer.Argument(help="Directory, or ORG/MODEL[@REVISION] on a hub."),
     ],
     cache_dir: CacheDirectory = None,
     name: Annotated[
@@ -52,17 +50,6 @@ def fetch(
         float,
         typer.Option(min=0, max=604_800, help="Wait so long for another process that fetches the same model."),
     ] = 7200.0,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Give a server up that sends nothing for so long.")
-    ] = 30.0,
-    attempts: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=100,
-            help="How often a file is tried without getting further; the time between two doubles up to 30 s.",
-        ),
-    ] = 6,
     max_size_gib: Annotated[
         float, typer.Option(min=0, max=1_048_576, help="Fetch nothing of a model that is larger, in 2^30 bytes.")
     ] = 4096.0,
@@ -73,20 +60,16 @@ def fetch(
 ) -> None:
     """Fetch a model into the cache unless it is there, and print its directory.
 
-    Of several processes that fetch the same model one does, and the others wait for it. What was fetched when a
-    process ended is kept, and the next one goes on from there; until all is there, nothing takes it for a model.
+    Of several processes that fetch the same model one does, and the others wait for it. Whole
+    files that were fetched when a process ended are kept, and the next one fetches the others. Until all is there,
+    nothing takes it for a model.
     """
     from poolgrid.cli import model
 
-    wanted = model.Wanted(
-        source,
-        name,
-        tuple(exclude or ()),
-        check,
-        timeout_s,
-        model.FetchLimits(wait_s=wait_s, attempts=attempts, size_max=round(max_size_gib * 2**30)),
+    size_max = round(max_size_gib * 2**30)
+    raise typer.Exit(
+        model.fetch(source, name, cache_dir, tuple(exclude or ()), check, wait_s, size_max, progress_lines, as_json)
     )
-    raise typer.Exit(model.fetch(wanted, cache_dir, progress_lines, as_json))
 
 
 @app.command()

@@ -20,9 +20,7 @@ def replay(
     ],
     decisions: Annotated[
         str | None,
-        typer.Option(
-            help="Where the decisions are, when not in `decisions` below the journal, or in streams of its pool."
-        ),
+        typer.Option(help="Where the decisions are, when not in `decisions` below the journal."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Status 1 also when a decision cannot be derived.")] = False,
     as_json: AsJson = False,

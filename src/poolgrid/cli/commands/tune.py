@@ -21,8 +21,11 @@ def tune(
         str,
         typer.Argument(help="A data_dir with recorded decisions, nats://HOST:PORT/POOL, or a Mooncake-format trace."),
     ],
+    decisions: Annotated[
+        str | None, typer.Option(help="Where the decisions are, when not in `decisions` below the journal.")
+    ] = None,
 ) -> None:
     """Search cost weights for an objective, and justify them on traffic that the search did not see."""
     from poolgrid.cli.tune import tune as run_tune
 
-    raise typer.Exit(run_tune(source, settings))
+    raise typer.Exit(run_tune(source, decisions, settings))

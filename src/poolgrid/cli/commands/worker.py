@@ -13,7 +13,7 @@ from poolgrid.cli.help_page import CommandLine, HelpedCommand
 from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
 from poolgrid.cli.options import with_chosen_settings
 from poolgrid.cli.service_process import run_service, say_ready
-from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
+from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
 from poolgrid.workers.ranks.settings import RankSettings
 from poolgrid.workers.ranks.task import TASK_VARIABLE
 from poolgrid.workers.settings import WorkerProcessSettings
@@ -57,7 +57,7 @@ class WorkerCommand(HelpedCommand):
 
 
 @app.command(cls=WorkerCommand)
-@with_chosen_settings(EngineChoice, {name: engine_definition(name).settings for name in ENGINES})
+@with_chosen_settings(EngineChoice, {name: engine_definition(name).settings for name in engines()})
 def worker(
     settings: WorkerProcessSettings,
     print_engine_args: Annotated[
@@ -132,7 +132,7 @@ def show_engine_arguments(settings: WorkerProcessSettings) -> int:
     """Print the arguments that a worker's engine would be started with; return the exit status."""
     definition = engine_definition(settings.engine_name)
     if definition.start_plan is None:
-        have = [name for name in ENGINES if engine_definition(name).start_plan is not None]
+        have = [name for name in engines() if engine_definition(name).start_plan is not None]
         typer.echo(
             f"--print-engine-args: {definition.title} has no such arguments, give --engine {' or '.join(have)}",
             err=True,

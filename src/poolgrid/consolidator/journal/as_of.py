@@ -8,7 +8,7 @@ from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.stored_records import offset_of, segment_names, stored_records
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 
 PROGRESS_EVERY_RECORDS = 1000
 
@@ -17,7 +17,7 @@ class NotKept(ValueError):
     """The journal no longer reaches back to the moment asked for, or has not come to it yet."""
 
 
-def next_offset(disk: Disk) -> int:
+def next_offset(disk: ReadableDisk) -> int:
     """Return the offset after the last record (after the newest snapshot, when that reaches further)."""
     names = segment_names(disk)
     snapshots = snapshot_offsets(disk)
@@ -30,18 +30,18 @@ def next_offset(disk: Disk) -> int:
     return after
 
 
-def snapshot_offsets(disk: Disk) -> list[int]:
+def snapshot_offsets(disk: ReadableDisk) -> list[int]:
     """Return the offsets of the snapshots, oldest first."""
     return sorted(offset_of(name, snapshot_file.SUFFIX) for name in disk.names() if name.endswith(snapshot_file.SUFFIX))
 
 
-def load_snapshot(disk: Disk, offset: int, blocks_per_worker_max: int) -> PoolState:
+def load_snapshot(disk: ReadableDisk, offset: int, blocks_per_worker_max: int) -> PoolState:
     """Return the state that a snapshot holds, or raise ``JournalCorrupt``."""
     name = snapshot_file.name_of(offset)
     return snapshot_file.load(name, disk.read(name, 0, disk.size(name)), blocks_per_worker_max)
 
 
-def reaches_back_to(disk: Disk) -> int:
+def reaches_back_to(disk: ReadableDisk) -> int:
     """Return the first offset whose state can be had."""
     names = segment_names(disk)
     oldest = offset_of(names[0]) if names else 0
@@ -52,7 +52,7 @@ def reaches_back_to(disk: Disk) -> int:
 
 
 def state_at(
-    disk: Disk,
+    disk: ReadableDisk,
     offset: int,
     blocks_per_worker_max: int,
     on_progress: Callable[[int], None] = lambda _: None,
@@ -92,7 +92,7 @@ def state_at(
     return pool
 
 
-def offset_at(disk: Disk, time_ms: int) -> int:
+def offset_at(disk: ReadableDisk, time_ms: int) -> int:
     """Return the offset of the first record that was recorded after a wall-clock time, or the end of the journal."""
     names = segment_names(disk)
     start = 0

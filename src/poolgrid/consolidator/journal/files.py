@@ -40,7 +40,7 @@ from poolgrid.consolidator.journal.stored_records import (
     stored_records,
     understand,
 )
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import Disk, ReadableDisk
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
 
@@ -448,7 +448,7 @@ class FileJournal:
             self._disk.close()
 
 
-def records_of(disk: Disk) -> Iterator[JournalRecord]:
+def records_of(disk: ReadableDisk) -> Iterator[JournalRecord]:
     """Yield every record of a journal in order and stop where a torn tail begins; raise ``JournalCorrupt`` at damage.
 
     Changes nothing: everything before the damage is yielded first.
@@ -457,7 +457,7 @@ def records_of(disk: Disk) -> Iterator[JournalRecord]:
         yield stored.record
 
 
-def verify(disk: Disk, blocks_per_worker_max: int) -> int:
+def verify(disk: ReadableDisk, blocks_per_worker_max: int) -> int:
     """Check every byte of a journal, snapshots included; return the number of records or raise ``JournalCorrupt``."""
     count = sum(1 for _ in stored_records(disk))
     for name in disk.names():

@@ -19,7 +19,7 @@ from poolgrid.consolidator.journal.stored_records import (
     segment_names,
     stored_records,
 )
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 
 PROGRESS_EVERY_RECORDS = 1000
 
@@ -75,7 +75,7 @@ class Verified:
     torn: TornTail | None = None
 
 
-def survey(disk: Disk, kind: SegmentKind = RECORDS) -> Survey:
+def survey(disk: ReadableDisk, kind: SegmentKind = RECORDS) -> Survey:
     """Return the files of a journal; a damaged one is listed with what is wrong, not raised."""
     found = Survey()
     for name in segment_names(disk):
@@ -98,7 +98,7 @@ def survey(disk: Disk, kind: SegmentKind = RECORDS) -> Survey:
 
 
 def check_journal(
-    disk: Disk, blocks_per_worker_max: int, on_progress: Callable[[int], None] = lambda _: None
+    disk: ReadableDisk, blocks_per_worker_max: int, on_progress: Callable[[int], None] = lambda _: None
 ) -> Verified:
     """Check every byte of a journal and compare every snapshot with the fold of the records before it.
 

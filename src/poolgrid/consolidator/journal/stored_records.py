@@ -27,7 +27,7 @@ from poolgrid.consolidator.journal.framing import (
     payload_at,
     scan,
 )
-from poolgrid.consolidator.ports import Disk
+from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, JournalRecord
@@ -160,7 +160,7 @@ def _in_part(payload: bytes, offset: int, error: DecodeError) -> Understood:
     return Understood(record, tuple(unknown))
 
 
-def segment_names(disk: Disk) -> list[str]:
+def segment_names(disk: ReadableDisk) -> list[str]:
     """Return the names of the segments, oldest first."""
     return [name for name in disk.names() if name.endswith(SUFFIX)]
 
@@ -173,7 +173,7 @@ def offset_of(name: str, suffix: str = SUFFIX) -> int:
     return int(text)
 
 
-def is_all_zeros(disk: Disk, name: str) -> bool:
+def is_all_zeros(disk: ReadableDisk, name: str) -> bool:
     """Say whether a file has a length and no data: power failed before anything of it was durable."""
     return not any(disk.read(name, 0, FILE_HEADER.size)) and not any(disk.read(name, 0, disk.size(name)))
 
@@ -203,7 +203,7 @@ def corrupt(name: str, position: int, offset: int, detail: str, kind: SegmentKin
 
 
 def stored_payloads(
-    disk: Disk,
+    disk: ReadableDisk,
     kind: SegmentKind,
     from_offset: int = 0,
     torn: list[TornTail] | None = None,
@@ -255,7 +255,7 @@ def stored_payloads(
 
 
 def stored_records(
-    disk: Disk,
+    disk: ReadableDisk,
     from_offset: int = 0,
     torn: list[TornTail] | None = None,
     count_fields: bool = False,

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 
 from poolgrid.frontend.access.cache_salt import SALT_BYTES, cache_salt
 from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.preparation import Job
-from poolgrid.process.tenant_caches import EVERYBODY, WHOLE, CacheDomain
+from poolgrid.frontend.prepared_request import PreparedRequest
+from poolgrid.inference.cache_domain import EVERYBODY, WHOLE, CacheDomain
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -30,7 +30,7 @@ class CacheDomains:
         self._isolate = isolate
         self._header = tenant_header.lower().encode("latin-1")
 
-    def claim(self, job: Job, caller: Caller | None, headers: Headers) -> None:
+    def claim(self, job: PreparedRequest, caller: Caller | None, headers: Headers) -> None:
         """Say in ``job`` whose it is; ``caller`` is the tenant that its API key named."""
         if caller is not None:
             job.domain = caller.cache_domain(job.client_salt)

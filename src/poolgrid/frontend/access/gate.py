@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -90,9 +90,6 @@ class GateKeys(NamedTuple):
 
 class AccessGate:
     """ASGI middleware: authenticates, counts requests in and out, and puts the ``Caller`` into the scope."""
-
-    body_bytes_max: ClassVar[int] = 64 * 1024
-    """Larger bodies are not gathered before the key was looked at (``poolgrid.http.http_protocol``)."""
 
     def __init__(self, app: ASGIApp, keys: GateKeys) -> None:
         self._app = app

@@ -29,9 +29,9 @@ from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
 from poolgrid.frontend.access.limit_headers import LegState
 from poolgrid.frontend.access.meter import Meter, OwnCell
+from poolgrid.inference.cache_domain import WHOLE, CacheDomain, CacheShares
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
-from poolgrid.process.tenant_caches import WHOLE, CacheDomain, CacheShares
 
 INDEX_BYTES = 8
 """Leading bytes of a key's hash by which it is looked up. Equal ones are told apart by comparing the whole."""

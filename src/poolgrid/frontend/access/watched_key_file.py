@@ -1,6 +1,6 @@
 """Keeps the tenants of a process equal to their file, without a restart.
 
-The file is looked at (``stat``) at most every ``check_ms``, by whoever asks for the tenants: requests, probes and
+The file is looked at (``stat``) at most every ``CHECK_MS``, by whoever asks for the tenants: requests, probes and
 scrapes all do. A changed file is read and put in force in one go. One that cannot be read or used changes nothing: the
 old one stays, an error is logged, ``outcome="refused"`` is counted, and ``stale`` is true until a good one is there.
 """
@@ -18,6 +18,9 @@ from poolgrid.process.clock import Clock
 
 log = logging.getLogger(__name__)
 
+CHECK_MS = 1000.0
+"""Least time between two looks whether the file has changed; a look is one ``stat``."""
+
 Signature = tuple[int, int, int]
 
 
@@ -27,7 +30,6 @@ class WatchedKeyFile:
     def __init__(
         self,
         path: Path,
-        check_ms: float,
         clock: Clock,
         on_reload: Callable[[str], None],
         make_meter: MakeMeter | None = None,
@@ -37,7 +39,6 @@ class WatchedKeyFile:
         ``make_meter`` makes what keeps a tenant's figures; by default they are this process's alone.
         """
         self._path = path
-        self._check_ms = check_ms
         self._clock = clock
         self._on_reload = on_reload
         self.stale = False
@@ -53,7 +54,7 @@ class WatchedKeyFile:
     def tenants(self) -> Tenants:
         """Return the tenants as the file says now, or said before it broke."""
         now_ms = self._clock.monotonic_ms()
-        if now_ms - self._checked_ms >= self._check_ms:
+        if now_ms - self._checked_ms >= CHECK_MS:
             self._checked_ms = now_ms
             signature = self._signature()
             if signature != self._seen:

@@ -19,7 +19,7 @@ from poolgrid.frontend.media.references import IMAGE_PARTS, MediaReference, read
 from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.schema import ContentPart, Message, PlacedPart
-from poolgrid.process.tenant_caches import CacheDomain
+from poolgrid.inference.cache_domain import CacheDomain
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
 from poolgrid.wire.multimodal import MediaItem, MultimodalInput

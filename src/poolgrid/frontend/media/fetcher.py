@@ -24,6 +24,7 @@ import httpx
 from poolgrid.frontend.media.addresses import AddressPolicy
 from poolgrid.frontend.media.references import URL_CHARS_MAX, shown
 from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.settings import FETCHES_MAX, REDIRECTS_MAX
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a host, or raises ``OSError``."""
@@ -54,8 +55,8 @@ class MediaFetcher:
         *,
         schemes: Sequence[str] = ("http", "https"),
         timeout_ms: int = 10_000,
-        redirects_max: int = 3,
-        connections_max: int = 32,
+        redirects_max: int = REDIRECTS_MAX,
+        connections_max: int = FETCHES_MAX,
         resolver: Resolver = resolve,
         tls: ssl.SSLContext | None = None,
     ) -> None:

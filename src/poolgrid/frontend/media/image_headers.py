@@ -12,7 +12,7 @@ not: a JPEG of fill bytes costs it 300 ns a byte, and what a file names it reads
        was cut off is told. The pixels themselves are the engine's to decode.
 
 Sources: RFC 2083 and APNG, ITU T.81, GIF89a, the WebP container specification with RFC 6386 and the lossless bitstream
-specification, Microsoft's bitmap headers, TIFF 6.0 and BigTIFF.
+specification.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import NamedTuple
 
+from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.process.interpreter_lock import breathe
 
+PIXELS_MAX = 50_000_000
+"""Width times height of an image: a 48-megapixel photograph, which takes 150 MB decoded, whatever its file size."""
+
 STEPS_MAX = 16_384
-"""Segments, chunks, blocks or entries of one image. A PNG of 52 MiB in chunks of 8 KiB, as libpng writes them, has
+"""Segments, chunks or blocks of one image. A PNG of 52 MiB in chunks of 8 KiB, as libpng writes them, has
 6,700; the comments of a GIF have blocks of 255 bytes, so this is 4 MiB of comments."""
 
 STEPS_IN_A_ROW = 256
@@ -60,10 +64,36 @@ class ImageHeader(NamedTuple):
         return f"image/{self.format.lower()}"
 
 
-def read_header(data: bytes, formats: Collection[str]) -> ImageHeader | None:
-    """Return what an image is, or ``None`` when it begins as none of ``formats``; raises ``BrokenImage``."""
+def check_image(data: bytes) -> ImageHeader:
+    """Return what an image is, by its content; raises ``MediaRefused``.
+
+    The pixels are left to the engine, which decodes them anyway; what is bounded is what it will then have to hold.
+    """
+    if not data:
+        raise MediaRefused("media_broken", "the image is empty (0 bytes)")
+    try:
+        header = read_header(data)
+    except BrokenImage as error:
+        raise MediaRefused("media_broken", f"the image is broken: {error}") from None
+    if header is None:
+        raise MediaRefused(
+            "media_type_not_allowed",
+            f"the {len(data)} bytes are not an image of a format that is taken ({', '.join(FORMATS)}); "
+            f"they begin with {data[:8]!r}",
+        )
+    if header.width * header.height > PIXELS_MAX:
+        raise MediaRefused(
+            "media_too_many_pixels",
+            f"the image has {header.width} x {header.height} pixels, allowed are at most {PIXELS_MAX}; "
+            "nothing was decoded",
+        )
+    return header
+
+
+def read_header(data: bytes) -> ImageHeader | None:
+    """Return what an image is, or ``None`` when it begins as none of ``FORMATS``; raises ``BrokenImage``."""
     for name, looks_like, size in _READERS:
-        if name in formats and looks_like(data):
+        if looks_like(data):
             try:
                 width, height = size(data)
             except (struct.error, IndexError, OverflowError):
@@ -238,54 +268,6 @@ def _u24(data: bytes, at: int) -> int:
     return int(low | high << 16)
 
 
-# -- BMP -----------------------------------------------------------------------------------------------------------
-
-
-def _bmp(data: bytes) -> tuple[int, int]:
-    [header_bytes] = struct.unpack_from("<I", data, 14)
-    if header_bytes == 12:
-        width, height = struct.unpack_from("<HH", data, 18)
-    elif header_bytes in (16, 40, 52, 56, 64, 108, 124):
-        width, height = struct.unpack_from("<ii", data, 18)
-    else:
-        raise BrokenImage(f"its header has {header_bytes} bytes, which no version of the format has")
-    if len(data) < 14 + header_bytes:
-        raise BrokenImage(f"its header claims {header_bytes} bytes, {len(data) - 14} are left")
-    return width, abs(height)  # below 0: from top to bottom
-
-
-# -- TIFF ----------------------------------------------------------------------------------------------------------
-
-_WIDTH_TAG, _HEIGHT_TAG = 256, 257
-_TIFF_NUMBERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
-
-
-def _tiff(data: bytes) -> tuple[int, int]:
-    order = "<" if data[:2] == b"II" else ">"
-    if struct.unpack_from(order + "H", data, 2)[0] == 43:  # BigTIFF: 64 bits where it had 32
-        [at] = struct.unpack_from(order + "Q", data, 8)
-        [count] = struct.unpack_from(order + "Q", data, at)
-        at, entry, entry_bytes, value_at = at + 8, order + "HHQ", 20, 12
-    else:
-        [at] = struct.unpack_from(order + "I", data, 4)
-        [count] = struct.unpack_from(order + "H", data, at)
-        at, entry, entry_bytes, value_at = at + 2, order + "HHI", 12, 8
-    if count >= STEPS_MAX:
-        raise _too_long("TIFF entries")
-    if at + count * entry_bytes > len(data):
-        raise BrokenImage(f"its directory claims {count} entries, which do not fit into it")
-    size: dict[int, int] = {}
-    for position in range(at, at + count * entry_bytes, entry_bytes):
-        tag, kind, values = struct.unpack_from(entry, data, position)
-        if tag in (_WIDTH_TAG, _HEIGHT_TAG):
-            if tag in size or values != 1 or kind not in _TIFF_NUMBERS:
-                raise BrokenImage("its directory does not name one width and one height")
-            [size[tag]] = struct.unpack_from(order + _TIFF_NUMBERS[kind], data, position + value_at)
-    if len(size) != 2:
-        raise BrokenImage("its directory does not name one width and one height")
-    return size[_WIDTH_TAG], size[_HEIGHT_TAG]
-
-
 def _steps() -> Iterator[None]:
     """Count ``STEPS_MAX`` steps, and stand back now and then."""
     for first in range(0, STEPS_MAX, STEPS_IN_A_ROW):
@@ -303,8 +285,6 @@ _READERS: tuple[tuple[str, Callable[[bytes], bool], Callable[[bytes], tuple[int,
     ("JPEG", lambda data: data.startswith(b"\xff\xd8\xff"), _jpeg),
     ("WEBP", lambda data: data.startswith(b"RIFF") and data[8:12] == b"WEBP", _webp),
     ("GIF", lambda data: data.startswith((b"GIF87a", b"GIF89a")), _gif),
-    ("BMP", lambda data: data.startswith(b"BM"), _bmp),
-    ("TIFF", lambda data: data.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")), _tiff),
 )
 
 FORMATS = tuple(name for name, _, _ in _READERS)

@@ -16,17 +16,18 @@ from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.addresses import AddressPolicy
 from poolgrid.frontend.media.data_urls import decode_data_url
 from poolgrid.frontend.media.embeddings import check_embeddings
-from poolgrid.frontend.media.image_checks import check_image
+from poolgrid.frontend.media.image_headers import check_image
 from poolgrid.frontend.media.local_files import LocalFiles
 from poolgrid.frontend.media.media_cache import MediaCache, Medium
 from poolgrid.frontend.media.memory_budget import MediaBudget, MediaLease
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, shown
 from poolgrid.frontend.media.refusals import MediaRefused
-from poolgrid.frontend.media.settings import MEGABYTE, MediaSettings
+from poolgrid.frontend.media.settings import CACHE_TTL_MS, FETCHES_MAX, MEGABYTE, REQUEST_BYTES_MAX, MediaSettings
+from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.process.caches import TenantCaches
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.process.tenant_caches import CacheDomain, TenantCaches
 from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
 
 if TYPE_CHECKING:
@@ -55,14 +56,14 @@ class MediaLoader:
         self._files = LocalFiles(path) if path is not None else None
         self._caches = TenantCaches(settings.media_cache_mb * MEGABYTE, self._new_cache)
         self._budget = MediaBudget(settings.media_memory_mb * MEGABYTE)
-        self._turn = asyncio.Semaphore(settings.media_fetches_max)
+        self._turn = asyncio.Semaphore(FETCHES_MAX)
         self._threads: ThreadPoolExecutor | None = None
         metrics.held_bytes.set_function(lambda: self._budget.held)
         metrics.cached_bytes.set_function(lambda: sum(cache.held for cache in self._caches))
 
     def lease(self) -> MediaLease:
         """Return what the media of one request are charged to; the caller closes it when the request has ended."""
-        return self._budget.lease(self._settings.max_media_request_mb * MEGABYTE)
+        return self._budget.lease(REQUEST_BYTES_MAX)
 
     async def load(
         self,
@@ -165,7 +166,7 @@ class MediaLoader:
         def note(outcome: str) -> None:
             self._metrics.cache_lookups.labels(outcome).inc()
 
-        return MediaCache(bytes_max, self._settings.media_cache_ttl_ms, self._clock, note)
+        return MediaCache(bytes_max, CACHE_TTL_MS, self._clock, note)
 
     async def _fetch(self, reference: MediaReference, bytes_max: int) -> Medium | MediaRefused:
         """Fetch and check one URL, on the budget while it is under way."""
@@ -200,8 +201,6 @@ class MediaLoader:
             self._policy,
             schemes=self._settings.media_allowed_schemes,
             timeout_ms=self._settings.media_fetch_timeout_ms,
-            redirects_max=self._settings.media_redirects_max,
-            connections_max=self._settings.media_fetches_max,
             resolver=self._resolver or resolve,
         )
 
@@ -212,7 +211,7 @@ class MediaLoader:
         except TimeoutError:
             raise MediaRefused(
                 "media_busy",
-                f"{self._settings.media_fetches_max} media are being fetched (media-fetches-max), and none ended "
+                f"{FETCHES_MAX} media are being fetched, the limit, and none ended "
                 f"within {self._settings.media_fetch_timeout_ms} ms; try again",
             ) from None
 
@@ -236,7 +235,7 @@ class MediaLoader:
     def _check(self, reference: MediaReference, data: bytes) -> Medium:
         if reference.kind is MediaKind.EMBEDDINGS:
             return Medium(data, check_embeddings(data), digest_media(data))
-        image = check_image(data, self._settings.media_image_formats, self._settings.max_image_pixels)
+        image = check_image(data)
         return Medium(data, image.media_type, digest_media(data), image.width, image.height)
 
     def note_places(self, items: Sequence[MediaItem]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.frontend.media.refusals import MediaRefused
-from poolgrid.process.budgeted_lru import BudgetedLru
+from poolgrid.process.caches import BudgetedLru
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, owned
 

@@ -35,7 +35,7 @@ class MediaLease:
         if self._held + size > self._bytes_max:
             raise MediaRefused(
                 "media_too_large",
-                f"the media of the request have more than {self._bytes_max} bytes together (max-media-request-mb)",
+                f"the media of the request have more than {self._bytes_max} bytes together, the limit",
             )
         if self._budget.held + size > self._budget.bytes_max:
             raise MediaRefused(

@@ -10,10 +10,19 @@ from pydantic import Field, field_validator
 from poolgrid.process.settings import Settings
 
 SCHEMES = ("http", "https", "data", "file")
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that can be allowed: those whose headers are read here."""
-
 MEGABYTE = 1024 * 1024
+
+REQUEST_BYTES_MAX = 52 * MEGABYTE
+"""All media of one request together: what fits into a message to a worker."""
+
+REDIRECTS_MAX = 3
+"""Redirects that are followed for one URL; each target is checked again."""
+
+FETCHES_MAX = 32
+"""Media that are fetched at a time; more wait within their time-out. Bounds sockets and threads."""
+
+CACHE_TTL_MS = 60_000
+"""How long a fetched URL is taken as unchanged."""
 
 
 class MediaSettings(Settings):
@@ -36,12 +45,6 @@ class MediaSettings(Settings):
         "loopback, link-local or a metadata service; none by default, because a client chooses the URL. Repeat for "
         "more.",
     )
-    media_image_formats: tuple[str, ...] = Field(
-        default=("PNG", "JPEG", "WEBP", "GIF"),
-        min_length=1,
-        description="Image formats that are taken, told by content: PNG, JPEG, WEBP, GIF, BMP, TIFF. The default are "
-        "those of OpenAI's API. Repeat for more.",
-    )
     max_file_size_mb: int = Field(
         default=50,
         ge=1,
@@ -49,21 +52,11 @@ class MediaSettings(Settings):
         description="Largest medium, in 2^20 bytes, enforced while it streams in. 50 takes any photograph; above 52 it "
         "would not fit into a message to a worker. Where a model's workers were told less, that holds.",
     )
-    max_media_request_mb: int = Field(
-        default=52, ge=1, le=52, description="All media of one request together, in 2^20 bytes; the message's bound."
-    )
     max_media_items: int = Field(
         default=16,
         ge=0,
         le=256,
         description="Media in one request; 0 = none are taken. 16 is a long conversation's worth.",
-    )
-    max_image_pixels: int = Field(
-        default=50_000_000,
-        ge=1,
-        le=178_000_000,
-        description="Width times height of an image, read from its header before anything is decoded. 50 million is "
-        "a 48-megapixel photograph; decoded it takes 150 MB, whatever its file size.",
     )
     media_fetch_timeout_ms: int = Field(
         default=10_000,
@@ -71,15 +64,6 @@ class MediaSettings(Settings):
         le=600_000,
         description="Longest time for one URL, from resolving its host to the last byte, redirects included: a server "
         "that sends one byte a second is cut off too.",
-    )
-    media_redirects_max: int = Field(
-        default=3, ge=0, le=20, description="Redirects that are followed for one URL; each target is checked anew."
-    )
-    media_fetches_max: int = Field(
-        default=32,
-        ge=1,
-        le=1024,
-        description="Media that are fetched at a time; more wait within their time-out. Bounds sockets and threads.",
     )
     media_memory_mb: int = Field(
         default=1024,
@@ -94,12 +78,6 @@ class MediaSettings(Settings):
         le=1_048_576,
         description="Media kept by URL, in 2^20 bytes, least recently used out first; a conversation sends its "
         "pictures again with every turn. 0 = none are kept; equal fetches under way are still shared.",
-    )
-    media_cache_ttl_ms: int = Field(
-        default=60_000,
-        ge=0,
-        le=86_400_000,
-        description="How long a fetched URL is believed to be unchanged.",
     )
 
     @field_validator("allowed_local_media_path")
@@ -127,12 +105,4 @@ class MediaSettings(Settings):
     def _networks(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         for value in values:
             ipaddress.ip_network(value)  # its ValueError says what is wrong
-        return values
-
-    @field_validator("media_image_formats")
-    @classmethod
-    def _formats(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        for value in values:
-            if value not in IMAGE_FORMATS:
-                raise ValueError(f"{value!r} is not one of {', '.join(IMAGE_FORMATS)}")
         return values

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.errors import invalid, quoted, text_of, unsupported, wrong_type
 from poolgrid.frontend.messages_api.schema import (
     CountedBody,
     MessagesBody,
@@ -17,7 +17,7 @@ from poolgrid.frontend.messages_api.schema import (
     OutputConfig,
     Thinking,
 )
-from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall
+from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall, shared_fields
 
 _VENDOR_LINES = re.compile(r"\s*(?:x-[a-z0-9]+-billing-header:[^\n]*\s*)+", re.IGNORECASE)
 """Lines before a system prompt that are for the vendor's meter. Claude Code writes one that differs in each request. In
@@ -40,8 +40,7 @@ def chat_body(body: CountedBody) -> ChatBody:
     """Return the chat request; raises ``RequestError`` that names the field of the Messages body."""
     messages = _messages(body)
     goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
-    chat = ChatBody(
-        model=body.model,
+    return ChatBody(
         messages=messages,
         tools=[
             *(_tool(tool, index) for index, tool in enumerate(body.tools or ())),
@@ -55,22 +54,10 @@ def chat_body(body: CountedBody) -> ChatBody:
         chat_template_kwargs=_template_variables(body.thinking, body.chat_template_kwargs),
         # The answer goes on with what the assistant has said last.
         continue_final_message=goes_on or None,
+        max_completion_tokens=body.max_tokens if isinstance(body, MessagesBody) else None,
+        stop=body.stop_sequences if isinstance(body, MessagesBody) else None,
+        **shared_fields(body),
     )
-    if isinstance(body, MessagesBody):
-        chat.max_completion_tokens = body.max_tokens
-        chat.stream = body.stream
-        chat.stop = body.stop_sequences
-        chat.temperature = body.temperature
-        chat.top_p = body.top_p
-        chat.top_k = body.top_k
-        chat.min_p = body.min_p
-        chat.seed = body.seed
-        chat.stop_token_ids = body.stop_token_ids
-        chat.min_tokens = body.min_tokens
-        chat.ignore_eos = body.ignore_eos
-        chat.cache_salt = body.cache_salt
-        chat.nvext = body.nvext
-    return chat
 
 
 def _messages(body: CountedBody) -> list[Message]:
@@ -132,11 +119,11 @@ def _of_user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[Message]:
 def _tool_result(block: Mapping[str, Any], place: str) -> Message:
     content = block.get("content")
     if content is not None and not isinstance(content, str | list):
-        raise _wrong(f"{place}.content", content, "a string or a list of text and image blocks")
+        raise wrong_type(f"{place}.content", content, "a string or a list of text and image blocks")
     result: str | list[ContentPart] = content if isinstance(content, str) else []
     if isinstance(content, list):
         result = [part for number, inner in enumerate(content) for part in _parts(inner, f"{place}.content[{number}]")]
-    return Message(role="tool", content=result or "", tool_call_id=_text(block, "tool_use_id", place))
+    return Message(role="tool", content=result or "", tool_call_id=text_of(block, "tool_use_id", place))
 
 
 def _of_assistant(content: str | Sequence[Mapping[str, Any]], where: str) -> Message:
@@ -149,9 +136,9 @@ def _of_assistant(content: str | Sequence[Mapping[str, Any]], where: str) -> Mes
         place = f"{where}[{number}]"
         kind = block.get("type")
         if kind == "text":
-            texts.append(_text(block, "text", place))
+            texts.append(text_of(block, "text", place))
         elif kind == "thinking":
-            thoughts.append(_text(block, "thinking", place))
+            thoughts.append(text_of(block, "thinking", place))
         elif kind == "tool_use":
             calls.append(_call(block, place))
         else:
@@ -167,18 +154,18 @@ def _of_assistant(content: str | Sequence[Mapping[str, Any]], where: str) -> Mes
 def _call(block: Mapping[str, Any], place: str) -> ToolCall:
     arguments = block.get("input") or {}
     if not isinstance(arguments, dict):
-        raise _wrong(f"{place}.input", arguments, "an object")
-    function = Function(_text(block, "name", place), arguments)
-    return ToolCall(function, id=_text(block, "id", place))
+        raise wrong_type(f"{place}.input", arguments, "an object")
+    function = Function(text_of(block, "name", place), arguments)
+    return ToolCall(function, id=text_of(block, "id", place))
 
 
 def _parts(block: Any, place: str) -> list[ContentPart]:
     """Return the parts of chat that show a block to the model: none for one without text, such as a reference."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
-        raise _wrong(f"{place}.type", kind, "the type of a content block, such as text")
+        raise wrong_type(f"{place}.type", kind, "the type of a content block, such as text")
     if kind == "text":
-        text = _text(block, "text", place)
+        text = text_of(block, "text", place)
         return [ContentPart("text", text)] if text else []
     if kind == "image":
         return [_image(block, place)]
@@ -211,12 +198,12 @@ def _image(block: Mapping[str, Any], place: str) -> ContentPart:
     """Return the part of chat that names the same image; what it names is looked at as in chat."""
     source = block.get("source")
     if not isinstance(source, dict):
-        raise _wrong(f"{place}.source", source, "an object of the type base64 or url")
+        raise wrong_type(f"{place}.source", source, "an object of the type base64 or url")
     kind = source.get("type")
     if kind == "url":
-        url = _text(source, "url", f"{place}.source")
+        url = text_of(source, "url", f"{place}.source")
     elif kind == "base64":
-        kind_of_data, data = (_text(source, name, f"{place}.source") for name in ("media_type", "data"))
+        kind_of_data, data = (text_of(source, name, f"{place}.source") for name in ("media_type", "data"))
         url = f"data:{kind_of_data};base64,{data}"
     else:
         raise unsupported(f"{place}.source.type", f"images come as base64 or by their url (got {quoted(kind)})")
@@ -279,17 +266,6 @@ def _template_variables(thinking: Thinking | None, given: dict[str, Any] | None)
     if thinking is None:
         return given
     return {**dict.fromkeys(THINKING_VARIABLES, thinking.type != "disabled"), **(given or {})}
-
-
-def _text(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{where}.{name}", value, "a string")
-    return value
-
-
-def _wrong(param: str, value: Any, allowed: str) -> RequestError:
-    return invalid(param, f"{param} is {quoted(value)}: allowed is {allowed}. The request was not run.", "invalid_type")
 
 
 def parsed_input(arguments: str) -> dict[str, Any]:

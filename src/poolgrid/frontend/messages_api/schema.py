@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from poolgrid.frontend.field_words import allowed
-from poolgrid.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, Count, Nvext, TokenId, TopK
-from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
+from poolgrid.frontend.schema import Count, SamplingFields
+from poolgrid.wire.limits import U32_MAX
 
 MESSAGES_MAX = 100_000
 """Most messages of one request; Anthropic's own limit."""
@@ -61,10 +61,9 @@ class OutputConfig(Struct):
     effort: str | None = None
 
 
-class CountedBody(Struct, kw_only=True):
-    """The fields that make a prompt: the body of ``/v1/messages/count_tokens``."""
+class CountedBody(SamplingFields, kw_only=True):
+    """The fields that make a prompt: the body of ``/v1/messages/count_tokens``, which says nothing of an answer."""
 
-    model: str
     messages: Annotated[
         list[TurnMessage], Meta(min_length=1, max_length=MESSAGES_MAX), allowed("a list of at least one message")
     ]
@@ -85,16 +84,5 @@ class MessagesBody(CountedBody, kw_only=True):
     """Body of ``/v1/messages``."""
 
     max_tokens: Count
-    stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    # Beyond Anthropic's, as in chat.
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX // 2)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
-    ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
-    nvext: Nvext | None = None

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.errors import RequestError, invalid, quoted
+from poolgrid.frontend.errors import text_of, wrong_type
 from poolgrid.frontend.field_words import without_nulls
 from poolgrid.frontend.schema import Function, ToolCall
 from poolgrid.frontend.tools import ClientTool, custom_arguments, joined_name
@@ -72,13 +72,13 @@ def earlier_call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall | N
     call_id = item.get("call_id") or (item.get("id") if kind in _NAMED_BY_ID else None)
     arguments: str | dict[str, Any]
     if kind in ("function_call", "custom_tool_call", "mcp_call"):
-        name = joined_name(_text(item, "namespace", where, ""), _text(item, "name", where))
+        name = joined_name(text_of(item, "namespace", where, ""), text_of(item, "name", where))
         if kind == "custom_tool_call":
-            arguments = custom_arguments(_text(item, "input", where, ""))
+            arguments = custom_arguments(text_of(item, "input", where, ""))
         elif isinstance(item.get("arguments"), dict):
             arguments = item["arguments"]
         else:
-            arguments = _text(item, "arguments", where, "")
+            arguments = text_of(item, "arguments", where, "")
     elif not isinstance(call_id, str):
         return None
     else:
@@ -89,7 +89,7 @@ def earlier_call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall | N
         inner = {key: value for key, value in without_nulls(inner).items() if key != "type"}
         arguments = msgspec.json.encode(inner).decode()
     if not isinstance(call_id, str):
-        raise _wrong(f"{where}.call_id", call_id)
+        raise wrong_type(f"{where}.call_id", call_id, "a string")
     return ToolCall(Function(name, arguments), id=call_id)
 
 
@@ -97,14 +97,3 @@ _NAMED_BY_ID: Final = ("function_call", "custom_tool_call", "local_shell_call", 
 """Calls whose answers may name them by the item's own id, or that carry their answer."""
 
 _OF_ITEMS: Final = ("type", "id", "call_id", "status", "execution", "namespace")
-
-
-def _text(item: Mapping[str, Any], name: str, where: str, otherwise: str | None = None) -> str:
-    value = item.get(name, otherwise)
-    if not isinstance(value, str):
-        raise _wrong(f"{where}.{name}", value)
-    return value
-
-
-def _wrong(param: str, value: Any) -> RequestError:
-    return invalid(param, f"{param} is {quoted(value)}: allowed is a string. The request was not run.", "invalid_type")

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.errors import invalid, text_of, unsupported, wrong_type
 from poolgrid.frontend.field_words import without_nulls
 from poolgrid.frontend.responses_api.calls import earlier_call
 from poolgrid.frontend.responses_api.schema import ResponsesBody
-from poolgrid.frontend.schema import ChatBody, ContentPart, Message, PlacedPart, ToolCall
+from poolgrid.frontend.schema import ChatBody, ContentPart, Message, PlacedPart, ToolCall, shared_fields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -27,27 +27,16 @@ def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
     loaded: list[Any] = []
     messages = _messages(body, earlier, loaded)
     return ChatBody(
-        model=body.model,
         messages=messages,
-        stream=body.stream,
         tools=_with_loaded(body.tools, loaded) if loaded and body.tools else body.tools,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if body.text is None else _response_format(body.text.format),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
         stop=body.stop,
-        stop_token_ids=body.stop_token_ids,
-        min_tokens=body.min_tokens,
-        ignore_eos=body.ignore_eos,
         chat_template_kwargs=body.chat_template_kwargs,
-        cache_salt=body.cache_salt,
-        nvext=body.nvext,
+        **shared_fields(body),
     )
 
 
@@ -76,7 +65,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, loaded:
     item = without_nulls(item)
     kind = item.get("type", "message")
     if not isinstance(kind, str):
-        raise _wrong(f"{where}.type", kind, "a string")
+        raise wrong_type(f"{where}.type", kind, "a string")
     if kind == "message":
         message = _message(item, where)
         # The assistant's reasoning comes as an item before its words.
@@ -109,7 +98,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, loaded:
 def _add_output(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
     call_id = item.get("call_id", item.get("id"))
     if call_id is not None and not isinstance(call_id, str):
-        raise _wrong(f"{where}.call_id", call_id, "a string")
+        raise wrong_type(f"{where}.call_id", call_id, "a string")
     content = _output(item.get("output", item.get("error", "")), f"{where}.output")
     messages.append(Message(role="tool", content=content, tool_call_id=call_id))
 
@@ -148,7 +137,7 @@ def _assistant(messages: list[Message]) -> Message:
 def _message(item: Mapping[str, Any], where: str) -> Message:
     role = item.get("role")
     if role not in _ROLES:
-        raise _wrong(f"{where}.role", role, "system, developer, user, assistant or tool")
+        raise wrong_type(f"{where}.role", role, "system, developer, user, assistant or tool")
     message = Message(role=role, content=_content(item.get("content", ""), f"{where}.content"))
     # As chat writes calls and results: agents that speak both APIs mix their forms.
     try:
@@ -163,17 +152,17 @@ def _content(content: Any, where: str) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, content, "a string or a list of text and image parts")
+        raise wrong_type(where, content, "a string or a list of text and image parts")
     parts: list[ContentPart] = []
     for number, part in enumerate(content):
         place = f"{where}[{number}]"
         if not isinstance(part, dict):
-            raise _wrong(place, part, "an object with a type")
+            raise wrong_type(place, part, "an object with a type")
         kind = part.get("type")
         if kind == "refusal":
-            parts.append(ContentPart("text", _text(part, "refusal", place)))
+            parts.append(ContentPart("text", text_of(part, "refusal", place)))
         elif kind in ("input_text", "output_text", "text") or isinstance(part.get("text"), str):
-            parts.append(ContentPart("text", _text(part, "text", place)))
+            parts.append(ContentPart("text", text_of(part, "text", place)))
         elif kind == "input_image":
             parts.append(_image(part, place))
         elif isinstance(kind, str):  # what is made of it is decided as in chat
@@ -181,7 +170,7 @@ def _content(content: Any, where: str) -> str | list[ContentPart]:
             thinking, reasoning = part.get("thinking"), part.get("reasoning")
             parts.append(PlacedPart(name, thinking=thinking, reasoning=reasoning, file=part, place=place))
         else:
-            raise _wrong(f"{place}.type", kind, "the type of a part, such as input_text")
+            raise wrong_type(f"{place}.type", kind, "the type of a part, such as input_text")
     return parts
 
 
@@ -189,7 +178,7 @@ def _image(part: Mapping[str, Any], place: str) -> ContentPart:
     """Return the part of chat that names the same image; what it names is looked at as in chat."""
     if part.get("file_id") is not None:
         raise unsupported(f"{place}.file_id", "no files are kept here; send the image as image_url")
-    return PlacedPart("image_url", image_url=_text(part, "image_url", place), place=place)
+    return PlacedPart("image_url", image_url=text_of(part, "image_url", place), place=place)
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
@@ -197,18 +186,11 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
     for group in ("content", "summary"):
         parts = item.get(group) or []
         if not isinstance(parts, list):
-            raise _wrong(f"{where}.{group}", parts, "a list of text parts")
+            raise wrong_type(f"{where}.{group}", parts, "a list of text parts")
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         if texts:
             return "\n".join(texts)
     return ""
-
-
-def _text(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{where}.{name}", value, "a string")
-    return value
 
 
 def _response_format(text_format: dict[str, Any] | None) -> Any:
@@ -223,7 +205,3 @@ def _response_format(text_format: dict[str, Any] | None) -> Any:
             "missing_required_parameter",
         )
     return {"type": "json_schema", "json_schema": {name: text_format[name] for name in text_format if name != "type"}}
-
-
-def _wrong(param: str, value: Any, allowed: str) -> RequestError:
-    return invalid(param, f"{param} is {quoted(value)}: allowed is {allowed}. The request was not run.", "invalid_type")

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from poolgrid.frontend.field_words import allowed
-from poolgrid.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, REFUSED, Count, Nvext, TokenId, ToolChoice, TopK
-from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
+from poolgrid.frontend.schema import REFUSED, Count, SamplingFields, ToolChoice
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 ITEMS_MAX = 16_384
 """Most input items of one request: the turns of a very long agent run."""
@@ -32,10 +32,9 @@ class ReasoningOptions(Struct):
     effort: str | None = None
 
 
-class ResponsesBody(Struct, kw_only=True):
+class ResponsesBody(SamplingFields, kw_only=True):
     """Body of ``/v1/responses``."""
 
-    model: str
     input: Annotated[
         str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=ITEMS_MAX)],
         allowed("a string or a list of items"),
@@ -47,9 +46,6 @@ class ResponsesBody(Struct, kw_only=True):
     text: TextOptions | None = None
     reasoning: Annotated[ReasoningOptions | None, allowed('an object such as {"effort": "low"}')] = None
     max_output_tokens: Count | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
     store: bool | None = None
@@ -59,16 +55,8 @@ class ResponsesBody(Struct, kw_only=True):
     include: Annotated[list[str] | None, allowed("a list of names of further output")] = None
     """Ignored, but for log probabilities: what else there is belongs to tools that do not run here."""
     # Beyond OpenAI's, as in chat.
-    top_k: TopK | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX // 2)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
-    ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
-    nvext: Nvext | None = None
     # Known elsewhere, refused here when they ask for something: see REFUSED_RESPONSES.
     conversation: Any = None
     background: Any = None

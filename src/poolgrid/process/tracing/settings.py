@@ -36,11 +36,6 @@ class TraceSettings(Settings):
         "OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_EXPORTER, OTEL_EXPORT_ENABLED), by default no traces. Needs "
         "poolgrid[otel].",
     )
-    trace_protocol: Protocol | None = Field(
-        None,
-        description="How they are sent; by default as OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says, else http/protobuf for "
-        "port 4318 or a path, and grpc for any other.",
-    )
     trace_sample_ratio: float | None = Field(
         None,
         ge=0,
@@ -72,7 +67,7 @@ def trace_target(settings: TraceSettings, environment: Mapping[str, str]) -> Tra
         raise ValueError(
             f"sending traces: the endpoint is {endpoint!r}, allowed are http://host:port and https://host:port"
         )
-    protocol = settings.trace_protocol or _protocol_of(environment)
+    protocol = _protocol_of(environment)
     if protocol is None:
         has_path = where.path.rstrip("/") != ""
         protocol = "http/protobuf" if has_path or _port(endpoint) == HTTP_PORT else "grpc"

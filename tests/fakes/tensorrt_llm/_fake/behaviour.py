@@ -37,22 +37,16 @@ class Behaviour:
     null_diff_crash: bool = False
     """The event serializer fails on a null diff, as before the fix on main: the events that were with it are lost, and
     the next request is refused with the error."""
-    late_notifications: int = 0
-    """So many reads that find no event raise ``IndexError`` in place of ``asyncio.QueueEmpty``."""
     leak_failed_transfers: bool = False
     """A request that is cancelled while its KV is on its way keeps its blocks for ever."""
 
-    rpc_proxy: bool = False
-    """Events and statistics are fetched by synchronous calls to the engine's process, made when a reader asks: the
-    caller's thread waits for them, without a limit while that process does not answer (``Executor.stop_process``).
-    A call that fails leaves the asynchronous readers with nothing and says so nowhere."""
     rpc_call_ms: float = 0.0
-    """How long such a call takes."""
+    """How long a call for events or statistics takes: a synchronous call to the engine's process, made when a reader
+    asks. The caller's thread waits, without a limit while that process does not answer (``Executor.stop_process``).
+    A call for events that fails returns nothing and says so nowhere."""
     sampler_ignores: bool = False
     """Penalties and the seed are taken and change nothing, unless ``sampler_type`` is ``TRTLLMSampler``. Without a seed
     requests that sample differ from each other; greedy ones do not."""
-    metrics_prefix: str = "trtllm_"
-    """Prefix of the names of ``MetricsCollector``."""
     input_processing_ms: float = 0.0
     """How long ``generate_async`` itself works on a prompt with media before it returns."""
     health_method: bool = True
@@ -77,10 +71,8 @@ class Behaviour:
 def as_released(profile: Profile = PROFILE) -> Behaviour:
     """Return what a release does to its callers, friendly or not."""
     return Behaviour(
-        rpc_proxy=profile.rpc_proxy,
-        rpc_call_ms=1.0 if profile.rpc_proxy else 0.0,
+        rpc_call_ms=1.0,
         sampler_ignores=profile.sampler_ignores,
-        metrics_prefix=profile.metrics_prefix,
         input_processing_ms=20.0,
         one_thread=True,
         stdout_lines=200,

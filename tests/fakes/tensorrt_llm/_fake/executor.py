@@ -154,7 +154,6 @@ class Executor:
             proxy.step()
         self._behaviour = behaviour
         self.events = AsyncQueue()
-        self.events.late_notifications = behaviour.late_notifications
         self.stats = AsyncQueue()
         self.buffer = EventBuffer(
             shape.event_buffer_max_size * (shape.ranks if shape.attention_dp else 1),

@@ -18,32 +18,25 @@ class Profile:
     """How one release differs from the others."""
 
     version: str
-    metrics_prefix: str
-    """Early collectors wrote names without one."""
     renamed_metrics: bool
     """``log_metrics_dict`` is called ``log_request_metrics_dict``, and ``log_iteration_stats`` is there."""
     later_disaggregation: bool
     """``DisaggregatedParams`` has the fields that came after 1.2, log probabilities of the first token among them."""
     request_priority: bool
     """``generate_async`` takes ``priority``; without ``waiting_queue_policy: priority`` it changes nothing."""
-    rpc_proxy: bool
-    """Events and statistics come by synchronous calls to the engine's process, not through its queues."""
     sampler_ignores: bool
     """``TorchSampler`` takes penalties and seeds and does nothing with them."""
     media_keys: bool
     """Stored blocks name the media that they depend on (``mm_keys``)."""
     media_uuids: bool
     """A prompt may name its media (``multi_modal_uuids``), and events say that name; otherwise it is passed over."""
-    accepts_build_config: bool
-    """The PyTorch backend takes a ``build_config`` and does nothing with it."""
     second_cache_manager: bool
     """``kv_cache_config.use_kv_cache_manager_v2`` exists, with its own names of blocks."""
 
 
 PROFILES = {
-    "1.1": Profile("1.1.0", "", False, False, False, False, True, False, False, True, False),
-    "1.2.1": Profile("1.2.1", "trtllm_", False, False, False, True, True, True, False, False, False),
-    "1.3": Profile("1.3.0", "trtllm_", True, True, True, True, False, True, True, False, True),
+    "1.2.1": Profile("1.2.1", False, False, False, True, True, False, False),
+    "1.3": Profile("1.3.0", True, True, True, False, True, True, True),
 }
 
 

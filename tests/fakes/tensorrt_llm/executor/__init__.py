@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .request import LoRARequest
-from .result import CompletionOutput, GenerationResult, IterationResult, Logprob
+from .result import CompletionOutput, GenerationResult, Logprob
 from .utils import RequestError
 
-__all__ = ["CompletionOutput", "GenerationResult", "IterationResult", "LoRARequest", "Logprob", "RequestError"]
+__all__ = ["CompletionOutput", "GenerationResult", "LoRARequest", "Logprob", "RequestError"]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -34,25 +34,14 @@ from .._fake.world import proxy_for
 from ..bindings.executor import KvCacheRetentionConfig
 from ..disaggregated_params import DisaggregatedParams
 from ..executor.request import LoRARequest
-from ..executor.result import EmptyIterationResult, IterationResult, RequestOutput, Response
+from ..executor.result import RequestOutput, Response
 from ..executor.utils import RequestError
 from ..sampling_params import SamplingParams
 from ..scheduling_params import SchedulingParams
-from .llm_args import TRTLLM_ENGINE_ONLY, AutoDeployConfig, SamplerType, TorchLlmArgs
+from .llm_args import TRTLLM_ENGINE_ONLY, SamplerType, TorchLlmArgs
 from .utils import AsyncQueue
 
 _request_ids = count(1)
-_AUTODEPLOY_REJECTED = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "moe_cluster_parallel_size",
-    "moe_tensor_parallel_size",
-    "moe_expert_parallel_size",
-    "enable_attention_dp",
-    "cp_config",
-    "build_config",
-)
 
 
 class FakeTokenizer:
@@ -109,16 +98,10 @@ class BaseLLM:
         ranks = getattr(self.args, "tensor_parallel_size", 1) * getattr(self.args, "pipeline_parallel_size", 1)
         executor = Executor(_shape(self.args, chosen), chosen, proxy_for(ranks))
         self._executor = executor
-        self._submitted = False
-        # The queues of another process, or what was fetched from them.
-        self._events = IterationResult(AsyncQueue() if chosen.rpc_proxy else executor.events)
-        self._stats = IterationResult(AsyncQueue() if chosen.rpc_proxy else executor.stats)
         self._finalizer = weakref.finalize(self, executor.shutdown)  # also at exit
 
     def _make_args(self, backend: str, given: dict[str, Any], kwargs: dict[str, Any]) -> BaseModel:
         name = type(self).__name__
-        if backend == "_autodeploy":
-            return _autodeploy_args(name, given, kwargs)
         if backend != "pytorch":
             raise ValueError(f"{name} has no backend {backend!r}")
         wrong = [each for each in kwargs if each in TRTLLM_ENGINE_ONLY]
@@ -327,13 +310,6 @@ class BaseLLM:
             priority=round(1000 * (priority - 0.5)) if self._orders_by_priority() else 0,
             encode=(lambda: _encoded(media, disaggregated_params, self._eyes)) if encoder else None,
         )
-        if not self._submitted:
-            for reader in (self._events, self._stats):
-                if not reader.queue.has_loop:
-                    reader.queue.bind()
-            self._submitted = True
-        self._events.mark_undone()
-        self._stats.mark_undone()
         executor.submit(request)
         return result
 
@@ -477,59 +453,24 @@ class BaseLLM:
                 return found
             executor.block_caller(100.0)
 
-    def _refill(self, reader: IterationResult, queue: AsyncQueue, timeout: float | None) -> IterationResult:
-        if not reader.queue.has_loop:
-            reader.queue.bind()
-        try:
-            found = self._fetched(queue, timeout)
-        except Exception:
-            found = []  # nobody is told
-        for each in found:
-            reader.queue.put(each)
-        reader.mark_undone()
-        reader.set_timeout(timeout)
-        return reader
-
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        if self._behaviour.rpc_proxy and self._executor is not None:
-            try:
-                return self._fetched(self._executor.events, timeout)
-            except Exception:
-                return []
-        self._check_events()
-        self._events.set_timeout(timeout)
-        return self._events.get_results()
+        if self._executor is None:
+            return []
+        try:
+            return self._fetched(self._executor.events, timeout)
+        except Exception:
+            return []
 
-    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        if self._behaviour.rpc_proxy and self._executor is not None:
-            return self._refill(self._events, self._executor.events, timeout)
-        self._check_events()
-        self._events.set_timeout(timeout)
-        return self._events
-
-    def _check_events(self) -> None:
-        ready = self._submitted and self._events_enabled()
-        assert ready, "KV Event IterationResult is not properly instantiated."
-
-    def _events_enabled(self) -> bool:
-        config: Any = self.args.kv_cache_config  # type: ignore[attr-defined]
-        return bool(config.event_buffer_max_size > 0 and config.enable_block_reuse)
+    async def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        for event in self.get_kv_cache_events(timeout):
+            yield event
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        if self._behaviour.rpc_proxy and self._executor is not None:
-            return self._fetched(self._executor.stats, timeout)
-        if not self._submitted:
-            return []
-        self._stats.set_timeout(timeout)
-        return self._stats.get_results()
+        return [] if self._executor is None else self._fetched(self._executor.stats, timeout)
 
-    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        if self._behaviour.rpc_proxy and self._executor is not None:
-            return self._refill(self._stats, self._executor.stats, timeout)
-        if not self._submitted:
-            return EmptyIterationResult()
-        self._stats.set_timeout(timeout)
-        return self._stats
+    async def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        for item in self.get_stats(timeout):
+            yield item
 
     # not TensorRT-LLM's: it cannot tell
 
@@ -582,25 +523,7 @@ else:
 
 
 class LLM(_Released):
-    """``LLM`` on the PyTorch backend, or with ``backend='_autodeploy'`` on AutoDeploy."""
-
-
-def _autodeploy_args(name: str, given: dict[str, Any], kwargs: dict[str, Any]) -> BaseModel:
-    values = {**given, **kwargs}
-    defaults = TorchLlmArgs(model="")
-    for each in _AUTODEPLOY_REJECTED:
-        if each in values and values[each] != getattr(defaults, each, None):
-            raise ValueError(f"AutoDeploy only supports parallelization via the `world_size` argument. Got {each}.")
-        values.pop(each, None)
-    for each in list(values):
-        if each not in AutoDeployConfig.model_fields:
-            if each in given:
-                values.pop(each)  # LLM's own parameters, which AutoDeploy ignores
-            else:
-                raise ValueError(f"{name} got invalid argument: {each}")
-    if values.get("max_beam_width", 1) != 1 or values.get("device", "cuda") != "cuda":
-        raise ValueError("AutoDeploy: max_beam_width and device are fixed")
-    return AutoDeployConfig(**values)
+    """``LLM`` on the PyTorch backend."""
 
 
 def _shape(args: Any, behaviour: behaviours.Behaviour) -> EngineShape:

@@ -31,11 +31,10 @@ from pydantic import (
     model_validator,
 )
 
-from poolgrid.workers.engines.trtllm.arguments.contract import contract as facts_at_run_time
-from poolgrid.workers.engines.trtllm.arguments.later_arguments import KV_EVENTS, LATER_FIELDS
+from poolgrid.workers.engines.trtllm.arguments.event_stream import KV_EVENTS
 
 from .._fake.profile import PROFILE
-from .._fake.surface import ADDED, LACKING
+from .._fake.surface import ADDED, LATER_FIELDS, RUN_TIME
 
 _FACTS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "contract_1_2_1.json").read_text(encoding="utf-8"))
 _REQUIRED = "<required>"
@@ -241,8 +240,6 @@ def _model(
 ) -> type[BaseModel]:
     """Make a model of a section of the facts, as the pretended release has it; ``other`` fields are as given."""
     fields = dict(_facts_of(_FACTS[section] if facts is None else facts))
-    for lacking in LACKING[PROFILE.version].get(section, ()):
-        fields.pop(lacking, None)
     fields |= ADDED[PROFILE.version].get(section, {})
     definitions = {each: other.get(each) or _field(each, fact) for each, fact in fields.items()}
     made: type[BaseModel] = create_model(name, __base__=base, __module__=__name__, **definitions)  # type: ignore[call-overload]
@@ -262,12 +259,11 @@ def _speculative() -> Any:
 
 def _sparse_attention() -> Any:
     """The facts name these only; their fields are in the run-time ones."""
-    union = facts_at_run_time().unions["sparse_attention"]
-    for variant, fields in union.variants.items():
-        known = {name: {"type": field.type, "default": field.default} for name, field in fields.items()}
-        known[union.discriminator] = {"type": f"Literal['{variant}']", "default": variant}
-        _model(f"{variant}SparseAttention", f"sparse_attention.{variant}", facts=known)
-    return reduce(operator.or_, (_NAMES[f"{variant}SparseAttention"] for variant in union.variants)) | None
+    union = RUN_TIME["unions"]["sparse_attention"]
+    for variant, fields in union["variants"].items():
+        kind = {union["discriminator"]: {"type": f"Literal['{variant}']", "default": variant}}
+        _model(f"{variant}SparseAttention", f"sparse_attention.{variant}", facts={**fields, **kind})
+    return reduce(operator.or_, (_NAMES[f"{variant}SparseAttention"] for variant in union["variants"])) | None
 
 
 _UNIONS: dict[str, Callable[[], Any]] = {
@@ -306,14 +302,8 @@ MTPDecodingConfig = _decoding("MTPDecodingConfig", "MTP")
 NGramDecodingConfig = _decoding("NGramDecodingConfig", "NGram")
 DraftTargetDecodingConfig = _decoding("DraftTargetDecodingConfig", "DraftTarget")
 TorchLlmArgs = _model("TorchLlmArgs", "llm_args", _LlmRules)
-AutoDeployConfig = _model(
-    "AutoDeployConfig",
-    "auto_deploy",
-    facts=_FACTS["auto_deploy"]["config"],
-    kv_cache_config=(KvCacheConfig, Field(default_factory=lambda: KvCacheConfig(copy_on_partial_reuse=False))),
-)
 
-TRTLLM_ENGINE_ONLY = frozenset() if PROFILE.accepts_build_config else frozenset({"build_config"})
+TRTLLM_ENGINE_ONLY = frozenset({"build_config"})
 """Arguments of the TensorRT backend that the PyTorch backend refuses by name."""
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from .._fake import behaviour as behaviours
 from .._fake.profile import PROFILE
 
 
@@ -16,7 +15,7 @@ class _Collector:
 
     def __init__(self, labels: dict[str, str], registry: CollectorRegistry = REGISTRY) -> None:
         self.labels = labels
-        self.metric_prefix = behaviours.behaviour.metrics_prefix
+        self.metric_prefix = "trtllm_"
         names = list(labels)
         self._finished = Counter(
             f"{self.metric_prefix}request_success_total",

@@ -60,8 +60,8 @@ class Dialect(Protocol):
     """How requests are put to one kind of server. Pure."""
 
     @property
-    def health_path(self) -> str:
-        """Path that answers 200 while the server does its work."""
+    def title(self) -> str:
+        """What people call such a server."""
         ...
 
     @property
@@ -71,8 +71,4 @@ class Dialect(Protocol):
 
     def call(self, request: Generate) -> Call:
         """Return how to ask for a request; raises ``RefusedError`` for what the server cannot do."""
-        ...
-
-    def refusal(self, status: int, body: bytes, retry_after_ms: int | None = None) -> Failure:
-        """Return what an answer with another status than 200 means."""
         ...

@@ -106,8 +106,6 @@ class Launch:
     """What servers of this kind make of addresses."""
     shares_ports: bool = True
     """Whether it binds its port while the worker holds it, so that nobody else gets it while the server is down."""
-    health_path: str = "/health"
-    """Path that answers 200 once it serves."""
 
     def ranks(self, options: Mapping[str, str]) -> int:
         """Return how many ranks arguments ask for; raises ``ValueError`` for what is no number."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
 from poolgrid.workers.core.vetting import logprob_of
 from poolgrid.workers.engines.server.core.calls import Failure
+
+T = TypeVar("T")
 
 BUSY_STATUSES = frozenset({408, 429, 503})
 """Statuses of a server that has no room now."""
@@ -147,6 +150,46 @@ def _failure(title: str, status: int, message: str, words: str, retry_after_ms: 
     if status in KEY_REFUSED:
         return Failure(f"{title} does not serve its worker", RefusalKind.BROKEN, words, key_refused=True)
     return Failure(f"{title} failed (status {status})", RefusalKind.BROKEN, words)
+
+
+def read_answer(decode: Callable[[bytes], T], data: bytes, title: str) -> T:
+    """Return a chunk of an answer, or a whole one; raises ``DecodeError``."""
+    try:
+        return decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(f"an answer of {title}", str(error)) from None
+
+
+def trace_headers(request: Generate) -> tuple[str, ...]:
+    """Return the headers that carry a request's trace."""
+    return () if request.trace is None else tuple(f"{name}: {value}" for name, value in request.trace.headers.items())
+
+
+def common_sampling(sampling: Sampling) -> dict[str, Any]:
+    """Return what all such servers take of sampling, in OpenAI's names; ``None`` = left open."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": sampling.min_tokens or None,
+        "ignore_eos": sampling.ignore_eos or None,
+        "logit_bias": bias_of(sampling),
+    }
+
+
+def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is not left open."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def choice_regex(choices: Iterable[str]) -> str:
+    """Return the expression of one of several texts."""
+    return "(" + "|".join(re.escape(each) for each in choices) + ")"
 
 
 def prompt_of(request: Generate) -> list[int]:

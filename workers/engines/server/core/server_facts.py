@@ -39,7 +39,7 @@ class EventSource:
 class ServerFacts:
     """What an engine server says of itself."""
 
-    kind: str
+    kind: str = ""
     """Name of its engine, as ``--engine`` takes it."""
     version: str = ""
     model: str = ""

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from poolgrid.workers.engines.trtllm.arguments.contract import Fault, contract, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import Fault, contract, look_up, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, read_yaml
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_experts, look_up
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_experts
 
 PATH = "moe_config.load_balancer"
 
@@ -30,7 +30,7 @@ def balancer_faults(arguments: Mapping[str, Any]) -> list[Fault]:
             f"working directory ({Path.cwd()}), or the balancer written out")
         ]  # fmt: skip
     moe = {**(arguments.get("moe_config") or {}), "load_balancer": balancer}
-    faults = contract().check({"moe_config": moe}, "pytorch")
+    faults = contract().check({"moe_config": moe})
     faults = [fault for fault in faults if fault.path.startswith(PATH)] or check_experts(
         {**arguments, "moe_config": moe}
     )

@@ -1,36 +1,49 @@
-"""The argument facts of TensorRT-LLM 1.2.1, and a checker that finds all faults of an engine configuration by path.
+"""The argument facts of TensorRT-LLM 1.2.1, as a pydantic model that finds all faults of a configuration by path.
 
-The facts are data (``arguments_1_2_1.json``): each field's type, default and range. Types are written in a small
-language: ``int``, ``float``, ``bool``, ``str``, ``any``, ``object`` (a Python object: cannot come from a file),
-``dict``, ``list[T]``, ``dict[K,V]``, ``Literal['a','b']``, the name of a section, union or enum of the data, and ``|``.
+The facts are data (``arguments_1_2_1.json``): each field's type, default and range. Types are written as Python writes
+them; ``object`` is a Python object, which cannot come from a file, and other names are sections, unions or enums of the
+data. ``later_arguments.json`` has what came after 1.2.1 and poolgrid knows what to do with: it passes here, and the
+installed version refuses it where it does not have it.
 
-Rules:
-
-1. Checking never stops at the first fault, and never changes the value.
-2. It is stricter than pydantic: ``"16"`` is not an integer, ``1`` is not a boolean. An integer is a good float.
-3. A key that is not known is a fault with the nearest known key: TensorRT-LLM refuses it too (``extra=forbid``).
+Checks need neither the package nor a GPU. They are stricter than TensorRT-LLM's own: ``"16"`` is not an integer. An
+argument that is not known is a fault, because TensorRT-LLM refuses it too (``extra=forbid``).
 """
 
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Union
 
-from poolgrid.workers.engines.trtllm.arguments.later_arguments import LATER_FIELDS
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, PositiveInt, ValidationError, create_model
+from pydantic import Field as ModelField
+from pydantic_core import ErrorDetails
 
+KV_CACHE = "kv_cache_config"
 REQUIRED = "<required>"
-PYTORCH = "pytorch"
-AUTODEPLOY = "_autodeploy"
-Backend = Literal["pytorch", "_autodeploy"]
+TOP = "llm_args"
 
 SUGGESTION_CUTOFF = 0.6
 """Least similarity (``difflib``) of a suggested name; below it a suggestion misleads more than it helps."""
+
+_ALLOWED = {
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "finite_number": "a number",
+    "too_short": "a list with at least one entry",
+}
+"""What is allowed, by the type of pydantic's error; it says the others itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,108 +63,121 @@ class Fault:
 class ContractError(ValueError):
     """An engine configuration breaks the contract; ``faults`` has every place."""
 
-    def __init__(self, what: str, faults: Sequence[Fault], notes: Sequence[str] = ()) -> None:
+    def __init__(self, what: str, faults: Sequence[Fault]) -> None:
         self.faults = tuple(faults)
-        self.notes = tuple(notes)
-        """What may explain the faults, without being one."""
-        lines = [str(fault) for fault in faults] + [f"note: {note}" for note in notes]
-        super().__init__(f"{what}: " + "; ".join(lines))
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One argument."""
-
-    name: str
-    type: str
-    default: Any
-    range: str | None = None
-    frozen: bool = False
-    """Only the default is accepted."""
-
-    @property
-    def required(self) -> bool:
-        """Whether it has no default."""
-        return isinstance(self.default, str) and self.default == REQUIRED
-
-
-@dataclass(frozen=True, slots=True)
-class Variants:
-    """A nested configuration whose fields depend on a discriminating key."""
-
-    discriminator: str
-    aliases: dict[str, str]
-    variants: dict[str, dict[str, Field]]
-    known: tuple[str, ...]
-    accepted_by: dict[str, tuple[str, ...]]
+        super().__init__(f"{what}: " + "; ".join(map(str, faults)))
 
 
 class Contract:
     """The facts of one TensorRT-LLM version."""
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
+    def __init__(self, facts: Mapping[str, Any], later: Mapping[str, Any]) -> None:
         self.version: str = facts["version"]
-        self.sections = {name: _fields(section) for name, section in facts["sections"].items()}
-        for name, later in LATER_FIELDS.items():
-            self.sections[name] = self.sections.get(name, {}) | _fields(later)
-        self.unions = {
-            name: Variants(
-                union["discriminator"],
-                dict(union["aliases"]),
-                {variant: _fields(fields) for variant, fields in union["variants"].items()},
-                tuple(union["known"]),
-                {backend: tuple(accepted) for backend, accepted in union["accepted_by"].items()},
-            )
-            for name, union in facts["unions"].items()
+        self._sections: dict[str, dict[str, Any]] = {
+            name: {**facts["sections"].get(name, {}), **later.get(name, {})} for name in {*facts["sections"], *later}
         }
-        self.enums: dict[str, tuple[str, ...]] = {name: tuple(values) for name, values in facts["enums"].items()}
-        self.case_insensitive_enums = frozenset(facts["case_insensitive_enums"])
-        self.auto_deploy = _fields(facts["auto_deploy"]["fields"])
-        self.auto_deploy_rejected: tuple[str, ...] = tuple(facts["auto_deploy"]["rejected_when_not_default"])
-        self.tensorrt_engine_only = frozenset(facts["tensorrt_engine_only"])
-        self.later_versions = frozenset(facts["later_versions"])
+        self._unions: Mapping[str, Any] = facts["unions"]
+        self._refusals: Mapping[str, str] = facts["refusals"]
+        self.fields: dict[str, dict[str, Any]] = {}
+        """Facts of every argument, by dotted path."""
+        self._collect(TOP, "")
+        self._model = self._make_model(facts["enums"], frozenset(facts["case_insensitive_enums"]))
 
-    @property
-    def llm_args(self) -> dict[str, Field]:
-        """The arguments of ``LLM`` on the PyTorch backend."""
-        return self.sections["llm_args"]
+    def check(self, arguments: Mapping[str, Any]) -> list[Fault]:
+        """Return every fault of ``LLM`` arguments; none of the top ones has to be there."""
+        try:
+            self._model.model_validate(arguments)
+        except ValidationError as error:
+            return self._faults(arguments, error.errors(include_url=False))
+        return []
 
-    def check(self, arguments: Mapping[str, Any], backend: str = PYTORCH, required: Iterable[str] = ()) -> list[Fault]:
-        """Return every fault of ``LLM`` arguments for a backend.
+    def default(self, path: str) -> Any:
+        """Return the default at a dotted path; ``None`` where there is none."""
+        default = self.fields.get(path, {}).get("default")
+        if not isinstance(default, str) or default == REQUIRED:
+            return None if default == REQUIRED else default
+        # A section's default is written as a constructor call: an empty mapping says the same.
+        return {} if default.endswith("()") else default
 
-        ``required`` names the top-level arguments that must be there (``model``, before an engine starts); an engine
-        file has none.
-        """
-        faults: list[Fault] = []
-        if backend not in (PYTORCH, AUTODEPLOY):
-            return [Fault("backend", f"is {backend!r}, allowed are {PYTORCH!r} and {AUTODEPLOY!r}")]
-        known = self.auto_deploy if backend == AUTODEPLOY else self.llm_args
-        backend_field = {"backend": self.llm_args["backend"]}
-        _Checker(self, backend, faults).mapping(arguments, known | backend_field, "", set(required))
-        return faults
+    def _collect(self, section: str, path: str) -> None:
+        variants = self._unions.get(section, {}).get("variants", {"": self._sections.get(section, {})})
+        for fields in variants.values():
+            for name, field in fields.items():
+                where = f"{path}.{name}" if path else name
+                self.fields[where] = field
+                for word in re.findall(r"\w+", field["type"]):
+                    if word in self._sections or word in self._unions:
+                        self._collect(word, where)
 
-    def unknown_key(self, key: str, known: Iterable[str], backend: str, top: bool) -> str:
+    def _make_model(self, enums: Mapping[str, Sequence[str]], folded: frozenset[str]) -> type[BaseModel]:
+        names: dict[str, Any] = {"Anything": Any, "Literal": Literal, "Positive": PositiveInt}
+        names["PythonObject"] = Annotated[Any, BeforeValidator(_refuse)]
+        names["NumberKey"] = Annotated[int, ModelField(strict=False)]  # JSON has no other keys than text
+        for name, members in enums.items():
+            words: Any = Literal[tuple(members)]
+            names[name] = Annotated[words, BeforeValidator(_upper)] if name in folded else words
+        for name, fields in self._sections.items():
+            names[name] = _model(name, fields, {}, all_optional=name == TOP)
+        for name, union in self._unions.items():
+            kinds = [
+                _model(kind, fields, union["aliases"], **{union["discriminator"]: (Literal[kind], ...)})
+                for kind, fields in union["variants"].items()
+            ]
+            names |= {kind.__name__: kind for kind in kinds}
+            names[name] = Annotated[Union[tuple(kinds)], ModelField(discriminator=union["discriminator"])]  # noqa: UP007
+        for each in list(names.values()):
+            if isinstance(each, type) and issubclass(each, BaseModel):
+                each.model_rebuild(_types_namespace=names)
+        model: type[BaseModel] = names[TOP]
+        return model
+
+    def _faults(self, arguments: Mapping[str, Any], errors: Iterable[ErrorDetails]) -> list[Fault]:
+        found: dict[str, list[str]] = {}
+        for error in errors:
+            path = _path_of(arguments, error)
+            found.setdefault(path, []).append(self._message(path, error))
+        # Of several types that a value may have, one that was looked into says more than that it is no other.
+        return [
+            Fault(path, " or ".join([messages[0], *(each.rpartition("allowed is ")[2] for each in messages[1:])]))
+            for path, messages in found.items()
+            if not any(other.startswith((f"{path}.", f"{path}[")) for other in found)
+        ]
+
+    def _message(self, path: str, error: ErrorDetails) -> str:
+        kind, value, said = error["type"], error["input"], error["msg"]
+        match kind:
+            case "extra_forbidden":
+                return self._unknown(path)
+            case "missing" | "union_tag_not_found":
+                return "is required and absent"
+            case "invalid_key":
+                return "the key is no text"
+            case "union_tag_invalid":
+                value, said = error["ctx"]["tag"], error["ctx"]["expected_tags"]
+        allowed = _ALLOWED.get(kind) or said.removeprefix("Input should be ").removeprefix("Value error, ")
+        message = f"is {shown(value)}, allowed is {re.sub('^(?=greater|less)', 'a value ', allowed)}"
+        if isinstance(value, str):
+            near = nearest(value, re.findall(r"'([^']*)'", allowed))
+            if near:
+                message += f"; did you mean {near!r}?"
+            elif kind in ("int_type", "float_type") and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value, re.I):
+                message += "; it is text here: write the number without quotes (in YAML 1.0e-3, not 1e-3)"
+        return message
+
+    def _unknown(self, path: str) -> str:
         """Return what is wrong with a key that no field has, with what may have been meant."""
-        if top and key in self.tensorrt_engine_only:
-            return "belongs to the TensorRT engine backend; the PyTorch backend of 1.2.1 refuses it"
-        if top and backend == PYTORCH and key in self.auto_deploy:
-            return f"belongs to the {AUTODEPLOY} backend; the PyTorch backend of {self.version} refuses it"
-        if top and backend == AUTODEPLOY and key in self.llm_args:
-            return f"is not an argument of the {AUTODEPLOY} backend"
-        if top and key in self.later_versions:
-            return f"came after TensorRT-LLM {self.version}, which refuses it"
-        holders = [name for name, fields in self.sections.items() if key in fields and name in self.llm_args]
-        if top and holders:
-            return f"is not an argument at the top; did you mean '{holders[0]}.{key}'?"
-        near = nearest(key, known)
-        return "is not a known argument" + (f"; did you mean {near!r}?" if near else "")
+        above, _, key = path.rpartition(".")
+        if path in self._refusals:
+            return self._refusals[path]
+        beside = {name.rpartition(".")[2] for name in self.fields if name.rpartition(".")[0] == above} - {key}
+        elsewhere = next((name for name in self.fields if name.rpartition(".")[2] == key), None)
+        meant = elsewhere if elsewhere and not above else nearest(key, beside)
+        return "is not a known argument" + (f"; did you mean {meant!r}?" if meant else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the most similar known word, if one is similar enough."""
-    by_folded: dict[str, str] = {}
-    for each in known:
-        by_folded.setdefault(each.lower(), each)
+    by_folded = {each.lower(): each for each in known}
     found = get_close_matches(word.lower(), by_folded, n=1, cutoff=SUGGESTION_CUTOFF)
     return by_folded[found[0]] if found else None
 
@@ -159,40 +185,24 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 @cache
 def contract() -> Contract:
     """Return the contract that poolgrid is written against."""
-    text = resources.files(__package__).joinpath("arguments_1_2_1.json").read_text(encoding="utf-8")
-    return Contract(json.loads(text))
+    files = resources.files(__package__)
+    facts, later = (
+        json.loads(files.joinpath(name).read_text(encoding="utf-8"))
+        for name in ("arguments_1_2_1.json", "later_arguments.json")
+    )
+    return Contract(facts, {name: fields for name, fields in later.items() if not name.startswith("_")})
 
 
-def _fields(section: Mapping[str, Any]) -> dict[str, Field]:
-    return {
-        name: Field(name, each["type"], each["default"], each.get("range"), bool(each.get("frozen")))
-        for name, each in section.items()
-    }
-
-
-def alternatives(expression: str) -> list[str]:
-    """Split a type expression at its top-level bars."""
-    parts, depth, start = [], 0, 0
-    for at, character in enumerate(expression):
-        if character in "[{":
-            depth += 1
-        elif character in "]}":
-            depth -= 1
-        elif character == "|" and not depth:
-            parts.append(expression[start:at].strip())
-            start = at + 1
-    parts.append(expression[start:].strip())
-    return parts
-
-
-def literals(expression: str) -> list[str]:
-    """Return the words of ``Literal['a','b']``."""
-    return [word.strip().strip("'") for word in expression.removeprefix("Literal[").removesuffix("]").split(",")]
-
-
-def _split_pair(inner: str) -> tuple[str, str]:
-    key, _, value = inner.partition(",")
-    return key.strip(), value.strip()
+def look_up(arguments: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, or the contract's default; ``None`` below a null."""
+    value: Any = arguments
+    where = ""
+    for key in path.split("."):
+        where = f"{where}.{key}" if where else key
+        if value is None:
+            return None
+        value = value[key] if isinstance(value, Mapping) and key in value else contract().default(where)
+    return value
 
 
 def shown(value: Any) -> str:
@@ -204,205 +214,57 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_SCALARS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+def _model(
+    name: str, fields: Mapping[str, Any], aliases: Mapping[str, str], all_optional: bool = False, **more: Any
+) -> type[BaseModel]:
+    """Return the model of a section; a name may be written as its alias too."""
+    made: dict[str, Any] = dict(more)
+    for field, facts in fields.items():
+        spelled = facts["type"].replace("dict[int,", "dict[NumberKey,")
+        # Words that Python has with another meaning.
+        spelled = re.sub(r"\bany\b", "Anything", re.sub(r"\bobject\b", "PythonObject", spelled))
+        options: dict[str, Any] = {}
+        limit = facts.get("range") or ""
+        if limit.startswith("["):
+            options["ge"], options["le"] = map(float, limit[1:-1].split(","))
+        elif limit.startswith(">"):
+            options["ge" if limit[1] == "=" else "gt"] = float(limit.lstrip(">= "))
+        elif limit.startswith("non-empty"):
+            options["min_length"] = 1
+            if "> 0" in limit:
+                spelled = spelled.replace("list[int]", "list[Positive]")
+        if field in aliases.values():
+            others = [alias for alias, meant in aliases.items() if meant == field]
+            options["validation_alias"] = AliasChoices(field, *others)
+        required = facts["default"] == REQUIRED and not all_optional
+        # The name of a field may be one of pydantic's own methods.
+        made[f"of_{field}"] = (spelled, ModelField(... if required else None, **{"validation_alias": field, **options}))
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: type[BaseModel] = create_model(name, __config__=config, **made)
+    return model
 
 
-def _is_scalar(value: Any, kind: str) -> bool:
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "int":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind == "float":
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if kind == "str":
-        return isinstance(value, str)
-    return value is None
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
 
 
-class _Checker:
-    """One walk over a configuration; collects faults."""
+def _refuse(value: Any) -> Any:
+    raise ValueError("only null: it is a Python object, which a file cannot hold")
 
-    def __init__(self, facts: Contract, backend: str, faults: list[Fault]) -> None:
-        self._facts = facts
-        self._backend = backend
-        self._faults = faults
 
-    def mapping(
-        self,
-        value: Mapping[Any, Any],
-        fields: Mapping[str, Field],
-        path: str,
-        required: set[str] | None = None,
-        aliases: Mapping[str, str] | None = None,
-    ) -> None:
-        """Check a mapping against named fields; ``required`` replaces what the fields themselves require."""
-        renamed = aliases or {}
-        seen: dict[str, str] = {}
-        for key, each in value.items():
-            where = _join(path, key)
-            if not isinstance(key, str):
-                self._fault(where, f"the key is {shown(key)}, allowed is text")
-                continue
-            name = renamed.get(key, key)
-            field = fields.get(name)
-            if field is None:
-                words = [*fields, *renamed]
-                self._fault(where, self._facts.unknown_key(key, words, self._backend, top=not path))
-                continue
-            if name in seen:
-                self._fault(where, f"says again what {seen[name]!r} says; keep one of the two")
-                continue
-            seen[name] = key
-            self.value(each, field.type, where)
-            if each is not None:
-                self._range(each, field, where)
-            if field.frozen and each != field.default:
-                self._fault(where, f"is {shown(each)}, allowed is only {shown(field.default)}")
-        for name in required if required is not None else (f.name for f in fields.values() if f.required):
-            if name not in seen:
-                self._fault(_join(path, name), "is required and absent")
-
-    def value(self, value: Any, expression: str, path: str) -> None:
-        """Check a value against a type expression."""
-        options = alternatives(expression)
-        if "any" in options or (value is None and "None" in options):
-            return
+def _path_of(arguments: Any, error: ErrorDetails) -> str:
+    """Return the dotted path of an error, whose location also names members of unions."""
+    path = ""
+    value: Any = arguments
+    for at, step in enumerate(error["loc"], 1):
         if isinstance(value, Mapping):
-            for option in options:
-                if self._as_mapping(value, option, path):
-                    return
-        elif isinstance(value, list | tuple):
-            for option in options:
-                if option.startswith("list["):
-                    inner = option[5:-1]
-                    for at, each in enumerate(value):
-                        self.value(each, inner, f"{path}[{at}]")
-                    return
-        else:
-            for option in options:
-                if option in _SCALARS and _is_scalar(value, option):
-                    return
-                if value in self._words(option):
-                    return
-                folds = option in self._facts.case_insensitive_enums and isinstance(value, str)
-                if folds and value.upper() in self._facts.enums[option]:
-                    return
-        self._fault(path, f"is {shown(value)}, allowed {self._allowed(options, value)}")
-
-    def _as_mapping(self, value: Mapping[Any, Any], option: str, path: str) -> bool:
-        if option in self._facts.sections:
-            fields = self._facts.sections[option]
-            self.mapping(value, fields, path)
-            return True
-        if option in self._facts.unions:
-            self._union(value, option, path)
-            return True
-        if option == "dict":
-            return True
-        if option.startswith("dict["):
-            key_type, value_type = _split_pair(option[5:-1])
-            for key, each in value.items():
-                # JSON has no other keys than text.
-                as_json = key_type == "int" and isinstance(key, str) and key.lstrip("-").isdigit()
-                if not as_json and not _is_scalar(key, key_type):
-                    self._fault(_join(path, key), f"the key is {shown(key)}, allowed is {_SCALARS[key_type]}")
-                self.value(each, value_type, _join(path, key))
-            return True
-        return False
-
-    def _union(self, value: Mapping[Any, Any], name: str, path: str) -> None:
-        union = self._facts.unions[name]
-        where = _join(path, union.discriminator)
-        if union.discriminator not in value:
-            self._fault(where, f"is required and absent, allowed are {_listed(union.known)}")
-            return
-        kind = value[union.discriminator]
-        if not isinstance(kind, str) or kind not in union.known:
-            near = nearest(kind, union.known) if isinstance(kind, str) else None
-            hint = f"; did you mean {near!r}?" if near else ""
-            self._fault(where, f"is {shown(kind)}, allowed are {_listed(union.known)}{hint}")
-            return
-        accepted = union.accepted_by[self._backend]
-        if kind not in accepted:
-            self._fault(
-                where,
-                f"is {shown(kind)}, which the {self._backend} backend of {self._facts.version} is not known to "
-                f"accept; allowed are {_listed(accepted) or 'none'}",
-            )
-            return
-        rest = {key: each for key, each in value.items() if key != union.discriminator}
-        self.mapping(rest, union.variants[kind], path, aliases=union.aliases)
-
-    def _words(self, option: str) -> tuple[str, ...]:
-        if option.startswith("Literal["):
-            return tuple(literals(option))
-        return self._facts.enums.get(option, ())
-
-    def _allowed(self, options: Sequence[str], value: Any) -> str:
-        words = [word for option in options for word in self._words(option)]
-        kinds = [_SCALARS[option] for option in options if option in _SCALARS]
-        for option in options:
-            if option in self._facts.sections or option in self._facts.unions or option.startswith("dict"):
-                kinds.insert(0, "a mapping")
-            elif option.startswith("list["):
-                kinds.insert(0, "a list")
-            elif option == "object":
-                return "is only null: it is a Python object, which a file cannot hold"
-        text = "are " + " or ".join([_listed(words), *kinds]) if words else "is " + " or ".join(kinds)
-        if isinstance(value, str):
-            near = nearest(value, words)
-            if near:
-                text += f"; did you mean {near!r}?"
-            elif any(option in ("int", "float") for option in options) and _reads_as_number(value):
-                text += "; it is text here: write the number without quotes (in YAML 1.0e-3, not 1e-3)"
-        return text
-
-    def _range(self, value: Any, field: Field, path: str) -> None:
-        if field.range is None:
-            return
-        if field.range.startswith("non-empty"):
-            if isinstance(value, list | tuple):
-                if not value:
-                    self._fault(path, "is an empty list, allowed are lists with at least one entry")
-                elif "> 0" in field.range:
-                    for at, each in enumerate(value):
-                        if _is_scalar(each, "float") and each <= 0:
-                            self._fault(f"{path}[{at}]", f"is {shown(each)}, allowed are integers from 1")
-            return
-        if not _is_scalar(value, "float"):
-            return
-        text = field.range
-        if text.startswith("["):
-            low, high = (float(each) for each in text[1:-1].split(","))
-            fits = low <= value <= high
-        elif text.startswith(">="):
-            fits = value >= float(text[2:])
-        else:
-            fits = value > float(text[1:])
-        if not fits:
-            self._fault(path, f"is {shown(value)}, allowed are {_range_words(text)}")
-
-    def _fault(self, path: str, message: str) -> None:
-        self._faults.append(Fault(path, message))
-
-
-def _range_words(text: str) -> str:
-    if text.startswith("["):
-        low, high = text[1:-1].split(",")
-        return f"{low.strip()} to {high.strip()}"
-    return f"values {text}"
-
-
-def _reads_as_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(repr(word) for word in words)
-
-
-def _join(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
+            found = step if step in value else next((key for key in value if str(key) == str(step)), None)
+            if found is None and not (error["type"] == "missing" and at == len(error["loc"])):
+                continue
+            path = f"{path}.{step}" if path else str(step)
+            value = value.get(found)
+        elif isinstance(value, list | tuple) and isinstance(step, int):
+            path, value = f"{path}[{step}]", value[step]
+    if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        path += "." + error["ctx"]["discriminator"].strip("'")
+    return path

@@ -20,21 +20,14 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults, balancer_warning
-from poolgrid.workers.engines.trtllm.arguments.contract import (
-    AUTODEPLOY,
-    PYTORCH,
-    ContractError,
-    Fault,
-    contract,
-    shown,
-)
+from poolgrid.workers.engines.trtllm.arguments.contract import ContractError, Fault, contract, look_up, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, read_yaml
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine, look_up
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine
 from poolgrid.workers.engines.trtllm.arguments.event_stream import PATH as STREAM
 from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStream, event_stream, stream_faults
 from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, TrtllmSettings
@@ -51,13 +44,10 @@ KVBM_CONNECTOR = {
 }
 """Where Dynamo's block manager keeps its TensorRT-LLM connector (the ``kvbm`` package)."""
 
-_REFUSED = "checking engine arguments, the engine is not started"
-
 DISCRIMINATORS = ("decoding_type", "algorithm")
 
 _ARGUMENT_OF_SETTING = {
     "model_path": "model",
-    "backend": "backend",
     "tensor_parallel_size": "tensor_parallel_size",
     "pipeline_parallel_size": "pipeline_parallel_size",
     "expert_parallel_size": "moe_expert_parallel_size",
@@ -106,10 +96,6 @@ class EngineArguments:
     """Where it publishes them by itself; ``None`` = they are read through ``LLM``."""
 
     @property
-    def backend(self) -> str:
-        return cast(str, self.values.get("backend") or PYTORCH)
-
-    @property
     def attention_dp_size(self) -> int:
         """Ranks with a KV cache of their own: each is its own routing target."""
         return int(look_up(self.values, "tensor_parallel_size")) if look_up(self.values, "enable_attention_dp") else 1
@@ -117,16 +103,11 @@ class EngineArguments:
     @property
     def block_size(self) -> int:
         """Tokens in a KV block."""
-        if self.backend == AUTODEPLOY:
-            return int(self.values["attn_page_size"])
         return int(look_up(self.values, "kv_cache_config.tokens_per_block"))
 
     @property
     def gpus(self) -> tuple[int, str]:
         """How many GPUs the engine needs, and how that comes about (``TP 4 x PP 1``)."""
-        if self.backend == AUTODEPLOY:
-            count = max(1, int(self.values.get("world_size", 1)))
-            return count, f"world size {count}"
         sizes = {
             name: int(look_up(self.values, f"{kind}_parallel_size") or 1)
             for name, kind in (("TP", "tensor"), ("PP", "pipeline"), ("CP", "context"))
@@ -228,29 +209,23 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
 def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer | None = None) -> EngineArguments:
     """Return the arguments of a run, or raise ``ContractError`` with every fault, each with its path and source."""
     layers = [*setting_layers(settings), *(layer for layer in (file, override) if layer is not None)]
-    faults = [
-        Fault(fault.path, f"{fault.message} (from {layer.source})")
-        for layer in layers[2:]
-        for fault in contract_faults_of_layer(layer.values)
-    ]
-    if faults:
-        raise ContractError(_REFUSED, faults)
     merged = merge(layers)
-    warnings = _overridden(layers[1].values, merged)
-    merged, publishes = _require(settings, merged, warnings)
-    if merged.backend == AUTODEPLOY:
-        merged = _prune(merged, warnings)
-    faults = contract().check(merged.values, merged.backend)
+    faults = contract().check(merged.values)
     if not merged.values.get("model"):
         faults.insert(0, Fault("model", "is required and absent, give --model-path"))
-    if not faults and merged.backend == PYTORCH:
-        faults = check_engine(merged.values, settings.disaggregation_mode)
-        faults += stream_faults(merged.values, merged.attention_dp_size)
-    if faults:
-        placed = [Fault(fault.path, f"{fault.message} (from {merged.source(fault.path)})") for fault in faults]
-        raise ContractError(_REFUSED, placed, warnings)
+    _raise(faults, merged)
+    warnings = _overridden(layers[1].values, merged)
+    merged, publishes = _require(settings, merged, warnings)
+    faults = check_engine(merged.values, settings.disaggregation_mode)
+    _raise(faults + stream_faults(merged.values, merged.attention_dp_size), merged)
     stream = event_stream(merged.values) if publishes else None
     return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes, stream=stream)
+
+
+def _raise(faults: Sequence[Fault], arguments: EngineArguments) -> None:
+    if faults:
+        placed = [Fault(fault.path, f"{fault.message} (from {arguments.source(fault.path)})") for fault in faults]
+        raise ContractError("checking engine arguments, the engine is not started", placed)
 
 
 def _overridden(given: Mapping[str, Any], merged: EngineArguments) -> list[str]:
@@ -273,32 +248,9 @@ def resolve_files(settings: TrtllmSettings) -> EngineArguments:
     if settings.override_engine_args:
         override = Layer(OVERRIDE, parse_json(settings.override_engine_args, OVERRIDE))
     arguments = resolve(settings, file, override)
-    faults = balancer_faults(arguments.values)
-    if faults:
-        placed = [Fault(fault.path, f"{fault.message} (from {arguments.source(fault.path)})") for fault in faults]
-        raise ContractError(_REFUSED, placed, arguments.warnings)
+    _raise(balancer_faults(arguments.values), arguments)
     warning = balancer_warning(arguments.values)
     return replace(arguments, warnings=(*arguments.warnings, warning)) if warning else arguments
-
-
-def contract_faults_of_layer(values: Mapping[str, Any]) -> list[Fault]:
-    """Return the faults of one source's values alone; what a nested configuration lacks may come from elsewhere.
-
-    The backend is decided by all layers together, so a key counts as known when either backend has it.
-    """
-    facts = contract()
-    either = []
-    by_backend = {backend: facts.check(values, backend) for backend in (PYTORCH, AUTODEPLOY)}
-    for fault in by_backend[PYTORCH]:
-        top = fault.path.partition(".")[0].partition("[")[0]
-        if fault.message.endswith("is required and absent") or "is required and absent, allowed" in fault.message:
-            continue
-        if fault.path == top and top in facts.auto_deploy and top not in facts.llm_args:
-            continue
-        # Where the backends' types differ (speculative decoding, cp_config), one that accepts it is enough.
-        if any(each.path == fault.path for each in by_backend[AUTODEPLOY]) or top not in facts.auto_deploy:
-            either.append(fault)
-    return either
 
 
 def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[str]) -> tuple[EngineArguments, bool]:
@@ -318,7 +270,6 @@ def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[s
     reuses = look_up(values, "kv_cache_config.enable_block_reuse")
     publishes = settings.publish_events_and_metrics and mode != "encode"
     if publishes:
-        need("backend", PYTORCH, "only that backend publishes events")
         need("enable_iter_perf_stats", True, "without it the PyTorch backend has no statistics to publish")
         if not reuses:
             source = merged.source("kv_cache_config.enable_block_reuse")
@@ -361,39 +312,6 @@ def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[s
             del result.sources[each]
     _merge_into(result.values, needs, RUN, result.sources, "")
     return result, bool(publishes and reuses)
-
-
-def _prune(merged: EngineArguments, warnings: list[str]) -> EngineArguments:
-    """Drop what the AutoDeploy backend does not take; one warning for each that somebody asked for."""
-    facts = contract()
-    kept: dict[str, Any] = {}
-    sources = dict(merged.sources)
-    gpus = merged.values.get("tensor_parallel_size", 1)
-    for name, value in merged.values.items():
-        field = facts.auto_deploy.get(name)
-        if name == "backend" or (field is not None and not (field.frozen and value != field.default)):
-            kept[name] = value
-            continue
-        source = merged.source(name)
-        for each in [each for each in sources if each.partition(".")[0] == name]:
-            del sources[each]
-        default = facts.llm_args[name].default if name in facts.llm_args else None
-        if source == DEFAULT or value == default:
-            continue
-        instead = "ignored"
-        if name == "tensor_parallel_size" and "world_size" not in merged.values:
-            instead = f"world_size is {gpus} instead"
-        warnings.append(
-            f"{name} is {shown(value)} (from {source}): the {AUTODEPLOY} backend has no such argument, {instead}"
-        )
-    if "attn_page_size" not in kept:
-        # Blocks are the unit that routers reason in: the two names of their size must agree.
-        kept["attn_page_size"] = look_up(merged.values, "kv_cache_config.tokens_per_block")
-        sources["attn_page_size"] = merged.source("kv_cache_config.tokens_per_block")
-    if gpus != 1 and "world_size" not in kept:
-        kept["world_size"] = gpus
-        sources["world_size"] = RUN
-    return EngineArguments(kept, sources)
 
 
 def render(arguments: EngineArguments) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults
-from poolgrid.workers.engines.trtllm.arguments.contract import PYTORCH, Fault, contract, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import Fault, contract, look_up, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, read_yaml
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import Mode, check_engine, check_pair, look_up
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import Mode, check_engine, check_pair
 from poolgrid.workers.engines.trtllm.core.model_abilities import model_problem
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 
@@ -33,7 +33,6 @@ _MODES: dict[str, Mode] = {
     "decode": "decode",
     "encode": "encode",
 }
-_SIDES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,7 @@ def mode_of(name: str) -> Mode | None:
 
 def check_arguments(arguments: Mapping[str, Any], mode: Mode | None) -> list[Fault]:
     """Return every fault of one engine file's arguments; rules between fields only where the fields are right."""
-    backend = arguments.get("backend", PYTORCH)
-    faults = contract().check(arguments, backend if isinstance(backend, str) else PYTORCH)
-    if not faults and backend == PYTORCH:
-        faults = check_engine(arguments, mode or "prefill_and_decode")
-    return faults
+    return contract().check(arguments) or check_engine(arguments, mode or "prefill_and_decode")
 
 
 def to_aggregated(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from poolgrid.workers.engines.trtllm.arguments.contract import Fault, contract, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import Fault, look_up, shown
 
 Mode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
 
@@ -19,27 +19,6 @@ GRAPH_BATCH_DEFAULT = 128
 
 MAX_BATCH_SIZE_DEFAULT = 2048
 """TensorRT-LLM's own, where ``max_batch_size`` is null."""
-
-
-def look_up(arguments: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path, or the contract's default; ``None`` below a null."""
-    facts = contract()
-    value: Any = arguments
-    fields = facts.llm_args
-    keys = path.split(".")
-    for at, key in enumerate(keys):
-        if at:
-            fields = facts.sections.get(keys[at - 1], {})
-        if value is None:
-            return None
-        if isinstance(value, Mapping) and key in value:
-            value = value[key]
-            continue
-        field = fields.get(key)
-        default = None if field is None or field.required else field.default
-        # A section's default is written as a constructor call: an empty mapping says the same.
-        value = {} if isinstance(default, str) and default.endswith("()") else default
-    return value
 
 
 def graph_batch_sizes(maximum: int, padding: bool) -> list[int]:

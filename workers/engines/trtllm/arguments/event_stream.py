@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.workers.engines.trtllm.arguments.contract import Fault, shown
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
-from poolgrid.workers.engines.trtllm.arguments.later_arguments import KV_CACHE, KV_EVENTS
+from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, Fault, look_up, shown
 
+KV_EVENTS = "kv_events_config"
 PATH = f"{KV_CACHE}.{KV_EVENTS}"
 PORT_MAX = 65_535
 

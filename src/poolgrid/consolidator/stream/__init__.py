@@ -1,1 +1,0 @@
-"""The journal as a stream of messages that somebody else stores: its rules, without a socket."""

@@ -1,1 +1,0 @@
-"""What is known of names, without a socket, a file or a clock."""

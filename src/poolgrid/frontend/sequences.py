@@ -1,0 +1,166 @@
+"""From a prepared request and its prompts to the sequences that a router is asked for, one per prompt and choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from poolgrid.frontend.errors import invalid
+from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
+from poolgrid.frontend.prompts import overflow, too_long
+from poolgrid.frontend.retention import for_prompt
+from poolgrid.frontend.schema import (
+    COPIED_TO_SAMPLING,
+    JSON_NUMBER_MAX,
+    ChatBody,
+    CompletionBody,
+    InferenceBody,
+    Nvext,
+)
+from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
+from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
+from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
+from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.requests import LogitsProcessorCall, Sampling
+
+COMPLETION_MAX_TOKENS_DEFAULT = 16
+"""OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""
+
+
+def sequences_of(
+    job: PreparedRequest,
+    prompts: Sequence[Prompt],
+    request_ids: Sequence[str],
+    headers: Mapping[str, str] | None = None,
+) -> list[InferenceRequest]:
+    """Return one request per prompt and choice, in the order of their ``index``; raises ``RequestError``."""
+    body = job.body
+    per_prompt = job.choices_per_prompt
+    salt = job.own_salt or job.client_salt
+    stop_token_ids = _stop_token_ids(job)
+    nvext = None if job.is_plain else body.nvext
+    agent = nvext.agent_hints if nvext is not None else None
+    hints = _hints(nvext, headers)
+    seed = body.seed
+    if seed is None and len(request_ids) > 1:
+        # Without a seed of their own the choices of one request could all be the same text.
+        seed = stable_u64(name_of(request_ids[0])) & 0x7FFF_FFFF
+    # As ``SequenceOutput`` collects: neither events, nor stop strings to look for, nor log probabilities.
+    read_whole = not body.stream and not job.stops and job.logprobs is None
+    requests: list[InferenceRequest] = []
+    for position, prompt in enumerate(prompts):
+        sampling = _sampling(job, prompt)
+        retention = None if job.retention is None else for_prompt(job.retention, prompt.isl)
+        for index in range(position * per_prompt, (position + 1) * per_prompt):
+            requests.append(  # noqa: PERF401 - the seed is woven in step by step
+                InferenceRequest(
+                    request_id=request_ids[index],
+                    model=job.served.name,
+                    token_ids=prompt.token_ids,
+                    sampling=sampling
+                    if seed is None
+                    else msgspec.structs.replace(sampling, seed=_wrap_i64(seed + index)),
+                    stop_token_ids=stop_token_ids,
+                    priority=agent.priority or 0 if agent is not None else 0,
+                    lora_name=job.lora_name,
+                    cache_salt=salt,
+                    cache_shares=None if job.domain is None else job.domain.shares,
+                    expected_output_tokens=agent.osl if agent is not None else None,
+                    multimodal=prompt.multimodal,
+                    read_whole=read_whole,
+                    retention=retention,
+                    hints=hints,
+                )
+            )
+    return requests
+
+
+def _stop_token_ids(job: PreparedRequest) -> tuple[int, ...]:
+    listed = None if job.is_plain else job.body.stop_token_ids
+    own = tuple(dict.fromkeys(listed)) if listed else ()
+    if job.body.ignore_eos:
+        return own
+    return own + tuple(token_id for token_id in job.model.eos_token_ids if token_id not in own)
+
+
+def _max_tokens(job: PreparedRequest, isl: int) -> tuple[str, int]:
+    """Return the name of the field that says how long the answer may be, and what it says, or its default."""
+    body = job.body
+    room = job.max_sequence_length - isl
+    if isl < 1:
+        raise invalid(job.prompt_param, f"{job.prompt_param} is empty: allowed is a prompt of at least one token")
+    if room < 1:
+        raise too_long(job, isl)
+    name, max_tokens = "max_tokens", body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        name, max_tokens = "max_completion_tokens", body.max_completion_tokens
+    elif max_tokens is None:
+        max_tokens = room if job.chat else min(COMPLETION_MAX_TOKENS_DEFAULT, room)
+    if max_tokens > room:
+        raise overflow(
+            job,
+            name,
+            isl,
+            max_tokens,
+            f"you requested {isl + max_tokens} tokens ({isl} in the {job.prompt_param}, "
+            f"{max_tokens} in the completion): allowed for {name} is 1 to {room}",
+        )
+    return name, max_tokens
+
+
+def _sampling(job: PreparedRequest, prompt: Prompt) -> Sampling:
+    body = job.body
+    name, max_tokens = _max_tokens(job, len(prompt.token_ids) // TOKEN_BYTES)
+    # Engines read a prompt to generate: of nothing wanted they make one token, which nobody is shown.
+    generated = max(1, max_tokens)
+    if job.is_plain:
+        return Sampling(
+            max_tokens=generated, temperature=body.temperature, seed=body.seed, ignore_eos=bool(body.ignore_eos)
+        )
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"min_tokens is {min_tokens}: allowed is 0 to {name} ({max_tokens})")
+    return Sampling(
+        max_tokens=generated,
+        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        min_tokens=min_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=job.logprobs,
+        logit_bias=body.logit_bias or None,
+        prompt_logprobs=job.logprobs if isinstance(body, CompletionBody) and body.echo else None,
+        logits_processors=_logits_processors(body) if body.logits_processors else (),
+        **{field: getattr(body, field) for field in COPIED_TO_SAMPLING},
+        **job.guide,
+    )
+
+
+def _hints(nvext: Nvext | None, headers: Mapping[str, str] | None) -> Mapping[str, Any]:
+    """Return what the client asked of routing, for ``InferenceRequest.hints``."""
+    hints: dict[str, Any] = {}
+    if nvext is not None and (nvext.router is not None or nvext.agent_hints is not None):
+        agent = nvext.agent_hints
+        hints["nvext"] = {
+            "router": nvext.router,
+            "agent_hints": None if agent is None else {"priority": agent.priority, "osl": agent.osl},
+        }
+    if headers:
+        hints["headers"] = headers
+    return hints or NO_HINTS
+
+
+def _logits_processors(body: InferenceBody) -> tuple[LogitsProcessorCall, ...]:
+    """Return the processors that a body asks for; which names exist is for the worker to say."""
+    calls = []
+    for index, entry in enumerate(body.logits_processors or ()):
+        arguments = msgspec.json.encode(entry.arguments)
+        if len(arguments) > LOGITS_ARGUMENT_BYTES_MAX:
+            param = f"logits_processors[{index}].arguments"
+            raise invalid(param, f"{param} is {len(arguments)} bytes of JSON: allowed are {LOGITS_ARGUMENT_BYTES_MAX}")
+        calls.append(LogitsProcessorCall(entry.name, arguments))
+    return tuple(calls)
+
+
+def _wrap_i64(value: int) -> int:
+    return value if value <= JSON_NUMBER_MAX else value - 2**64

@@ -1,0 +1,275 @@
+"""All connections of one HTTP server: who may come, what each waits for and since when, and what is held for them.
+
+Rules
+    1. A connection is in at most one queue: waiting for its next request, amid a head, amid a body, or on its way out.
+       Each queue has one time limit, so the first is always the next to run out, and looking for it costs the same
+       however many wait. Times are looked at every tick of the server, a tenth of a second. A time in which this
+       process stood still is nobody's: what clients sent meanwhile waits unread in their sockets.
+    2. When there is no room for a new connection, the one that has waited longest for a request, else for the rest of
+       a head, gives way: whoever only holds connections loses them. With a request in each, the new one is refused.
+    3. When there is no room for more of a body, the body that began first gives way: whoever only holds memory loses
+       it.
+    4. What is refused is counted by reason. The log says each reason at most once in ``SAID_EVERY_S``, with the number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import resource
+from email.utils import formatdate
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+
+from poolgrid.http.browser_requests import AllowedHosts
+from poolgrid.http.exchange import Application
+from poolgrid.http.http_settings import HttpLimits
+from poolgrid.process.instruments import Counter, Gauge
+
+if TYPE_CHECKING:
+    from poolgrid.http.connection import HttpConnection
+
+log = logging.getLogger(__name__)
+
+SAID_EVERY_S = 60.0
+"""Shortest time between two lines of the log about the same kind of refusal."""
+
+LINGER_S = 2.0
+"""How long a connection that was refused something is read and thrown away: closing at once would reset it, and the
+client might never read why."""
+
+OTHER_FILES = 512
+"""Open files kept for the rest of the process: sockets to workers, the journal, libraries."""
+
+SOURCE_PREFIX_V6 = 64
+"""Bits of an IPv6 address that name one site: every machine there has the rest of them to itself."""
+
+
+class Queue(dict["HttpConnection", float]):
+    """Connections in the order of their coming, with the time of it."""
+
+    def first(self) -> HttpConnection | None:
+        return next(iter(self), None)
+
+
+class HttpConnections:
+    """The connections of one server, in its event loop."""
+
+    def __init__(
+        self,
+        app: Application,
+        limits: HttpLimits,
+        registry: CollectorRegistry | None = None,
+        hosts: AllowedHosts | None = None,
+    ) -> None:
+        """Metrics go into ``registry`` when there is one; requests may name ``hosts`` only, where there are any."""
+        self.app = app
+        self.limits = limits
+        self.hosts = hosts
+        self.date_line = b""
+        """The header of every answer."""
+        self.open: set[HttpConnection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Those that run the application."""
+        self.idle = Queue()
+        """Waiting for a further request."""
+        self.heads = Queue()
+        """New, or with a part of a head."""
+        self.bodies = Queue()
+        """With a part of a body."""
+        self.closing = Queue()
+        """Closed by us, with an answer that the client has not taken yet."""
+        self.lingering = Queue()
+        """Refused, and read until the client has seen it."""
+        self.stuck = Queue()
+        """Whose client does not take its answer; in another queue besides, or none."""
+        self.unfinished_bytes = 0
+        """What has come of requests that are not whole."""
+        self._by_source: dict[str, int] = {}
+        self._count = 0
+        self._refused = Counter(
+            "poolgrid_http_refused_total",
+            "Connections and requests that the HTTP server refused before any endpoint saw them, by reason. It grows "
+            "under an attack, or when a limit is too small for honest clients; invalid_http is a port scan or a client "
+            "that speaks TLS to a server without it. The log has the addresses, each reason at most once a minute.",
+            ("reason",),
+            registry=registry,
+        )
+        self._unsaid: dict[str, int] = {}
+        self._say_at_s: dict[str, float] = {}
+        opened = Gauge(
+            "poolgrid_http_connections",
+            "Open connections of the HTTP server. The limit is `http_connections`.",
+            across="sum",
+            registry=registry,
+        )
+        opened.set_function(lambda: float(self._count))
+        unfinished = Gauge(
+            "poolgrid_http_unfinished_bytes",
+            "Memory held for requests that are not whole yet, and for those behind a request in work. The "
+            "limit is `http_unfinished_bytes`.",
+            across="sum",
+            registry=registry,
+        )
+        unfinished.set_function(lambda: float(self.unfinished_bytes))
+        self._per_source_max = limits.connections_per_address or max(1, limits.connections * 3 // 4)
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def refused(self) -> dict[str, int]:
+        return self._refused.by_label()
+
+    def is_idle(self) -> bool:
+        """Return whether no connection is open and no request in flight."""
+        return not self.open and not self.tasks
+
+    def set_date(self, wall_s: float) -> None:
+        self.date_line = b"date: %b\r\n" % formatdate(wall_s, usegmt=True).encode()
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def admit(self, source: str, now_s: float) -> str | None:
+        """Count a new connection from ``source`` in; return the reason if there is no room for it."""
+        if self._by_source.get(source, 0) >= self._per_source_max:
+            self.note("connections_per_address", source, now_s)
+            return f"{self._per_source_max} connections are open from {source}, the limit"
+        if self._count >= self.limits.connections:
+            given_way = self.idle.first() or self.heads.first()
+            if given_way is None:
+                self.note("connections", source, now_s)
+                return f"{self._count} connections are open, each with a request in work, the limit"
+            self.note("gave_way", source, now_s)
+            given_way.close_idle()
+        self._count += 1
+        self._by_source[source] = self._by_source.get(source, 0) + 1
+        return None
+
+    def leave(self, source: str) -> None:
+        """Count a connection out."""
+        self._count -= 1
+        left = self._by_source[source] - 1
+        if left:
+            self._by_source[source] = left
+        else:
+            del self._by_source[source]
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def make_room(self, connection: HttpConnection, source: str, now_s: float) -> None:
+        """Let bodies go that began first, until the rest fits; ``connection`` from ``source`` has just got more."""
+        while self.unfinished_bytes > self.limits.unfinished_bytes:
+            first = self.bodies.first()
+            if first is None:
+                return
+            self.note("unfinished_bytes", source, now_s)
+            first.abort_body()
+            if first is connection:
+                return
+
+    def has_room(self, size: int) -> bool:
+        """Return whether bytes of requests that nobody has begun may be held."""
+        return self.unfinished_bytes + size <= self.limits.unfinished_bytes
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """End what has run out of time; ``now_s`` is the event loop's."""
+        limits = self.limits
+        _run_out(self.idle, now_s - limits.keep_alive_timeout_s, now_s)
+        _run_out(self.heads, now_s - limits.header_timeout_s, now_s)
+        if self.bodies:
+            self._tick_bodies(now_s)
+        while (first := self.lingering.first()) is not None and self.lingering[first] <= now_s - LINGER_S:
+            del self.lingering[first]
+            first.transport.abort()
+        for queue in (self.closing, self.stuck):
+            while (first := queue.first()) is not None and queue[first] <= now_s - limits.write_timeout_s:
+                del queue[first]
+                # Who is in both is judged once.
+                if (queue is self.closing and first in self.stuck) or first.is_writing():
+                    queue[first] = now_s
+                else:
+                    self.note("write_timeout", "a client that takes nothing", now_s)
+                    first.transport.abort()
+
+    def extend_deadlines(self, pause_s: float) -> None:
+        """Give every connection ``pause_s`` more: the process stood still for so long and read nothing."""
+        for queue in (self.idle, self.heads, self.bodies, self.closing, self.lingering, self.stuck):
+            for connection, since_s in queue.items():
+                queue[connection] = since_s + pause_s
+
+    def _tick_bodies(self, now_s: float) -> None:
+        late = []
+        for connection, since_s in self.bodies.items():
+            if since_s > now_s - self.limits.body_timeout_s:
+                break  # whoever came later has more time left than the least of all
+            if connection.body_deadline_s(since_s, now_s) <= now_s:
+                late.append(connection)
+        for connection in late:
+            connection.time_out(now_s)
+
+    # -- what is said --------------------------------------------------------------------------------------------------
+
+    def note(self, reason: str, source: str, now_s: float) -> None:
+        """Count a refusal, and say so when it is time."""
+        self._refused.labels(reason).inc()
+        self._unsaid[reason] = self._unsaid.get(reason, 0) + 1
+        if now_s >= self._say_at_s.get(reason, float("-inf")):
+            log.warning(
+                "refused over HTTP (%s): %d since the last such line, now from %s; %d connections are open, %d bytes "
+                "are held of requests that are not whole",
+                reason,
+                self._unsaid[reason],
+                source,
+                self._count,
+                self.unfinished_bytes,
+            )
+            self._unsaid[reason] = 0
+            self._say_at_s[reason] = now_s + SAID_EVERY_S
+
+
+def _run_out(queue: Queue, before_s: float, now_s: float) -> None:
+    while (first := queue.first()) is not None and queue[first] <= before_s:
+        first.time_out(now_s)
+        queue.pop(first, None)
+
+
+def source_of(host: str) -> str:
+    """Return what connections are counted by: an IPv4 address, or the network of an IPv6 address."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, SOURCE_PREFIX_V6), strict=False))
+
+
+def connections_that_fit(wanted: int) -> int:
+    """Return how many connections the limit of open files allows; raises that limit for them where it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    allowed = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        log.info("raised the limit of open files from %d to %d for %d HTTP connections", soft, allowed, wanted)
+    fit = max(1, min(wanted, allowed - min(OTHER_FILES, allowed // 2)))
+    if fit < wanted:
+        log.warning(
+            "setting http_connections: %d are wanted, %d fit into the limit of %d open files with %d kept for the rest "
+            "of the process; raise it (ulimit -n, LimitNOFILE) or lower the setting",
+            wanted,
+            fit,
+            allowed,
+            OTHER_FILES,
+        )
+    return fit

@@ -1,0 +1,264 @@
+"""One HTTP request and its answer: the ASGI ``receive`` and ``send`` of a connection.
+
+Rules
+    1. The application starts once the body is whole, or once ``BODY_BUFFER_BYTES`` of it are buffered. Then reading
+       pauses until the application asks for more.
+    2. Status line, headers and the first part of the body are one write. An empty first part with more to follow sends
+       the head alone.
+    3. ``send`` writes at once and returns something that is already done, unless the client reads too slowly: then it
+       waits. A part of a stream costs no coroutine.
+    4. ``scope["extensions"][ON_DISCONNECT]`` takes a function that is called once if the client leaves before the
+       answer is complete. It replaces a task per request that waits for ``http.disconnect``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from poolgrid.http.connection import HttpConnection
+
+log: Final = logging.getLogger(__name__)
+
+ON_DISCONNECT: Final = "poolgrid.on_disconnect"
+"""Key in ``scope["extensions"]`` of the function that registers what is called when the client leaves."""
+
+BODY_BUFFER_BYTES: Final = 64 * 1024
+"""Most of a request body that waits for the application."""
+
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+STATUS_LINES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Application = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+_FAILED: Final[tuple[Message, ...]] = (
+    {
+        "type": "http.response.start",
+        "status": 500,
+        "headers": [
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", b"21"),
+            (b"connection", b"close"),
+        ],
+    },
+    {"type": "http.response.body", "body": b"Internal Server Error"},
+)
+
+
+class _Done:
+    """An awaitable that has nothing to wait for."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
+_DONE: Final = _Done()
+
+
+class HttpExchange:
+    """One request and its answer."""
+
+    __slots__ = (
+        "_body",
+        "_chunked",
+        "_connection",
+        "_event",
+        "_has_body",
+        "_head",
+        "_is_delivered",
+        "_left_bytes",
+        "_method",
+        "_on_disconnect",
+        "expects_continue",
+        "is_complete",
+        "is_disconnected",
+        "is_received",
+        "is_started",
+        "keep_alive",
+        "version",
+    )
+
+    def __init__(
+        self, connection: HttpConnection, method: str, version: str, keep_alive: bool, expects_continue: bool
+    ) -> None:
+        self._connection = connection
+        self._method = method
+        self.version = version
+        self.keep_alive = keep_alive
+        self.expects_continue = expects_continue
+        """The client sends the body only once it has been asked for it."""
+        self._body: bytes | bytearray = b""
+        self._is_delivered = False
+        """The application has the whole body."""
+        self._event: asyncio.Event | None = None
+        self._on_disconnect: Callable[[], None] | None = None
+        self._head = b""
+        """The head of the answer, until it leaves with the first part of the body."""
+        self._chunked = False
+        self._has_body = True
+        self._left_bytes = 0
+        """What is still to come of an answer that announced its length."""
+        self.is_received = False
+        """The request is whole."""
+        self.is_started = False
+        """The application has begun its answer."""
+        self.is_complete = False
+        self.is_disconnected = False
+
+    # -- the request, from the connection ------------------------------------------------------------------------------
+
+    def take(self, part: bytes) -> bool:
+        """Keep a part of the body; return whether it is enough for now. A body in one piece is never copied."""
+        if not self._body:
+            self._body = part
+        elif isinstance(self._body, bytes):
+            self._body = bytearray(self._body) + part
+        else:
+            self._body += part
+        if len(self._body) < BODY_BUFFER_BYTES:
+            return False
+        self._wake()
+        return True
+
+    def receive_end(self) -> None:
+        self.is_received = True
+        self._wake()
+
+    def disconnect(self) -> None:
+        """Tell the application that the client has left, or that the server has given up the request."""
+        self.is_disconnected = True
+        self._wake()
+        on_disconnect, self._on_disconnect = self._on_disconnect, None
+        if on_disconnect is not None:
+            on_disconnect()
+
+    def _wake(self) -> None:
+        if self._event is not None:
+            self._event.set()
+
+    # -- the application -----------------------------------------------------------------------------------------------
+
+    async def run(self, app: Application, scope: Scope) -> None:
+        """Call the application; answer 500 if it fails before it has begun its answer."""
+        scope["extensions"] = {ON_DISCONNECT: self._register}
+        try:
+            await app(scope, self.receive, self.send)
+            if not (self.is_complete or self.is_disconnected):
+                raise RuntimeError("serving a request: the application returned without a complete response")
+        except BaseException as error:
+            log.error("the application failed: this is a bug", exc_info=error)
+            if self.is_complete or self.is_disconnected:
+                return
+            if self.is_started:
+                self._connection.transport.abort()
+                return
+            for message in _FAILED:
+                await self.send(message)
+
+    def _register(self, on_disconnect: Callable[[], None]) -> None:
+        if self.is_disconnected:
+            on_disconnect()
+        elif not self.is_complete:
+            self._on_disconnect = on_disconnect
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, or that the client has left."""
+        if self.expects_continue and not self.is_started:
+            self.expects_continue = False
+            self._connection.transport.write(CONTINUE)
+        while not (self.is_disconnected or self.is_complete):
+            if not self._is_delivered and (self.is_received or len(self._body) >= BODY_BUFFER_BYTES):
+                self._is_delivered = self.is_received
+                body, self._body = bytes(self._body), b""
+                if self._connection.flow.is_full:
+                    self._connection.flow.fill(False)
+                return {"type": "http.request", "body": body, "more_body": not self._is_delivered}
+            if self._event is None:
+                self._event = asyncio.Event()
+            self._event.clear()
+            await self._event.wait()
+        return {"type": "http.disconnect"}
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Write a part of the answer."""
+        if self._connection.flow.is_write_blocked and not self.is_disconnected:
+            return self._send_later(message)
+        self._send(message)
+        return _DONE
+
+    async def _send_later(self, message: Message) -> None:
+        await self._connection.flow.drain()
+        self._send(message)
+
+    def _send(self, message: Message) -> None:
+        if self.is_disconnected:
+            return
+        if self.is_complete:
+            raise RuntimeError("sending a response: it is complete already")
+        kind = message["type"]
+        if not self.is_started:
+            if kind != "http.response.start":
+                raise RuntimeError(f"sending a response: it begins with {kind!r}, not with 'http.response.start'")
+            self._start(message["status"], message.get("headers", ()))
+            return
+        if kind != "http.response.body":
+            raise RuntimeError(f"sending a response: {kind!r} came where 'http.response.body' is allowed")
+        self._send_body(message.get("body", b""), message.get("more_body", False))
+
+    def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._has_body = self._method != "HEAD" and status not in (204, 304)
+        length: int | None = None
+        lines = []
+        for name, value in headers:
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"connection":
+                if b"close" in value.lower():
+                    self.keep_alive = False
+                continue
+            lines.append(name + b": " + value)
+        if not self.keep_alive:
+            lines.append(b"connection: close")
+        # Without a length HTTP/1.0 knows only the end of the connection.
+        self._chunked = self._has_body and length is None and self.version == "1.1"
+        self._left_bytes = -1 if length is None else length
+        if self._chunked:
+            lines.append(b"transfer-encoding: chunked")
+        head = b"\r\n".join(lines)
+        breaks = max(len(lines) - 1, 0)
+        if head.count(b"\n") != breaks or head.count(b"\r") != breaks:
+            raise RuntimeError("sending a response: a header contains a line break")
+        line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        self._head = b"".join((line, self._connection.table.date_line, head, b"\r\n\r\n" if lines else b"\r\n"))
+        self.is_started = True
+
+    def _send_body(self, body: bytes, more: bool) -> None:
+        if not self._has_body:
+            body = b""
+        elif self._chunked:
+            if body:
+                body = b"%x\r\n%b\r\n" % (len(body), body)
+            if not more:
+                body += b"0\r\n\r\n"
+        elif self._left_bytes >= 0:
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0 or (self._left_bytes and not more):
+                self._connection.transport.abort()
+                raise RuntimeError("sending a response: its body has another length than its content-length")
+        if self._head:
+            body = self._head + body
+            self._head = b""
+        if body:
+            self._connection.transport.write(body)
+        if not more:
+            self.is_complete = True
+            self._on_disconnect = None
+            self._wake()
+            self._connection.finish(self)

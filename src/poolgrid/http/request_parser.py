@@ -1,0 +1,233 @@
+"""The reading of HTTP/1.1 requests on httptools: where each ends, and how much of it may come.
+
+Rules
+    1. Bytes reach httptools up to the end of one request and not beyond, so what follows a request in flight waits as
+       it came, unparsed. httptools does not report where a request ends, but every head and every chunked body ends
+       with an empty line, and any other body where its announced length is over.
+    2. A chunked body is read in slices of the event loop, a few hundred pieces each: one byte per chunk, or empty
+       lines, would block the loop for as long as a read of 256 KiB takes.
+    3. A head is counted as it comes, before httptools sees it, which copies a header's value at every read. Of a
+       chunked body what is not payload is counted too: sizes, extensions and trailers have no other limit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+import httptools
+
+from poolgrid.http.browser_requests import AllowedHosts, shown
+from poolgrid.http.exchange import Scope
+
+if TYPE_CHECKING:
+    from poolgrid.http.connection import HttpConnection
+    from poolgrid.http.http_settings import HttpLimits
+
+EMPTY_LINE = b"\r\n\r\n"
+
+CHUNK_OVERHEAD = 8
+"""Bytes around each byte of a chunked body that are accepted: chunks of one byte have five."""
+
+COPIED_BYTES_MAX = 16 * 1024
+"""Longest piece of a read that is copied for httptools; longer ones are passed as a view, which costs more to make."""
+
+SLICE_PIECES = 500
+"""Pieces of a chunked body, and calls of httptools, in one slice of the loop: a quarter of a millisecond."""
+
+SLICE_BYTES = 4 * 1024
+"""Most of a chunked body that httptools gets at once: it makes a slice's pieces of them at worst."""
+
+
+class RequestRefusedError(Exception):
+    """A request breaks a limit, or is not HTTP."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.message = message
+
+
+class RequestParser:
+    """Reads the requests of one connection, one after the other."""
+
+    def __init__(self, connection: HttpConnection, limits: HttpLimits, hosts: AllowedHosts | None) -> None:
+        """``hosts`` are those that requests may name; ``None`` = any."""
+        self._connection: HttpConnection | None = connection
+        self._limits = limits
+        self._hosts = hosts
+        self._parser = httptools.HttpRequestParser(self)
+        # What follows a request that asks for the end of the connection is ignored later, and no error of the parser.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._expects_continue = False
+        self._refusal: RequestRefusedError | None = None
+        """What a head is refused with, once httptools has returned."""
+        self.head_bytes = 0
+        """What has come of a head that is not whole."""
+        self.in_body = False
+        """The head is whole and its body is not."""
+        self.body_left: int | None = None
+        """What is still to come of a body of announced length."""
+        self.payload_bytes = 0
+        """What has come of the body."""
+        self._wire_bytes = 0
+        """What has come of a chunked body, with what is around its payload."""
+        self._pieces = 0
+        """Pieces of this slice so far."""
+        self._begun = 0
+        """Requests that have begun."""
+
+    def close(self) -> None:
+        """Break the circle of httptools' parser and this object, and that with its connection."""
+        self._parser = self._connection = None
+
+    def read(self, data: bytes | bytearray) -> int:
+        """Read up to the end of a slice, or of a request that is in flight then; return how far that was.
+
+        Raises ``RequestRefusedError``.
+        """
+        size = len(data)
+        at = 0
+        self._pieces = 0
+        while at < size:
+            if self.in_body and self.body_left is not None:
+                end = min(size, at + self.body_left)
+            else:
+                if self.in_body:
+                    if self._pieces >= SLICE_PIECES:
+                        return at
+                    limit = min(size, at + SLICE_BYTES)
+                else:
+                    if self._connection is None or self._connection.is_busy():
+                        return at
+                    limit = size
+                end = data.find(EMPTY_LINE, at, limit) + len(EMPTY_LINE)
+                if end < len(EMPTY_LINE):
+                    end = limit
+                if not self.in_body:
+                    self.head_bytes += end - at
+                    head_max = self._limits.head_bytes
+                    if self.head_bytes > head_max:
+                        message = f"reading a request: its head has more than {head_max} bytes, the limit"
+                        raise RequestRefusedError(431, "head_too_large", f"{message} (setting http_head_bytes)")
+            self._feed(data if end - at == size else _part(data, at, end), end - at)
+            at = end
+        return size
+
+    def _feed(self, part: bytes | bytearray | memoryview, size: int) -> None:
+        body_of = self._begun if self.in_body else None
+        self._pieces += 1
+        try:
+            self._parser.feed_data(part)
+        except httptools.HttpParserUpgrade:
+            # No protocol is upgraded to here: the request is answered as what it is otherwise. To httptools what
+            # follows it belongs to that protocol, so the connection ends with the answer.
+            if self._connection is not None:
+                self._connection.end_after_answer()
+        except httptools.HttpParserError:
+            raise RequestRefusedError(400, "invalid_http", "reading a request: this is not HTTP/1.1") from None
+        if self._refusal is not None:
+            raise self._refusal
+        if self.in_body and body_of == self._begun:
+            if self.body_left is not None:
+                self.body_left -= size
+                return
+            self._wire_bytes += size
+            around = self._wire_bytes - self.payload_bytes
+            if around > self._limits.head_bytes + self.payload_bytes * CHUNK_OVERHEAD:
+                message = "reading a chunked body: what is around its chunks is many times what is in them"
+                raise RequestRefusedError(400, "chunk_overhead", message)
+
+    # -- called by httptools -------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._headers = []
+        self._expects_continue = False
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._expects_continue = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Check the whole head, then begin its request."""
+        # Trailers go to whatever list is here, long after the head was checked.
+        headers, self._headers = self._headers, []
+        self._refusal = self._refused(headers)
+        connection = self._connection
+        if self._refusal is not None or connection is None:
+            return
+        self.head_bytes = self.payload_bytes = self._wire_bytes = 0
+        self.in_body = True
+        self._begun += 1
+        announced: int | None = 0
+        for name, value in headers:
+            if name == b"content-length":
+                announced = int(value)  # httptools has checked it
+            elif name == b"transfer-encoding":
+                announced = None
+        self.body_left = announced
+        version = self._parser.get_http_version()
+        keep_alive = version != "1.0" and self._parser.should_keep_alive()
+        connection.begin_request(self._scope(version, headers), keep_alive, self._expects_continue)
+
+    def on_body(self, body: bytes) -> None:
+        if self._refusal is None and self._connection is not None:
+            self.payload_bytes += len(body)
+            self._pieces += 1
+            self._connection.take_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._refusal is None and self._connection is not None:
+            self.in_body = False
+            self._connection.end_request()
+
+    def _scope(self, version: str, headers: list[tuple[bytes, bytes]]) -> Scope:
+        raw_path, _, query = self._url.partition(b"?")
+        if not raw_path.startswith(b"/") or b"#" in self._url:
+            parsed = httptools.parse_url(self._url)
+            raw_path, query = parsed.path or b"/", parsed.query or b""
+        path = raw_path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": self._parser.get_method().decode("ascii"),
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "root_path": "",
+            "headers": headers,
+        }
+
+    def _refused(self, headers: list[tuple[bytes, bytes]]) -> RequestRefusedError | None:
+        """Return what is wrong with a head."""
+        limits = self._limits
+        if len(headers) > limits.headers:
+            message = f"reading a request: it has {len(headers)} header fields, allowed are {limits.headers}"
+            return RequestRefusedError(431, "head_too_large", message)
+        # A head that is no longer than a line may be has no line that is.
+        if self.head_bytes > limits.header_line_bytes:
+            longest = max([len(self._url), *(len(name) + len(value) for name, value in headers)])
+            if longest > limits.header_line_bytes:
+                message = f"reading a request: a line of its head has {longest} bytes, allowed are"
+                return RequestRefusedError(431, "head_too_large", f"{message} {limits.header_line_bytes}")
+        if self._hosts is not None:
+            host = next((value for name, value in headers if name == b"host"), b"localhost")
+            if not self._hosts.allow(host):
+                message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
+                where = "and names of setting http_hosts, for a server on a loopback address without API keys"
+                return RequestRefusedError(403, "foreign_host", f"{message} {where}")
+        return None
+
+
+def _part(data: bytes | bytearray, start: int, end: int) -> bytes | bytearray | memoryview:
+    return memoryview(data)[start:end] if end - start > COPIED_BYTES_MAX else data[start:end]

@@ -1,0 +1,1 @@
+"""Service discovery from Kubernetes: EndpointSlices, which are only read."""

@@ -1,0 +1,445 @@
+"""Limits of tenants over all routers of a pool: shares of them in a key-value bucket of NATS JetStream.
+
+Rules
+    1. Twice a second a router reads what has changed, says what it wants, and gives what others want and it can spare
+       (``poolgrid.frontend.access.limit_shares``). Requests ask nobody: they go by the shares that are there.
+    2. A value is written only behind the one that was read (``Nats-Expected-Last-Subject-Sequence``).
+    3. A router gives a sign of life three times per lease. Who was silent for a lease while others could read has its
+       shares taken; who comes back finds that out with its first look. While NATS is away nobody takes anything, and
+       everybody goes on with what it has. So it is while only replicas answer that are behind.
+    4. Who has not reached NATS since it started has no shares, and refuses tenants that have limits.
+    5. Tenants are spread over ``PAGES`` values by their names, so that one value stays small and few write the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from poolgrid.frontend.access.limit_shares import (
+    KINDS,
+    NOTHING,
+    Amounts,
+    Holding,
+    Page,
+    Routers,
+    SharePage,
+    equal_part,
+    limits_of,
+    settled,
+)
+from poolgrid.frontend.access.meter import Meter
+from poolgrid.frontend.access.share_metrics import ShareMetrics
+from poolgrid.frontend.access.shared_meter import SharedMeter
+from poolgrid.frontend.access.tenants import Account, Tenants
+from poolgrid.nats.bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
+from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
+from poolgrid.nats.leader import WRONG_LAST_SEQUENCE
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import PERIOD_MS, Complaints
+from poolgrid.process.nats_settings import NatsSettings
+from poolgrid.process.tasks import Restart, cancel_all, end_process, supervised
+from poolgrid.wire.hashing import stable_u64
+
+log = logging.getLogger(__name__)
+
+BUCKET = "poolgrid-shares"
+
+PAGES = 64
+"""With ``TENANTS_MAX`` tenants some 160 on each, which take 300 kB when 32 routers have shares."""
+
+LOOK_S = 0.5
+"""Between two looks; a share that is wanted and can be spared is there after two, one of each router."""
+
+BEATS_PER_LEASE = 3
+
+MESSAGE_BYTES_MAX = 1024 * 1024
+"""Largest value: what NATS servers take unless they are told otherwise. Tenants of a larger page keep the shares that
+they have; it takes a hundred routers, or as many tenants as are allowed."""
+
+BUCKET_BYTES_MAX = 256 * 1024 * 1024
+"""What the servers keep for all pools of an account."""
+
+ENTRIES_MAX = 65_536
+"""Values of one pool that a look reads: its pages, and signs of life."""
+
+ATTEMPTS = 4
+"""How often a value is made anew because another router was faster; then it waits for the next look."""
+
+MAKE_AGAIN_S = 1.0
+"""Before making the bucket is tried again."""
+
+AMOUNT_MAX = 2**53
+"""Largest amount of a page: what is handed over is added to it, and the sum must fit a message."""
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What reading a value raises that no router wrote; the last for what nests too deep in a part that is passed over."""
+
+
+class _Sign(msgspec.Struct, frozen=True):
+    place: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+_decode_page = msgspec.msgpack.Decoder(Page).decode
+_decode_sign = msgspec.msgpack.Decoder(_Sign).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def page_of(tenant: str) -> int:
+    """Return on which page a tenant is."""
+    return stable_u64(tenant) % PAGES
+
+
+class LimitsOnNats:
+    """The shares of one router, for one event loop. ``scope`` is what routers of one pool agree on; ``place`` is where
+    this one answers, of which only one process can be there; empty = not known."""
+
+    def __init__(
+        self,
+        settings: NatsSettings,
+        scope: str,
+        place: str,
+        lease_s: int,
+        replicas: int,
+        clock: Clock,
+        registry: CollectorRegistry,
+    ) -> None:
+        self._connection = NatsConnection(settings, "poolgrid limits", clock)
+        self._bucket = Bucket(
+            BUCKET, "limits of poolgrid's tenants", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas=replicas
+        )
+        self._reader = BucketReader(self._connection, self._bucket, f"{scope}.>", lease_s, ENTRIES_MAX, clock)
+        self._scope = scope
+        self._place = place
+        self._lease_s = lease_s
+        self._clock = clock
+        self._life = f"{time.time_ns():016x}{secrets.token_hex(4)}"
+        self._routers = Routers(self._life, place, 1000.0 * lease_s)
+        self._alive: frozenset[str] = frozenset()
+        self._pages: dict[int, SharePage] = {}
+        self.on_routers: Callable[[int], None] = lambda routers: None
+        """Told how many routers there are, whenever that changes."""
+        self._tenants: Callable[[], Tenants] = dict  # type: ignore[assignment]  # until it is followed
+        self._accounts: dict[str, Account] | None = None
+        self._by_page: dict[int, dict[str, Account]] = {}
+        self._active: set[str] = set()
+        self._seen = 0
+        self._beat_ms = float("-inf")
+        self._was_away = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._complaints = Complaints(log, clock)
+        self._complained_ms = float("-inf")
+        self._turned_ms = clock.monotonic_ms()
+        self._has_shares = asyncio.Event()
+        self._metrics = ShareMetrics(
+            registry,
+            routers=lambda: float(len(self._alive)),
+            age_s=lambda: (self._clock.monotonic_ms() - self._turned_ms) / 1000,
+        )
+
+    def meter(self, tenant: str) -> Meter:
+        """Return what keeps a tenant's figures."""
+        return SharedMeter(lambda: self._active.add(tenant))
+
+    def start(self, tenants: Callable[[], Tenants]) -> None:
+        """Share the limits of some tenants from now on; raises ``ValueError`` without nats-py."""
+        if importlib.util.find_spec("nats") is None:
+            raise ValueError(
+                "share_state is nats and nats-py is not installed: install poolgrid with the extra nats "
+                "(pip install 'poolgrid[nats]')"
+            )
+        self._tenants = tenants
+        self._tasks.append(supervised(self._run, "shares of tenants' limits", Restart(limit=None)))
+
+    async def first_shares(self) -> None:
+        """Wait until others have given this router some of every limit, for a lease at most: then it goes without."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._lease_s):
+                await self._has_shares.wait()
+
+    async def close(self) -> None:
+        """Give back all shares, and end."""
+        await cancel_all(self._tasks)
+        try:
+            async with asyncio.timeout(self._connection.timeout_s):
+                await self._withdraw()
+        except (NatsUnavailable, TimeoutError) as error:
+            log.warning("giving shares of limits back failed (%s): others take them after the lease", error)
+        await self._connection.close()
+
+    async def _withdraw(self) -> None:
+        self._connection.check()
+        for index, page in self._pages.items():
+            for _ in range(ATTEMPTS):
+                made = page.plan({})
+                if made is None or await self._wrote(index, page, made):
+                    break
+        await self._publish(f"router.{self._life}", b"", {"KV-Operation": "DEL"}, 3 * self._lease_s)
+
+    # Turns
+
+    async def _run(self) -> None:
+        try:
+            await self._connection.open()
+        except NatsUnusable as error:
+            end_process("connection to NATS for limits", error)
+            return
+        while True:
+            try:
+                await make_bucket(self._connection, self._bucket)
+                break
+            except NatsUnavailable as error:
+                log.warning("making the bucket %s failed (%s): it is tried again", BUCKET, error)
+                await asyncio.sleep(MAKE_AGAIN_S)
+        while True:
+            try:
+                await self._turn()
+            except NatsUnavailable as error:
+                self._was_away = True
+                self._metrics.failures.inc()
+                self._complain(f"sharing limits failed ({error}): it is tried again for ever, and the shares stay")
+            await asyncio.sleep(LOOK_S)
+
+    async def _turn(self) -> None:
+        """Look once, and do what follows from it; raises ``NatsUnavailable``."""
+        await self._beat()
+        changed = await self._look()
+        now_ms = self._clock.monotonic_ms()
+        if self._was_away:
+            self._was_away = False
+            self._routers.looked_again(now_ms)
+        lives = {life for page in self._pages.values() for row in page.page.values() for life in row}
+        self._routers.named(lives, now_ms)
+        alive = self._routers.alive(now_ms, lives)
+        if self._knows_other_tenants() or alive != self._alive:
+            changed.update(self._pages)
+        if len(alive) != len(self._alive):
+            self.on_routers(max(1, len(alive)))
+        self._alive = alive
+        changed.update(page_of(tenant) for tenant in self._active)
+        for index in sorted(changed):
+            await self._settle(index)
+        self._active = {
+            tenant for tenant in self._active if tenant in self._accounts_now() and not self._meter_of(tenant).is_quiet
+        }
+        self._turned_ms = self._clock.monotonic_ms()
+        if not self._has_shares.is_set() and self._lacks_nothing():
+            self._has_shares.set()
+
+    def _lacks_nothing(self) -> bool:
+        routers = len(self._alive)
+        return all(
+            share or not equal_part(limit, routers)
+            for accounts in self._by_page.values()
+            for name, account in accounts.items()
+            for limit, share in zip(limits_of(account.tenant), self._meter_of(name).shares, strict=True)
+        )
+
+    def _accounts_now(self) -> dict[str, Account]:
+        return self._accounts or {}
+
+    def _meter_of(self, tenant: str) -> SharedMeter:
+        meter = self._accounts_now()[tenant].meter
+        assert isinstance(meter, SharedMeter), "made by this"
+        return meter
+
+    def _knows_other_tenants(self) -> bool:
+        accounts = self._tenants().accounts
+        if accounts is self._accounts:
+            return False
+        self._accounts = accounts
+        self._by_page = {}
+        for name, account in accounts.items():
+            if limits_of(account.tenant) != NOTHING:
+                self._by_page.setdefault(page_of(name), {})[name] = account
+            else:
+                self._meter_of(name).grant(NOTHING, NOTHING, self._clock.monotonic_ms())
+        for index in self._by_page:
+            self._pages.setdefault(index, SharePage(self._life))
+        return True
+
+    async def _beat(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._beat_ms < 1000 * self._lease_s / BEATS_PER_LEASE:
+            return
+        sign = _encode(_Sign(self._place))
+        sequence = await self._publish(f"router.{self._life}", sign, {}, 3 * self._lease_s)
+        if sequence <= self._seen:
+            log.warning("the bucket %s was made anew: limits are divided anew", BUCKET)
+            self._begin_anew()
+        self._beat_ms = now_ms
+
+    def _begin_anew(self) -> None:
+        self._seen = 0
+        for index, page in self._pages.items():
+            page.begun_anew()
+            self._grant(index, page, {})
+
+    async def _look(self) -> set[int]:
+        """Read what is new; return the pages that have changed."""
+        messages = await self._reader.read(self._seen + 1)
+        now_ms = self._clock.monotonic_ms()
+        changed: set[int] = set()
+        for message in messages:
+            self._seen = max(self._seen, sequence_of(message))
+            kind, _, name = key_of(message, self._bucket).removeprefix(f"{self._scope}.").partition(".")
+            try:
+                if kind == "router" and is_deleted(message):
+                    self._routers.left(name)
+                elif kind == "router":
+                    self._routers.heard(name, _decode_sign(message.data).place, sequence_of(message), now_ms)
+                elif kind == "page" and self._saw(int(name), sequence_of(message), message.data):
+                    changed.add(int(name))
+            except UNREADABLE as error:
+                self._complaints.about(f"the bucket {BUCKET} ({kind} {name[:80]!r})", error)
+        return changed
+
+    def _saw(self, index: int, sequence: int, data: bytes) -> bool:
+        """Take a page as it is now, and tell whether it is news; raises ``ValueError``."""
+        page = self._pages.get(index)
+        if page is None:
+            if not 0 <= index < PAGES:
+                raise ValueError(f"page {index}: allowed are 0 to {PAGES - 1}")
+            page = self._pages[index] = SharePage(self._life)
+        if sequence <= page.revision:
+            return False
+        self._grant(index, page, page.saw(sequence, _checked(data)))
+        return True
+
+    async def _settle(self, index: int) -> None:
+        """Have a page as this router would have it; raises ``NatsUnavailable``."""
+        page = self._pages[index]
+        for _ in range(ATTEMPTS):
+            self._connection.check()
+            now_ms = self._clock.monotonic_ms()
+            wanted = {
+                name: settled(
+                    page.page.get(name),
+                    self._life,
+                    self._alive,
+                    limits_of(account.tenant),
+                    self._meter_of(name).use_of(account.tenant, now_ms),
+                )
+                for name, account in self._by_page.get(index, {}).items()
+            }
+            was_doubtful = page.is_doubtful
+            made = page.plan(wanted)
+            handed = {} if made is None or was_doubtful else {name: each.handed for name, each in wanted.items()}
+            self._grant(index, page, {name: _negative(each) for name, each in handed.items()})
+            # Once what was in doubt is certain, what is wanted can be written.
+            if made is None or (await self._wrote(index, page, made) and not was_doubtful):
+                return
+
+    async def _wrote(self, index: int, page: SharePage, made: Page) -> bool:
+        """Write a page behind the value that is known; say whether that was still the last. Raises
+        ``NatsUnavailable``."""
+        data = _encode(made)
+        if len(data) > min(MESSAGE_BYTES_MAX - 1024, self._connection.body_bytes_max):
+            self._complain(
+                f"page {index} of the shares of limits would have {len(data)} bytes, more than NATS takes: the shares "
+                "on it stay as they are; have fewer routers, or fewer tenants with limits"
+            )
+            return True
+        headers = {"Nats-Expected-Last-Subject-Sequence": str(page.revision)}
+        try:
+            sequence = await self._publish(f"page.{index}", data, headers, None)
+        except _Refused:
+            await self._read_again(index, page)
+            return False
+        except NatsUnavailable:
+            page.in_doubt()
+            raise
+        self._metrics.writes.inc()
+        self._grant(index, page, page.stored(sequence))
+        return True
+
+    async def _read_again(self, index: int, page: SharePage) -> None:
+        """Read a page where the servers write it; it is behind no other."""
+        from nats.js.errors import NotFoundError
+
+        subject = f"{self._bucket.subject}{self._scope}.page.{index}"
+        jetstream = self._connection.jetstream
+        try:
+            message: Any = await self._connection.asked(
+                f"reading {subject}", jetstream.get_last_msg(self._bucket.stream, subject)
+            )
+        except NotFoundError:
+            self._begin_anew()
+            return
+        if message.seq <= page.revision:
+            self._begin_anew()
+        try:
+            self._saw(index, message.seq, message.data or b"")
+        except UNREADABLE as error:
+            self._complaints.about(f"the bucket {BUCKET} (page {index})", error)
+
+    def _complain(self, what: str) -> None:
+        """Say what is wrong, now and then: it goes on twice a second."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._complained_ms >= PERIOD_MS:
+            self._complained_ms = now_ms
+            log.warning("%s", what)
+
+    def _grant(self, index: int, page: SharePage, charged: dict[str, Amounts]) -> None:
+        now_ms = self._clock.monotonic_ms()
+        for name in self._by_page.get(index, {}):
+            self._meter_of(name).grant(page.goes_by.get(name, NOTHING), charged.get(name, NOTHING), now_ms)
+
+    async def _publish(self, key: str, data: bytes, headers: dict[str, str], ttl_s: int | None) -> int:
+        """Write a value and return its position; raises ``_Refused`` for another last one, ``NatsUnavailable``."""
+        from nats.js.errors import APIError, NotFoundError
+
+        subject = f"{self._bucket.subject}{self._scope}.{key}"
+        jetstream = self._connection.jetstream
+        try:
+            answer = await self._connection.asked(
+                f"writing {subject}", jetstream.publish(subject, data, headers=headers, msg_ttl=ttl_s)
+            )
+        except NotFoundError:
+            await make_bucket(self._connection, self._bucket)
+            raise _Refused(f"writing {subject}: there was no bucket") from None
+        except NatsUnavailable as error:
+            cause = error.__cause__
+            if isinstance(cause, APIError) and cause.err_code in WRONG_LAST_SEQUENCE:
+                raise _Refused(str(error)) from None
+            if (
+                not isinstance(cause, APIError)
+                and cause is not None
+                and type(cause).__name__ == "NoStreamResponseError"
+            ):
+                await make_bucket(self._connection, self._bucket)
+            raise
+        return int(answer.seq)
+
+
+class _Refused(NatsUnavailable):
+    """The servers did not take a value: it was not made of the last one."""
+
+
+def _checked(data: bytes) -> Page:
+    """Return a page; raises ``ValueError``."""
+    page = _decode_page(data)
+    for tenant, row in page.items():
+        for life, held in row.items():
+            amounts = (*held.shares, *held.wants, *held.used)
+            if min(amounts) < 0 or max(amounts) > AMOUNT_MAX:
+                raise ValueError(
+                    f"tenant {tenant[:80]!r}, router {life[:80]!r}: an amount is below 0 or above {AMOUNT_MAX}"
+                )
+    return page
+
+
+def _negative(amounts: Amounts) -> Amounts:
+    return (-amounts[0], -amounts[1], -amounts[2])
+
+
+assert len(KINDS) == len(Holding().shares)

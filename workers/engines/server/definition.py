@@ -1,0 +1,62 @@
+"""Engines that run in a server of their own: a row for each kind, as ``--engine`` takes it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+
+from poolgrid.process.settings import Settings
+from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
+from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.settings import EngineServerSettings
+from poolgrid.workers.step_times import StepTimesSettings
+
+DIALECTS = "poolgrid.workers.engines.server.dialects"
+
+OTHERS = " Its options are those of `--engine vllm`."
+
+
+def server_engine(
+    name: str, title: str, module: str, about: str, tables: tuple[type[Settings], ...] = ()
+) -> EngineDefinition[EngineServerSettings]:
+    """Return the engine of servers of one kind, ``KIND`` of a module that is imported when it is needed."""
+
+    def kind() -> ServerKind:
+        found: ServerKind = importlib.import_module(module).KIND
+        return found
+
+    class_name = "".join(word.capitalize() for word in name.split("-")) + "Settings"
+    attributes = {
+        "__module__": __name__,
+        "__doc__": f"A worker process in front of {title}'s server.",
+        "engine_name": name,
+        "own_arguments": staticmethod(lambda: kind().launch.own),
+    }
+    settings = type(class_name, (EngineServerSettings,), attributes)
+    return EngineDefinition(
+        title=title,
+        settings=settings,
+        open=partial(_open, kind),
+        shortest_timeout_ms=lambda settings: min(settings.health_timeout_ms, settings.progress_timeout_ms),
+        about=f"With `--engine {name}`: a worker [in front of {about}](stock_engines.md).{'' if tables else OTHERS}",
+        tables=(*tables, settings),
+        serves=EngineServerSettings.serves,
+        loads=EngineServerSettings.loads,
+        with_model=EngineServerSettings.with_model,
+        server_kind=kind,
+    )
+
+
+def _open(
+    kind: Callable[[], ServerKind], settings: EngineServerSettings, around: EngineHost
+) -> AbstractAsyncContextManager[OpenedEngine]:
+    from poolgrid.workers.engines.server.opening import open_server
+
+    return open_server(settings, around, kind())
+
+
+VLLM = server_engine("vllm", "vLLM", f"{DIALECTS}.vllm", "vLLM's own server", (EngineServerSettings, StepTimesSettings))
+SGLANG = server_engine("sglang", "SGLang", f"{DIALECTS}.sglang", "SGLang's own server")
+TRTLLM_SERVE = server_engine("trtllm-serve", "trtllm-serve", f"{DIALECTS}.trtllm_serve", "TensorRT-LLM's own server")

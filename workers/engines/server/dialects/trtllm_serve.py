@@ -1,0 +1,315 @@
+"""trtllm-serve: how it is asked, what it says of itself, how it is started. Pure but for its questions.
+
+Requests go as ``/v1/completions`` takes them.
+
+Rules:
+
+1. Token ids go in (``prompt``) and come out: with ``detokenize`` off the server gives ids in place of text.
+2. How much was reused is told with the usage, after the last token.
+3. A prefill leg is a ``context_only`` request, answered whole. What it returns is given on as it is, as
+   ``generation_only``; the first token is among it, and the decode leg gives it out.
+4. Alternatives of log probabilities come as texts, which are no token ids: they are refused.
+5. A request's salt and priority have no field here, and an adapter would need its path: they are refused.
+
+It says of itself the model's name and its version only; the rest is said by options. Its cache events are drained over
+HTTP (``/kv_cache_events``): who reads them takes them away from everybody else. Settings of its cache are taken in a
+file of YAML only: somebody's own file is taken over, with what the worker needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from poolgrid.workers.engines.server.core.openai_words import (
+    choice_regex,
+    common_sampling,
+    read_answer,
+    trace_headers,
+    without_none,
+)
+from poolgrid.workers.engines.server.kinds import version_of
+
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.server.settings import EngineServerSettings
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import yaml
+
+from poolgrid.kv_events.trtllm import parse_event
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.hashing import stable_u64
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
+from poolgrid.workers.core.refusal import UnableError
+from poolgrid.workers.core.vetting import TokenId, cached_of, logprob_of
+from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
+from poolgrid.workers.engines.server.core.left_kv import leave, left_for
+from poolgrid.workers.engines.server.core.openai_words import (
+    FINISH_REASONS,
+    ErrorInfo,
+    failure_amid,
+    guide_text,
+    prompt_of,
+    refuse_what_nobody_has,
+)
+from poolgrid.workers.engines.server.core.server_facts import ListedModel, ServerFacts
+from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.server_client import ServerClient
+
+TITLE = "trtllm-serve"
+COMPLETIONS = "/v1/completions"
+CONTEXT_ONLY = "context_only"
+GENERATION_ONLY = "generation_only"
+GOES_ON = frozenset({"length", "not_finished"})
+"""Ends of a context request after which another server goes on."""
+
+FIRST_REQUEST_ID = 1 << 42
+"""Request ids of two legs must be above what servers count by themselves."""
+
+REQUEST_ID_BITS = (1 << 62) - 1
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[float | None] = []
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: list[TokenId] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    disaggregated_params: dict[str, Any] | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    usage: Any = None
+    error: ErrorInfo | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class TrtllmServeDialect:
+    """``poolgrid.workers.engines.server.core.calls.Dialect`` for trtllm-serve."""
+
+    model: str
+    """Served model name."""
+    title: str = TITLE
+    tells_reuse_first: bool = False
+
+    def call(self, request: Generate) -> Call:
+        """Return how to ask for a request; raises ``RefusedError`` for what trtllm-serve cannot do."""
+        refuse_what_nobody_has(TITLE, request)
+        _refuse(request)
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt_of(request),
+            "max_tokens": sampling.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "detokenize": False,
+            "add_special_tokens": False,
+            **_sampling(sampling),
+        }
+        if request.stop_token_ids:
+            body["stop_token_ids"] = list(request.stop_token_ids)
+        leaves_kv = request.stage is Stage.PREFILL and sampling.max_tokens > 1
+        if leaves_kv:
+            request_id = FIRST_REQUEST_ID + (stable_u64(request.request_id) & REQUEST_ID_BITS) // 2
+            body["disaggregated_params"] = {"request_type": CONTEXT_ONLY, "disagg_request_id": request_id}
+            body["stream"] = False
+            del body["stream_options"]
+        elif request.stage is Stage.DECODE:
+            body["disaggregated_params"] = {**left_for(request, TITLE, dict[str, Any]), "request_type": GENERATION_ONLY}
+        reader = _Reader(sampling.logprobs is not None, leaves_kv)
+        return Call(COMPLETIONS, _encode(body), reader.read, not leaves_kv, trace_headers(request))
+
+
+def _refuse(request: Generate) -> None:
+    """Refuse what has no place in its requests, by name."""
+    sampling, routing = request.sampling, request.routing
+    if request.multimodal is not None:
+        raise UnableError(
+            f"the request has media, and {COMPLETIONS} of {TITLE} takes none beside token ids: a worker with the "
+            "engine trtllm does"
+        )
+    if routing.lora_name:
+        raise UnableError(f"lora_name is {routing.lora_name!r}, {TITLE} would need the adapter's path with the request")
+    if routing.cache_salt:
+        raise UnableError(f"cache_salt is set, {TITLE} takes none")
+    if sampling.prompt_logprobs is not None:
+        raise UnableError(f"prompt_logprobs are set, {TITLE} gives none")
+    if sampling.logprobs:
+        raise UnableError(
+            f"logprobs is {sampling.logprobs}: {TITLE} names alternatives by their texts, which are no token ids; 0 "
+            "gives those of the tokens themselves"
+        )
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        **common_sampling(sampling),
+        "response_format": _guide(sampling),
+        "logprobs": None if sampling.logprobs is None else 1,
+    }
+    return without_none(given)
+
+
+def _guide(sampling: Sampling) -> dict[str, Any] | None:
+    if sampling.guided_json is not None:
+        return {"type": "json", "schema": msgspec.Raw(guide_text(sampling.guided_json).encode())}
+    if sampling.guided_regex is not None:
+        return {"type": "regex", "regex": sampling.guided_regex}
+    if sampling.guided_grammar is not None:
+        return {"type": "ebnf", "ebnf": sampling.guided_grammar}
+    if sampling.guided_choice is not None:
+        return {"type": "regex", "regex": choice_regex(sampling.guided_choice)}
+    if sampling.structural_tag is not None:
+        raise UnableError(f"structural_tag is set, which {TITLE} takes in a form of its own")
+    return None
+
+
+class _Reader:
+    """Reads the answer to one request."""
+
+    __slots__ = ("_has_output", "_leaves_kv", "_wants_logprobs")
+
+    def __init__(self, wants_logprobs: bool, leaves_kv: bool) -> None:
+        self._wants_logprobs = wants_logprobs
+        self._leaves_kv = leaves_kv
+        self._has_output = False
+
+    def read(self, data: bytes) -> Piece | None:
+        """Return what a chunk, or a whole answer, says."""
+        chunk = read_answer(_decode, data, TITLE)
+        if chunk.error is not None:
+            return Piece(failure=failure_amid(TITLE, chunk.error, self._has_output))
+        cached = None if chunk.usage is None else cached_of(chunk.usage)
+        if not chunk.choices:
+            return None if cached is None else Piece(cached_tokens=cached)
+        choice = chunk.choices[0]
+        if choice.token_ids is None:
+            return Piece(failure=Failure(f"{TITLE} gave no token ids though detokenize is off", RefusalKind.BROKEN))
+        self._has_output = self._has_output or bool(choice.token_ids)
+        piece = Piece(choice.token_ids, cached_tokens=cached)
+        if self._wants_logprobs and choice.logprobs is not None:
+            values = choice.logprobs.token_logprobs
+            if len(values) != len(choice.token_ids):
+                said = f"{len(values)} come with {len(choice.token_ids)} tokens"
+                raise DecodeError(f"log probabilities of {TITLE}", said)
+            piece.logprobs = tuple(
+                TokenLogprobs(token_id, logprob_of(value))
+                for token_id, value in zip(choice.token_ids, values, strict=True)
+            )
+        if choice.finish_reason is not None:
+            self._end(piece, choice.finish_reason, choice.disaggregated_params)
+        return piece
+
+    def _end(self, piece: Piece, reason: str, params: dict[str, Any] | None) -> None:
+        if self._leaves_kv and reason in GOES_ON:
+            leave(piece, params, TITLE, "disaggregated_params", "cache_transceiver_config")
+        elif reason in FINISH_REASONS:
+            piece.finish = FINISH_REASONS[reason]
+        else:
+            piece.failure = Failure(f"{TITLE} ended the request with {reason!r}", RefusalKind.BROKEN)
+
+
+# -- what a server says of itself
+
+EVENTS_PATH = "/kv_cache_events"
+EVENTS_OPTION = "kv_cache_config: {event_buffer_max_size: 100000, enable_block_reuse: true} in its YAML"
+
+
+async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
+    """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
+    return ServerFacts(version=await version_of(client), drained_events=EVENTS_PATH)
+
+
+async def pictures_missing(client: ServerClient) -> str:
+    """Say that it takes no pictures beside token ids, and what does."""
+    return "its /v1/completions takes none beside token ids: a worker with --engine trtllm does"
+
+
+# -- starting
+
+FILE_OPTIONS = ("--extra-llm-api-options", "--config")
+
+OWN = {
+    "--port": "give --engine-port",
+    "--disable-kv-cache-reuse": "without a prefix cache there is nothing to route by",
+    "--grpc": "it asks the server over HTTP",
+}
+"""What the worker sets, and what to do instead."""
+
+FILE = "server.yaml"
+
+BLOCK_SIZE = 32
+"""Tokens in a block, as TensorRT-LLM has it."""
+
+EVENTS_MAX = 100_000
+"""Events that wait for the worker: it asks every 50 ms, and what overflows costs the whole index."""
+
+
+def command(wanted: WantedServer) -> ServerCommand:
+    """Return the arguments and the file of a server."""
+    if wanted.api_key:
+        raise ValueError("engine_api_key is given: trtllm-serve asks for none, leave it out")
+    settings = _settings(wanted.given_file)
+    cache = settings.setdefault("kv_cache_config", {})
+    if not isinstance(cache, dict):
+        raise ValueError(f"kv_cache_config is {cache!r} in the file of the server's settings, allowed is a map")
+    asked, given = wanted.block_size, cache.get("tokens_per_block")
+    if asked is not None and given is not None and asked != given:
+        raise ValueError(
+            f"kv_cache_config.tokens_per_block is {given} in the file of the server's settings, and kv_block_size is "
+            f"{asked}: give one of them"
+        )
+    block_size = cache["tokens_per_block"] = asked or given or BLOCK_SIZE
+    if wanted.follows_events:
+        for name, usual in (("event_buffer_max_size", EVENTS_MAX), ("enable_block_reuse", True)):
+            if not cache.setdefault(name, usual):
+                raise ValueError(
+                    f"kv_cache_config.{name} is {cache[name]!r} in the file of the server's settings: without cache "
+                    "events there is nothing to follow, leave it out or give --no-follow-events"
+                )
+    file = f"{wanted.directory}/{FILE}"
+    arguments = [wanted.model_path, *without_option(wanted.arguments, FILE_OPTIONS)]
+    arguments += ["--port", str(wanted.port), *wanted.unless_given("--host", wanted.host)]
+    arguments += ["--extra_llm_api_options", file]
+    return ServerCommand(tuple(arguments), files={FILE: yaml.safe_dump(settings)}, block_size=block_size)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(text) if text else {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"reading the file of the server's settings: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError("reading the file of the server's settings: it has no map of settings")
+    return settings
+
+
+def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> TrtllmServeDialect:
+    """Return how requests are put to a server."""
+    return TrtllmServeDialect(facts.model)
+
+
+KIND = ServerKind(
+    "trtllm-serve",
+    TITLE,
+    "tensorrt_llm",
+    learn,
+    make_dialect,
+    Launch(TITLE, OWN, command, file_options=FILE_OPTIONS, publishes=False, shares_ports=False),
+    EVENTS_OPTION,
+    "kv_cache_config: {tokens_per_block: N} in its YAML",
+    pictures_missing,
+    parse_event,
+)

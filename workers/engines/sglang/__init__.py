@@ -1,1 +1,0 @@
-"""SGLang's own server as an engine."""

@@ -1,1 +1,0 @@
-"""Requests and answers in SGLang's words. Pure."""

@@ -1,1 +1,0 @@
-"""TensorRT-LLM's own server, ``trtllm-serve``, as an engine."""

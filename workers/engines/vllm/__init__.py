@@ -1,1 +1,0 @@
-"""vLLM's own server, ``vllm serve``, as an engine."""

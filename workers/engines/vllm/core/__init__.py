@@ -1,1 +1,0 @@
-"""Requests and answers in vLLM's words. Pure."""
