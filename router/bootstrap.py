@@ -276,8 +276,10 @@ def _make_feed(
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
-        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, consolidator.blocks_per_worker_max)
-        return cast(JournalFeed, feed), None
+        followed = plane.open_feed(
+            settings, settings.router_id, registry, clock, awake, consolidator.blocks_per_worker_max
+        )
+        return cast(JournalFeed, followed), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
 
