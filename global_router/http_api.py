@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Path, Query
+from fastapi import FastAPI
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.group_decisions import GroupDecisions
@@ -32,7 +32,6 @@ from poolgrid.wire.answers import (
 )
 from poolgrid.wire.selection import ModelStatus
 
-DECISIONS_LISTED_MAX = 1000
 STEPS_LISTED_MAX = 100
 
 
@@ -41,9 +40,8 @@ def add_global_router_endpoints(
     service: GlobalRouterService,
     clock: Clock,
     group: ConfigurationGroup,
-    decisions: GroupDecisions,
 ) -> None:
-    """Add ``/v1/pools``, ``/v1/decisions``, ``/v1/decisions/{request_id}``, ``/v1/config`` and its changes."""
+    """Add ``/v1/pools``, ``/v1/config`` and its changes."""
 
     @app.get("/v1/pools", tags=["global router"])
     async def list_pools() -> dict[str, Any]:
@@ -60,26 +58,6 @@ def add_global_router_endpoints(
                     rows.append(pool_row(connection, stage_name, rank, count, clock.monotonic_ms()))
         queue = msgspec.convert(service.queue.view(), QueueRow, from_attributes=True)
         return PoolList(revision=active.revision, queue=queue, data=rows).to_json()
-
-    @app.get("/v1/decisions", tags=["global router"])
-    async def list_decisions(
-        limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
-    ) -> dict[str, Any]:
-        """List the last requests, newest first: their pools, workers and outcome."""
-        return await decisions.newest(limit)
-
-    @app.get("/v1/decisions/{request_id}", tags=["global router"], responses=error_answers({"404": "Not kept"}))
-    async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
-        """Explain one request: cell, override, spill, fallback, refusals, worker, for each of its dispatches."""
-        known = await decisions.about(request_id)
-        if known is None:
-            raise RequestError(
-                404,
-                "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
-                param="request_id",
-            )
-        return known
 
     @app.get("/v1/config", tags=["global router"])
     async def config() -> dict[str, Any]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
-from poolgrid.http.http_settings import ServerSettings
-from poolgrid.process.tracing.settings import TraceSettings
+from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.names import is_name, parse_name
 
@@ -43,18 +41,11 @@ class Timings:
 TIMINGS = Timings()
 
 
-class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
+class GlobalRouterSettings(ServingSettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(
         description="Pool-grid document: the pools and which of them serves which request; see docs/pool_grids.md."
-    )
-    http_workers: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Processes that share the HTTP port, each a global router of its own over the same pools, with its "
-        "own queue and caches. One uses one core; take as many as there are cores to spare.",
     )
     pool_url: tuple[str, ...] = Field(
         (),
@@ -70,34 +61,6 @@ class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
         None,
         description="PEM file with the authorities of the pools' https URLs; by default the machine's. With "
         "tls_certificate, this process shows it to pools that ask for one.",
-    )
-    worker_timeout_ms: float = Field(
-        5_000,
-        ge=100,
-        le=600_000,
-        description="Silence on the request plane after which a worker counts as unreachable.",
-    )
-    share_state: Literal["none", "nats"] = Field(
-        "none",
-        description="What all global routers of one namespace go by together and not each alone: the limits of "
-        "tenants, the bounds of the queue, and responses that are kept. nats = by buckets of JetStream at nats_url; "
-        "with names nats.",
-    )
-    queue_limit: int = Field(
-        1024, ge=0, le=1_000_000, description="Requests that may wait for a pool with room; one more is answered 429."
-    )
-    queue_prompt_tokens: int = Field(
-        4_194_304,
-        ge=0,
-        le=2**40,
-        description="Prompt tokens that may wait, over all requests; beyond it the lowest priority is answered 429. "
-        "The default is 4,096 for each of the requests that may wait, and 16 MiB of memory.",
-    )
-    queue_timeout_ms: float = Field(
-        30_000, gt=0, le=3_600_000, description="Longest wait for a pool with room; then the request is answered 429."
-    )
-    migration_limit: int = Field(
-        3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
     )
     local_prefill_max_tokens: int = Field(
         0,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Path, Query
+from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from poolgrid.frontend.app import Readiness
-from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.group_decisions import GroupDecisions
-from poolgrid.frontend.openapi import error_answers
 from poolgrid.process.clock import Clock
 from poolgrid.process.process_group import GroupMember
 from poolgrid.router.core.fleet import Worker
@@ -44,8 +42,6 @@ from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.selection import PoolStatus
 
-DECISIONS_LISTED_MAX = 1000
-
 LINES_PER_TURN = 1024
 """Lines of a worker's blocks written between two turns of the event loop: a millisecond or two."""
 
@@ -55,9 +51,8 @@ def add_router_endpoints(
     service: RouterService,
     clock: Clock,
     who_loads: Callable[[], Sequence[LoadingWorker]],
-    decisions: GroupDecisions,
 ) -> None:
-    """Add ``/v1/workers``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
+    """Add ``/v1/workers``."""
 
     @app.get("/v1/workers", tags=["router"])
     async def list_workers() -> dict[str, Any]:
@@ -76,26 +71,6 @@ def add_router_endpoints(
         # Who has just joined may still be among them.
         loading = [loading_row(each) for each in who_loads() if each.worker_id not in members]
         return WorkerList(offset=projection.next_offset, queue=queue, data=rows, loading=loading).to_json()
-
-    @app.get("/v1/decisions", tags=["router"])
-    async def list_decisions(
-        limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
-    ) -> dict[str, Any]:
-        """List the last routing decisions, newest first."""
-        return await decisions.newest(limit)
-
-    @app.get("/v1/decisions/{request_id}", tags=["router"], responses=error_answers({"404": "Not kept (any more)"}))
-    async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
-        """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
-        known = await decisions.about(request_id)
-        if known is None:
-            raise RequestError(
-                404,
-                "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
-                param="request_id",
-            )
-        return known
 
 
 def decisions_of(service: RouterService, member: GroupMember | None) -> GroupDecisions:

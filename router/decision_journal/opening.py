@@ -19,6 +19,10 @@ from poolgrid.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
+QUEUE_LIMIT = 20_000
+"""Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it they are dropped,
+and the journal records how many."""
+
 DECIDING_SETTINGS = (
     "policy",
     "prefill_weight",
@@ -30,7 +34,6 @@ DECIDING_SETTINGS = (
     "temperature",
     "approximate_ttl_ms",
     "index_budget_bytes",
-    "ledger_budget_bytes",
     "worker_queue_factor",
     "reservation_ttl_ms",
     "retention",
@@ -79,5 +82,5 @@ def open_recorder(
         settings_noted(settings.router_id, metadata.version("poolgrid"), values),
         clock,
         data.segment_bytes,
-        settings.decision_queue_limit,
+        QUEUE_LIMIT,
     )

@@ -21,14 +21,14 @@ from poolgrid.router.core.inputs import (
     SnapshotArrived,
     WorkerWanted,
 )
-from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.load_ledger import LEDGER_BYTES, LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
+from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, QUEUE_LIMIT, policy_of
 from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
 from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome
 from poolgrid.router.decision_journal.segments import DecisionSegments
@@ -82,12 +82,15 @@ class RecordedRouter:
         honesty: float = 0.9,
         churn: float = 1.0,
         scale: int = 1,
+        ledger_budget_bytes: int = LEDGER_BYTES,
+        queue_limit: int = QUEUE_LIMIT,
         **given: object,
     ) -> None:
         """With ``stream`` decisions are kept there in place of a directory.
 
         ``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once."""
         self.settings = RouterSettings.model_validate({"reservation_ttl_ms": 500, **given})
+        self.ledger_budget_bytes, self._queue_limit = ledger_budget_bytes, queue_limit
         self.clock = TurnedClock()
         self.pool_disk = FakeDisk()
         self.decisions_disk = FakeDisk()
@@ -118,7 +121,7 @@ class RecordedRouter:
         approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == "approximate" else None
         self.projection = Projection(
             index,
-            LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes),
+            LoadLedger(settings.reservation_ttl_ms, self.ledger_budget_bytes),
             approximate,
             RetentionLearner() if settings.retention == "learned" else None,
         )
@@ -126,13 +129,14 @@ class RecordedRouter:
         self.selector = Selector(self.projection, policy, settings.worker_queue_factor)
         self.state = RouterState(self.selector)
         values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
+        values["ledger_budget_bytes"] = self.ledger_budget_bytes
         self.recorder = DecisionRecorder(
             DecisionSegments(self.decisions_disk, 1 << 30, 10**12),
             self.state,
             settings_noted("r", "test", values),
             self.clock,
             self._segment_bytes,
-            settings.decision_queue_limit,
+            self._queue_limit,
         )
         self.state.log = self.recorder
         self.recorder.start()

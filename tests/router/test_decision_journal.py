@@ -368,7 +368,7 @@ def test_records_of_another_stream_are_not_taken_for_those_that_the_router_saw()
 
 def test_inputs_beyond_the_limit_are_dropped_counted_and_said_and_the_rest_is_derived() -> None:
     async def run() -> RecordedRouter:
-        router = RecordedRouter(seed=9, decision_queue_limit=100)
+        router = RecordedRouter(seed=9, queue_limit=100)
         for name in NAMES:
             router.join(name)
         for number in range(900):

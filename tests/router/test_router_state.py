@@ -98,7 +98,7 @@ def fresh(router: RecordedRouter) -> RouterState:
     known = router.settings
     index = PrefixIndex(known.index_budget_bytes)
     approximate = ApproximateIndex(index, known.approximate_ttl_ms) if known.policy == "approximate" else None
-    ledger = LoadLedger(known.reservation_ttl_ms, known.ledger_budget_bytes)
+    ledger = LoadLedger(known.reservation_ttl_ms, router.ledger_budget_bytes)
     retention = RetentionLearner() if known.retention == "learned" else None
     projection = Projection(index, ledger, approximate, retention)
     return RouterState(Selector(projection, load_policy(known), known.worker_queue_factor))
