@@ -15,14 +15,13 @@ import httpx
 
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.fleet_source import GlobalFleetSource
-from poolgrid.global_router.http_api import add_global_router_endpoints, decisions_of
+from poolgrid.global_router.http_api import add_global_router_endpoints
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
 from poolgrid.global_router.router_link import Discover
@@ -101,10 +100,11 @@ async def serve(
     settings: GlobalRouterSettings,
     frontend: FrontendSettings,
     stop: asyncio.Event,
-    ready: Callable[[str], None],
+    ready: Callable[..., None],
     place: GroupPlace | None = None,
 ) -> None:
-    """Run a global router until ``stop`` is set; ``ready`` is told its URL once every pool was looked for.
+    """Run a global router until ``stop`` is set; ``ready`` gets the words of the ready line, its URL
+    first, once every pool was looked for.
     ``place`` is its place among processes that share the port, if there are several.
 
     Pools that are missing then are used when they come. Raises ``OSError`` when the port cannot be bound,
@@ -153,25 +153,14 @@ async def serve(
             use_document()
 
         configuration.listen(on_reload)
-        member = process.member
-        group = ConfigurationGroup(configuration, member)
-        decisions = decisions_of(service, member)
-        app = process.open_app(
-            service,
-            decisions,
-            "global router",
-            lambda: service.view.missing() or (member.missing() if member is not None else None),
-            service.view.endpoints,
-        )
-        add_global_router_endpoints(app, service, awake, group)
+        app = process.open_app(service, service.view.missing, service.view.endpoints)
+        add_global_router_endpoints(app, service, awake)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
         server = process.open_server(app, service.stop)
         namespace = settings.namespace if settings.has_names else ""
         process.open_page(app, lambda served: GlobalFleetSource(service, client, awake, served, place, namespace))
-        hang_up = _take_hang_ups(opened, group)
-        await process.join_group(decisions, group.answers())
-        await group.adopt()
+        hang_up = _take_hang_ups(opened)
         if names is not None:
             from poolgrid.discovery.ports import Scope
 
@@ -187,13 +176,12 @@ async def serve(
         if stop.is_set():
             return
         missing = [pool.name for pool in pools.all() if pool.status is None]
-        process.set_ready()
         if names is not None:
             instance = "global-router" if place is None else f"global-router.{place.index}"
             await names.register(GLOBAL_ROUTER, instance, {"http": settings.reachable(server.url)})
             opened.push_async_callback(names.withdraw)
         log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
-        ready(server.url)
+        ready(server.url, *([f"admin={server.admin_url}"] if server.admin_url else []))
         await stop.wait()
 
 
@@ -219,15 +207,10 @@ async def _open_client(opened: AsyncExitStack, settings: GlobalRouterSettings) -
     return await opened.enter_async_context(client)
 
 
-def _take_hang_ups(opened: AsyncExitStack, group: ConfigurationGroup) -> asyncio.Event:
+def _take_hang_ups(opened: AsyncExitStack) -> asyncio.Event:
     """Return what SIGHUP sets: the document is to be read again."""
     hang_up = asyncio.Event()
-
-    def on_hang_up() -> None:
-        group.forget()
-        hang_up.set()
-
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, on_hang_up)
+    loop.add_signal_handler(signal.SIGHUP, hang_up.set)
     opened.callback(loop.remove_signal_handler, signal.SIGHUP)
     return hang_up

@@ -13,20 +13,17 @@ import httpx
 import msgspec
 
 from poolgrid import __version__
-from poolgrid.fleet_page.group_source import by_time, one_queue
-from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.fleet_page.ports import Picture, Row
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.global_router.configuration import Active
-from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.process.clock import Clock
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.wire.answers import QueueRow
-from poolgrid.wire.second_counts import added
 from poolgrid.wire.selection import PoolStatus
 
 log = logging.getLogger(__name__)
@@ -43,13 +40,6 @@ that takes half a second on an idle machine."""
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Largest answer of a pool's router about one request: a decision over thousands of workers."""
-
-ADDED = ("active", "waiting", "decisions")
-"""What processes behind one port count for themselves, and what adds up."""
-
-CLOSED = BreakerState.CLOSED.value
-WORSE = (CLOSED, BreakerState.HALF_OPEN.value, BreakerState.OPEN.value)
-"""States of breakers, of which each process has its own: the worst is shown."""
 
 COLUMNS: Mapping[str, Sequence[str]] = {
     "pools": (
@@ -86,17 +76,8 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 }
 
 
-class Kept(msgspec.Struct):
-    """What a process keeps of a request."""
-
-    explanation: dict[str, Any]
-    placed: list[tuple[str, str]]
-    """Pool and dispatch id of each dispatch."""
-    queued_ms: float
-
-
 class GlobalFleetSource:
-    """Implements ``poolgrid.fleet_page.ports.SharedFleetSource``."""
+    """Implements ``poolgrid.fleet_page.ports.FleetSource``."""
 
     columns = COLUMNS
 
@@ -131,14 +112,13 @@ class GlobalFleetSource:
     def end(self) -> None:
         self._grids = None
 
-    async def look(self, others: Sequence[Part] = ()) -> Picture:
-        """Return what there is to see now, with what others behind the same port have for themselves."""
+    async def look(self) -> Picture:
+        """Return what there is to see now."""
         service = self._service
         active = service.configuration.active
         if self._grids is None or self._grids[0] is not active:
             self._grids = (active, await asyncio.to_thread(grids, active))
-        own = self._own_values()
-        known = [own, *(part.values for part in others)]
+        in_flight = service.in_flight()
         pools: dict[str, Row] = {}
         now_ms = self._clock.monotonic_ms()
         for name, stage in active.document.stages.items():
@@ -146,74 +126,48 @@ class GlobalFleetSource:
             for each in stage.pools:
                 pool = service.pools.get(each.name)
                 if pool is not None:
-                    in_flight = sum(values["in_flight"].get(each.name, 0) for values in known)
-                    breaker = max((values["breakers"].get(each.name, CLOSED) for values in known), key=WORSE.index)
-                    pools[f"{name}/{each.name}"] = (name, *_pool(pool, ranks[each.name], breaker, in_flight, now_ms))
+                    breaker, count = pool.breaker.state.value, in_flight.get(each.name, 0)
+                    pools[f"{name}/{each.name}"] = (name, *_pool(pool, ranks[each.name], breaker, count, now_ms))
+        active_requests, waiting = service.counts()
         values = {
             "about": self._about,
             "grids": self._grids[1],
-            "queue": one_queue([each["queue"] for each in known]),
+            "queue": msgspec.convert(service.queue.view(), QueueRow, from_attributes=True).to_json(),
             "totals": {
                 "ready": service.view.missing() is None,
                 "trouble": service.view.missing() or "",
-                **{name: sum(each[name] for each in known) for name in ADDED},
-                # Of a group, what all of them know.
-                "since_ms": max(each["since_ms"] for each in known),
+                "active": active_requests,
+                "waiting": waiting,
+                "decisions": service.decisions.added,
+                "since_ms": self._served.since_ms,
             },
             "loop_steps": [step.explanation().to_json() for step in service.tracker.loop_steps[-STEPS_SHOWN:]],
         }
-        requests = by_time([self._requests(), *(part.requests for part in others)])
-        seconds, served = ({**added(each[name] for each in known)} for name in ("seconds", "served"))
-        return Picture(values, {"pools": pools, "requests": requests, "seconds": seconds, "served": served})
-
-    def _own_values(self) -> dict[str, Any]:
-        service = self._service
-        active, waiting = service.counts()
-        return {
-            "queue": msgspec.convert(service.queue.view(), QueueRow, from_attributes=True).to_json(),
-            "active": active,
-            "waiting": waiting,
-            "decisions": service.decisions.added,
-            "seconds": service.decisions.seconds.rows(),
-            "served": self._served.rows(),
-            "since_ms": self._served.since_ms,
-            "in_flight": service.in_flight(),
-            "breakers": {pool.name: pool.breaker.state.value for pool in service.pools.all()},
+        tables = {
+            "pools": pools,
+            "requests": self._requests(),
+            "seconds": dict(service.decisions.seconds.rows()),
+            "served": dict(self._served.rows()),
         }
+        return Picture(values, tables)
 
     def _requests(self) -> dict[str, Row]:
         records = self._service.decisions.newest(REQUESTS_SHOWN)
         return {record.request_id: _request(record) for record in reversed(records)}
 
-    def part(self, next_turn: int) -> Part:
-        return Part(self._own_values(), self._requests())
-
-    def learn(self, turns: Sequence[Turn]) -> None:
-        """Take note of nothing: a global router follows no conversations."""
-
     async def request(self, request_id: str) -> dict[str, Any] | None:
         """Return a request's record, with what the pools' own routers say of each of its dispatches."""
-        kept = self.kept(request_id)
-        return None if kept is None else await self.complete(kept)
-
-    def kept(self, request_id: str) -> bytes | None:
-        """Return what this process keeps of a request; ``None`` when that is nothing."""
         record = self._service.decisions.get(request_id)
         if record is None:
             return None
         placed = [(placement.pool, placement.dispatch_id) for placement in record.placements]
-        return msgspec.msgpack.encode(Kept(record.explanation().to_json(), placed, round(record.queued_ms, 3)))
-
-    async def complete(self, kept: bytes) -> dict[str, Any]:
-        """Return what is kept of a request, with what the pools' routers say."""
-        found = msgspec.msgpack.decode(kept, type=Kept)
-        told = await asyncio.gather(*(self._ask(pool, name) for pool, name in found.placed))
-        of_pools = {name: answer for (_, name), answer in zip(found.placed, told, strict=True) if answer is not None}
+        answers = await asyncio.gather(*(self._ask(pool, name) for pool, name in placed))
+        of_pools = {name: answer for (_, name), answer in zip(placed, answers, strict=True) if answer is not None}
         legs = [leg for answer in of_pools.values() for leg in answer.get("legs", ())]
-        if legs and legs[0]["dispatch_id"] == found.placed[0][1]:
-            legs[0]["queued_ms"] = found.queued_ms + legs[0].get("queued_ms", 0.0)
+        if legs and legs[0]["dispatch_id"] == placed[0][1]:
+            legs[0]["queued_ms"] = round(record.queued_ms, 3) + legs[0].get("queued_ms", 0.0)
         return {
-            "explanation": found.explanation,
+            "explanation": record.explanation().to_json(),
             "pools": {name: answer.get("explanation") for name, answer in of_pools.items()},
             "legs": legs,
             "legs_from": "pools" if legs else "unknown",

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Path, Query
 
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.group_decisions import GroupDecisions
 from poolgrid.frontend.openapi import error_answers
-from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.process.clock import Clock
-from poolgrid.process.process_group import GroupMember
 from poolgrid.wire.answers import (
     BreakerRow,
     ConfigAnswer,
@@ -32,6 +29,7 @@ from poolgrid.wire.answers import (
 )
 from poolgrid.wire.selection import ModelStatus
 
+DECISIONS_LISTED_MAX = 1000
 STEPS_LISTED_MAX = 100
 
 
@@ -39,9 +37,8 @@ def add_global_router_endpoints(
     app: FastAPI,
     service: GlobalRouterService,
     clock: Clock,
-    group: ConfigurationGroup,
 ) -> None:
-    """Add ``/v1/pools``, ``/v1/config`` and its changes."""
+    """Add ``/v1/pools``, ``/v1/decisions``, ``/v1/decisions/{request_id}``, ``/v1/config`` and its changes."""
 
     @app.get("/v1/pools", tags=["global router"])
     async def list_pools() -> dict[str, Any]:
@@ -58,6 +55,26 @@ def add_global_router_endpoints(
                     rows.append(pool_row(connection, stage_name, rank, count, clock.monotonic_ms()))
         queue = msgspec.convert(service.queue.view(), QueueRow, from_attributes=True)
         return PoolList(revision=active.revision, queue=queue, data=rows).to_json()
+
+    @app.get("/v1/decisions", tags=["global router"])
+    async def list_decisions(
+        limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
+    ) -> dict[str, Any]:
+        """List the last requests, newest first: their pools, workers and outcome."""
+        return PlacedList(data=[record.summary() for record in service.decisions.newest(limit)]).to_json()
+
+    @app.get("/v1/decisions/{request_id}", tags=["global router"], responses=error_answers({"404": "Not kept"}))
+    async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
+        """Explain one request: cell, override, spill, fallback, refusals, worker, for each of its dispatches."""
+        record = service.decisions.get(request_id)
+        if record is None:
+            raise RequestError(
+                404,
+                "decision_not_found",
+                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
+                param="request_id",
+            )
+        return record.explanation().to_json()
 
     @app.get("/v1/config", tags=["global router"])
     async def config() -> dict[str, Any]:
@@ -78,7 +95,7 @@ def add_global_router_endpoints(
     @app.post("/v1/config/reload", tags=["global router"], responses=error_answers({"409": "The file is no document"}))
     async def reload() -> dict[str, Any]:
         """Read the document's file now; what was in force stays when the file is not valid."""
-        outcome = await group.reload()
+        outcome = await service.configuration.reload()
         if outcome is None:
             raise RequestError(
                 409, "document_unreadable", "reading the document: its file cannot be read; nothing changed"
@@ -91,25 +108,12 @@ def add_global_router_endpoints(
     @app.post("/v1/config/rollback", tags=["global router"], responses=error_answers({"409": "There is none before"}))
     async def rollback() -> dict[str, Any]:
         """Put the previous document in force, as a new revision."""
-        outcome: Reload = await group.rollback()
+        outcome: Reload = await service.configuration.rollback()
         if outcome.outcome == "unchanged":
             raise RequestError(
                 409, "no_previous_document", "rolling back: no earlier document is kept; nothing changed"
             )
         return outcome.explanation().to_json()
-
-
-def decisions_of(service: GlobalRouterService, member: GroupMember | None) -> GroupDecisions:
-    """Return the last decisions of a global router, and of the processes that share its port."""
-
-    def newest(limit: int) -> dict[str, Any]:
-        return PlacedList(data=[record.summary() for record in service.decisions.newest(limit)]).to_json()
-
-    def about(request_id: str) -> dict[str, Any] | None:
-        record = service.decisions.get(request_id)
-        return None if record is None else record.explanation().to_json()
-
-    return GroupDecisions(newest, about, member)
 
 
 def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight: int, now_ms: float) -> PoolRow:

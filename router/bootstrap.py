@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.bootstrap import create as create_consolidator
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.playback.player import Player
@@ -21,14 +22,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
-from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import POLICY_NAMES
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.opening import open_recorder
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.drain_endpoint import add_drain_endpoint
@@ -41,13 +35,12 @@ from poolgrid.router.http_api import (
     add_index_endpoint,
     add_pool_endpoint,
     add_router_endpoints,
-    decisions_of,
     endpoints,
     readiness,
     troubles,
 )
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.policy_loading import make_state
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -77,6 +70,8 @@ class Endpoints(NamedTuple):
     """Where global routers ask for workers."""
     ext_proc: str = ""
     """Where gateways ask for endpoints; empty where they cannot."""
+    admin: str = ""
+    """Where this process alone answers, when several share the port."""
 
 
 async def serve(
@@ -101,7 +96,7 @@ async def serve(
         metrics = RouterMetrics(registry)
         make_context = process.context_maker()
         process.warn_of_exposures(_exposed_planes(settings))
-        state = _make_state(settings)
+        state = make_state(settings)
         await process.open_names()
         process.open_shared(f"{settings.namespace}.{settings.nats_pool}", settings.router_id)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
@@ -121,12 +116,9 @@ async def serve(
         )
         opened.callback(plane.close)
         completeness = Completeness()
-        decisions = decisions_of(service, process.member)
         app = process.open_app(
             service,
-            decisions,
-            "router",
-            readiness(service, process.member, completeness),
+            readiness(service, completeness),
             lambda: endpoints(service),
             lambda: troubles(service, recorder, completeness),
             consolidator.data_dir,
@@ -137,9 +129,8 @@ async def serve(
         add_drain_endpoint(app, service)
         add_pool_endpoint(app, plane, service, recorder)
         server = process.open_server(app, service.end_requests)
-        player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=place is not None)
+        player, watch = _make_player(consolidator, embedded), FleetWatch(state)
         process.open_page(app, lambda served: RouterFleetSource(settings, service, watch, player, served, place))
-        await process.join_group(decisions)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
@@ -155,13 +146,12 @@ async def serve(
             from poolgrid.router.endpoint_picker.opening import open_endpoint_picker
 
             ext_proc = await open_endpoint_picker(opened, settings, frontend, app, service, state, registry, awake)
-        process.set_ready()
         offset = state.projection.next_offset
         if process.names is not None:
             await _register(opened, settings, process.names, server.url, plane, embedded)
         log.info("router at %s, policy %s, journal offset %d", server.url, state.selector.policy.name, offset)
         ingest = embedded.ingest_endpoint if embedded is not None else ""
-        ready(Endpoints(server.url, ingest, plane.endpoint, ext_proc))
+        ready(Endpoints(server.url, ingest, plane.endpoint, ext_proc, server.admin_url))
         await stop.wait()
 
 
@@ -184,17 +174,6 @@ def _exposed_planes(settings: RouterSettings) -> str:
     return planes
 
 
-def _make_state(settings: RouterSettings) -> RouterState:
-    policy = load_policy(settings)
-    index = PrefixIndex(settings.index_budget_bytes)
-    ledger = LoadLedger(settings.reservation_ttl_ms)
-    approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
-    retention = RetentionLearner() if settings.retention == "learned" else None
-    return RouterState(
-        Selector(Projection(index, ledger, approximate, retention), policy, settings.worker_queue_factor)
-    )
-
-
 def _make_feed(
     settings: RouterSettings,
     consolidator: ConsolidatorSettings,
@@ -211,9 +190,7 @@ def _make_feed(
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
-        followed = plane.open_feed(
-            settings, settings.router_id, registry, clock, awake, consolidator.blocks_per_worker_max
-        )
+        followed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
         return cast(JournalFeed, followed), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
@@ -257,7 +234,7 @@ async def _register(
 def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:
     kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
     # A data_dir beside a stream has no journal in it, only decisions.
-    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, consolidator.blocks_per_worker_max)
+    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, BLOCKS_PER_WORKER_MAX)
 
 
 def _open_recorder(

@@ -15,6 +15,7 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, PolicyFailed
@@ -76,9 +77,9 @@ class Chooser:
         self._state = state
         self._selector = state.selector
         self._projection = state.projection
-        self.can_plan = settings.hold_limit_ms > 0 and state.selector.can_plan
-        """Whether requests may ever wait for the worker that is best for them."""
-        self._learns = state.projection.retention is not None
+        self._planner: Planner | None = state.selector.planner if settings.hold_limit_ms > 0 else None
+        """Where requests may ever wait for the worker that is best for them."""
+        self._needs_seeds = state.projection.needs_seeds
         """Whether it is learned how long blocks should stay: of prompts with one seed, for prompts with that seed."""
         self._links = links
         self._clock = clock
@@ -130,7 +131,7 @@ class Chooser:
             routed.path = self.path_now(request)
         leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
         found = self._state.apply(wanted)
-        if type(found) is Decision:
+        if isinstance(found, Decision):
             return Placement(found, leg, now_ms)
         if isinstance(found, PolicyFailed):
             log.error(
@@ -164,7 +165,7 @@ class Chooser:
         request = plan.request
         block_size = self.block_size(request.model)
         leg = self._next_leg(plan, output_tokens, path, block_size)
-        seed = hash_seed(request.lora_name, request.cache_salt) if self._learns else 0
+        seed = hash_seed(request.lora_name, request.cache_salt) if self._needs_seeds else 0
         queued = None if routed is None else routed.queued
         return leg, WorkerWanted(
             _routing(request, output_tokens, block_size, leg, seed),
@@ -182,16 +183,16 @@ class Chooser:
     @property
     def plans(self) -> bool:
         """Tell whether requests may wait for the worker that is best for them, now."""
-        return self.can_plan and self._selector.plans
+        return self._planner is not None and self._planner.is_active
 
     def takes_held(self, model: str) -> bool:
         """Tell whether any worker of a model has so few prompt tokens to compute that one may go there that waits."""
-        return self._selector.takes_held(model, PROMPT_ROLES)
+        return self._planner is not None and self._planner.has_room(model, PROMPT_ROLES)
 
     def can_be_planned(self, routed: LocalRequest) -> bool:
         """Tell whether some worker could compute a request's prompt, which may wait for a better one."""
         wanted = self._wanted_by_plan(routed)
-        return wanted is not None and self._selector.serves(wanted)
+        return wanted is not None and self._planner is not None and self._planner.can_plan(wanted)
 
     def plan(self, waiting: Sequence[LocalRequest]) -> list[tuple[LocalRequest, Mapping[WorkerKey, int]]]:
         """Return who of those that wait is to be placed now, in order, and what is planned behind each."""
@@ -204,8 +205,8 @@ class Chooser:
             else:
                 by_roles.setdefault(wanted.roles, []).append((routed, wanted))
         for roles, group in by_roles.items():
-            if self._selector.takes_held(group[0][1].request.model, roles):
-                planned = self._selector.plan([wanted for _, wanted in group])
+            if self._planner is not None and self._planner.has_room(group[0][1].request.model, roles):
+                planned = self._planner.plan([wanted for _, wanted in group])
                 due += [(group[row][0], behind) for row, behind in planned]
         return due
 

@@ -16,7 +16,7 @@ from poolgrid.process.tasks import unless
 from poolgrid.wire.loading import LoadingWorker
 
 SILENCE_MS = 2500.0
-"""Silence of a consolidator that is worth a word: it speaks every ``feed_keep_alive_ms``, 500 unless set otherwise."""
+"""Silence of a consolidator that is worth a word: it publishes at least every 500 ms."""
 
 
 class JournalFeed(Protocol):

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from poolgrid import __version__
-from poolgrid.fleet_page.group_source import by_time, one_queue
 from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.player import Player
-from poolgrid.fleet_page.ports import Part, Picture, Row, Turn
+from poolgrid.fleet_page.ports import Picture, Row
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.process_group import GroupPlace
@@ -25,7 +24,6 @@ from poolgrid.wire.answers import QueueRow, RequestExplanation
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import STAGE_WORD, StreamState
 from poolgrid.wire.request_ids import dispatch_id
-from poolgrid.wire.second_counts import added
 
 REQUESTS_SHOWN = 240
 """Of the last decisions, how many are watched for changes: what came of one that is older is seen when it is opened."""
@@ -40,9 +38,6 @@ CONVERSATIONS_EVERY = 4
 
 WORKERS_PER_TURN = 64
 """Rows made between two turns of the event loop: a quarter of a millisecond."""
-
-ADDED = ("active", "waiting", "decisions")
-"""What processes behind one port count for themselves, and what adds up."""
 
 COLUMNS: Mapping[str, Sequence[str]] = {
     "workers": (
@@ -88,22 +83,9 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     "served": SERVED_COLUMNS,
 }
 
-REQUEST_ID, CONVERSATION = (COLUMNS["requests"].index(name) for name in ("request_id", "conversation"))
-
-
-class Kept(msgspec.Struct):
-    """What a process keeps of a request."""
-
-    explanation: dict[str, Any]
-    legs: list[Leg]
-    unknown: list[int]
-    """Of the legs, those that it did not watch to their end: their times are to be read in the journal."""
-    offset: int
-    """Of the journal, before which none of the legs began."""
-
 
 class RouterFleetSource:
-    """Implements ``poolgrid.fleet_page.ports.SharedFleetSource``."""
+    """Implements ``poolgrid.fleet_page.ports.FleetSource``."""
 
     columns = COLUMNS
 
@@ -124,8 +106,7 @@ class RouterFleetSource:
         self._conversations: dict[str, Row] = {}
         self._about = {
             "kind": "router",
-            # A process of a group is called by its number, and shows what all do.
-            "name": settings.router_id if place is None else settings.router_id.removesuffix(f".{place.index}"),
+            "name": settings.router_id,
             "pool": settings.namespace if settings.has_names else "",
             "version": __version__,
             "policy": settings.policy,
@@ -143,8 +124,8 @@ class RouterFleetSource:
         """Watch no more."""
         self._watch.end()
 
-    async def look(self, others: Sequence[Part] = ()) -> Picture:
-        """Return what there is to see now, with the requests and the queues of others."""
+    async def look(self) -> Picture:
+        """Return what there is to see now."""
         service, projection = self._service, self._service.projection
         fleet, unreachable = projection.fleet.workers, service.unreachable
         workers: dict[str, Row] = {}
@@ -157,67 +138,34 @@ class RouterFleetSource:
         if self._looks % CONVERSATIONS_EVERY == 0:
             await self._look_at_conversations()
         self._looks += 1
-        own = self._own_values()
-        known = [own, *(part.values for part in others)]
+        active, waiting = service.counts()
         values = {
             "about": self._about,
-            "queue": one_queue([each["queue"] for each in known]),
+            "queue": msgspec.convert(service.queue.view(), QueueRow, from_attributes=True).to_json(),
             "totals": {
                 "ready": service.ready,
-                **{name: sum(each[name] for each in known) for name in ADDED},
-                # Of a group, what all of them know.
-                "since_ms": max(each["since_ms"] for each in known),
+                "active": active,
+                "waiting": waiting,
+                "decisions": service.decisions.added,
+                "since_ms": self._served.since_ms,
                 "offset": projection.next_offset,
                 "behind": service.behind_records,
                 "trouble": service.trouble,
                 "records": self._watch.records,
             },
         }
-        requests = by_time([self._requests(), *map(self._told_requests, others)])
-        seconds, served = ({**added(each[name] for each in known)} for name in ("seconds", "served"))
         tables = {
             "workers": workers,
-            "requests": requests,
+            "requests": self._requests(),
             "conversations": self._conversations,
-            "seconds": seconds,
-            "served": served,
+            "seconds": dict(service.decisions.seconds.rows()),
+            "served": dict(self._served.rows()),
         }
         return Picture(values, tables)
-
-    def _own_values(self) -> dict[str, Any]:
-        service = self._service
-        active, waiting = service.counts()
-        return {
-            "queue": msgspec.convert(service.queue.view(), QueueRow, from_attributes=True).to_json(),
-            "active": active,
-            "waiting": waiting,
-            "decisions": service.decisions.added,
-            "seconds": service.decisions.seconds.rows(),
-            "served": self._served.rows(),
-            "since_ms": self._served.since_ms,
-        }
 
     def _requests(self) -> dict[str, Row]:
         decisions = self._service.decisions.newest(REQUESTS_SHOWN)
         return dict(self._request(decision) for decision in reversed(decisions))
-
-    def _told_requests(self, part: Part) -> dict[str, Row]:
-        """Return the requests of another process; who told of them calls their conversations otherwise."""
-        conversation_of = self._watch.conversation_of
-        return {
-            name: (*row[:CONVERSATION], conversation_of(row[REQUEST_ID]), *row[CONVERSATION + 1 :])
-            for name, row in part.requests.items()
-        }
-
-    # -- for other processes behind the same port ----------------------------------------------------------------------
-
-    def part(self, next_turn: int) -> Part:
-        return Part(self._own_values(), self._requests(), *self._watch.turns(next_turn))
-
-    def learn(self, turns: Sequence[Turn]) -> None:
-        """Take note of prompts that another process has sent."""
-        for turn in turns:
-            self._watch.learn(turn)
 
     def _worker(self, worker: Worker, unreachable: str) -> Row:
         projection = self._service.projection
@@ -300,41 +248,33 @@ class RouterFleetSource:
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
         """Return a request's decisions and the times of its legs: watched, else read in the journal."""
-        kept = self.kept(request_id)
-        return None if kept is None else await self.complete(kept)
-
-    def kept(self, request_id: str) -> bytes | None:
-        """Return what this process keeps of a request; ``None`` when that is nothing."""
         decisions = self._service.decisions.of_request(request_id)
         if not decisions:
             return None
-        attempts = [decision.explanation() for decision in decisions]
         legs: list[Leg] = []
-        unknown: list[int] = []
+        unknown: list[Leg] = []
         for decision in decisions:
-            request = decision.request
-            name = dispatch_id(request.request_id, decision.attempt)
-            leg = self._watch.legs.get(name)
-            ended_unseen = self._ended_unseen(decision, name, leg or _UNWATCHED)
-            if leg is None or ended_unseen:
-                unknown.append(len(legs))
+            name = dispatch_id(decision.request.request_id, decision.attempt)
+            watched = self._watch.legs.get(name)
+            ended_unseen = self._ended_unseen(decision, name, watched or _UNWATCHED)
+            leg = watched
             if leg is None:
-                leg = Leg(name, str(decision.worker), STAGE_WORD[request.stage], decision.time_ms)
+                leg = Leg(name, str(decision.worker), STAGE_WORD[decision.request.stage], decision.time_ms)
                 leg.queued_ms = round(decision.queued_ms, 3)
-            legs.append(msgspec.structs.replace(leg, released=True) if ended_unseen else leg)
-        explanation = RequestExplanation(request_id=request_id, attempts=attempts).to_json()
-        return msgspec.msgpack.encode(Kept(explanation, legs, unknown, min(each.offset for each in decisions)))
-
-    async def complete(self, kept: bytes) -> dict[str, Any]:
-        """Return what is kept of a request, with the times of legs that nobody watched."""
-        found = msgspec.msgpack.decode(kept, type=Kept)
+            if ended_unseen:
+                leg = msgspec.structs.replace(leg, released=True)
+            legs.append(leg)
+            if watched is None or ended_unseen:
+                unknown.append(leg)
         source = "watched"
-        if found.unknown and not self._player.unavailable:
-            await self._player.fill([found.legs[at] for at in found.unknown], found.offset)
+        if unknown and not self._player.unavailable:
+            await self._player.fill(unknown, min(each.offset for each in decisions))
             source = "journal"
-        elif found.unknown:
+        elif unknown:
             source = "unknown"
-        return {"explanation": found.explanation, "legs": msgspec.to_builtins(found.legs), "legs_from": source}
+        attempts = [decision.explanation() for decision in decisions]
+        explanation = RequestExplanation(request_id=request_id, attempts=attempts).to_json()
+        return {"explanation": explanation, "legs": msgspec.to_builtins(legs), "legs_from": source}
 
     async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
         """Return the pool between two times, from its journal."""

@@ -7,14 +7,12 @@ the way of a request knows of it, and while nobody looks it is not there.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 
 import msgspec
 
 from poolgrid.fleet_page.playback.leg_times import Leg, note_event
-from poolgrid.fleet_page.ports import Turn
 from poolgrid.router.core.conversations import Conversations
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released
@@ -27,7 +25,6 @@ from poolgrid.wire.events import (
     RequestFinished,
     RequestStarted,
 )
-from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of
 
@@ -35,10 +32,6 @@ log = logging.getLogger(__name__)
 
 LEGS_MAX = 8192
 """Legs whose times are kept; a minute of a pool that serves a hundred requests a second. The oldest go first."""
-
-TURNS_BYTES_MAX = 8 * 1024 * 1024
-"""Paths kept for sibling processes, which ask four times a second: 250 prompts of 131,072 tokens. Of older ones they
-are not told, and take the next turn of such a conversation for its first."""
 
 HASH_BYTES = 8
 
@@ -53,8 +46,7 @@ class CacheFlow(msgspec.Struct):
 class FleetWatch:
     """Implements ``poolgrid.router.core.router_state.InputLog``, in front of another one."""
 
-    def __init__(self, state: RouterState, has_siblings: bool = False) -> None:
-        """``has_siblings`` has it keep the prompts that are sent, for other processes behind the same port."""
+    def __init__(self, state: RouterState) -> None:
         self.conversations = Conversations()
         self.legs: OrderedDict[str, Leg] = OrderedDict()
         """By dispatch id, in the order in which they were placed."""
@@ -63,11 +55,6 @@ class FleetWatch:
         """Records of the journal since somebody looks."""
         self._of_request: OrderedDict[str, str] = OrderedDict()
         """The conversations of requests, for their later legs."""
-        self._has_siblings = has_siblings
-        self._turns: deque[Turn] = deque()
-        self._turns_bytes = 0
-        self._turns_gone = 0
-        """Turns that were kept and are no more."""
         self._state = state
         self._next: InputLog | None = None
         self._broken = False
@@ -79,19 +66,6 @@ class FleetWatch:
         """Be there no more."""
         if self._state.log is self:
             self._state.log = self._next
-        self._turns_gone += len(self._turns)
-        self._turns.clear()
-        self._turns_bytes = 0
-
-    def turns(self, first: int) -> tuple[list[Turn], int]:
-        """Return the prompts that were sent from a number on (none for one below 0), and the number of the next."""
-        next_turn = self._turns_gone + len(self._turns)
-        if not 0 <= first <= next_turn:
-            return [], next_turn
-        return list(islice(self._turns, max(0, first - self._turns_gone), None)), next_turn
-
-    def learn(self, turn: Turn) -> None:
-        self._turn(turn.request_id, unpack_hashes(turn.path), turn.isl, turn.block_size, turn.time_ms)
 
     def conversation_of(self, request_id: str) -> str:
         """Return the conversation of a request; empty when it is not known."""
@@ -143,8 +117,6 @@ class FleetWatch:
         request = decision.request
         if request.stage is Stage.WHOLE or request.stage is Stage.PREFILL:
             self._turn(request.request_id, given.path, request.isl, request.block_size, decision.time_ms)
-            if self._has_siblings:
-                self._keep(given)
         self.legs[given.dispatch_id] = Leg(
             given.dispatch_id,
             str(decision.worker),
@@ -162,11 +134,3 @@ class FleetWatch:
             self._of_request[dispatch_of(request_id)[0]] = found.name
             while len(self._of_request) > LEGS_MAX:
                 self._of_request.popitem(last=False)
-
-    def _keep(self, given: Booked) -> None:
-        request, path = given.decision.request, pack_hashes(given.path)
-        self._turns.append(Turn(request.request_id, path, request.block_size, request.isl, given.decision.time_ms))
-        self._turns_bytes += len(path)
-        while self._turns_bytes > TURNS_BYTES_MAX or len(self._turns) > LEGS_MAX:
-            self._turns_bytes -= len(self._turns.popleft().path)
-            self._turns_gone += 1

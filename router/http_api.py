@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Path, Query
 from fastapi.responses import StreamingResponse
 
 from poolgrid.frontend.app import Readiness
-from poolgrid.frontend.group_decisions import GroupDecisions
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.openapi import error_answers
 from poolgrid.process.clock import Clock
-from poolgrid.process.process_group import GroupMember
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
@@ -42,6 +42,8 @@ from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.selection import PoolStatus
 
+DECISIONS_LISTED_MAX = 1000
+
 LINES_PER_TURN = 1024
 """Lines of a worker's blocks written between two turns of the event loop: a millisecond or two."""
 
@@ -52,7 +54,7 @@ def add_router_endpoints(
     clock: Clock,
     who_loads: Callable[[], Sequence[LoadingWorker]],
 ) -> None:
-    """Add ``/v1/workers``."""
+    """Add ``/v1/workers``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
 
     @app.get("/v1/workers", tags=["router"])
     async def list_workers() -> dict[str, Any]:
@@ -72,18 +74,25 @@ def add_router_endpoints(
         loading = [loading_row(each) for each in who_loads() if each.worker_id not in members]
         return WorkerList(offset=projection.next_offset, queue=queue, data=rows, loading=loading).to_json()
 
+    @app.get("/v1/decisions", tags=["router"])
+    async def list_decisions(
+        limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
+    ) -> dict[str, Any]:
+        """List the last routing decisions, newest first."""
+        return DecisionList(data=[each.summary() for each in service.decisions.newest(limit)]).to_json()
 
-def decisions_of(service: RouterService, member: GroupMember | None) -> GroupDecisions:
-    """Return the last decisions of a router, and of the processes that share its port."""
-
-    def newest(limit: int) -> dict[str, Any]:
-        return DecisionList(data=[decision.summary() for decision in service.decisions.newest(limit)]).to_json()
-
-    def about(request_id: str) -> dict[str, Any] | None:
-        attempts = [decision.explanation() for decision in service.decisions.of_request(request_id)]
-        return RequestExplanation(request_id=request_id, attempts=attempts).to_json() if attempts else None
-
-    return GroupDecisions(newest, about, member)
+    @app.get("/v1/decisions/{request_id}", tags=["router"], responses=error_answers({"404": "Not kept (any more)"}))
+    async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
+        """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
+        attempts = [each.explanation() for each in service.decisions.of_request(request_id)]
+        if not attempts:
+            raise RequestError(
+                404,
+                "decision_not_found",
+                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
+                param="request_id",
+            )
+        return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
 
 
 def loading_row(worker: LoadingWorker) -> LoadingRow:
@@ -252,18 +261,13 @@ def troubles(
     return found
 
 
-def readiness(
-    service: RouterService, member: GroupMember | None = None, completeness: Completeness | None = None
-) -> Readiness:
-    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has, some
-    worker generates, and no model is served in stages of which one is still missing."""
+def readiness(service: RouterService, completeness: Completeness | None = None) -> Readiness:
+    """Return the check behind ``/ready``: the router's state is that of the pool, some worker
+    generates, and no model is served in stages of which one is still missing."""
 
     def missing() -> str | None:
         if not service.ready:
             return "the router is rebuilding its state from the journal"
-        others = member.missing() if member is not None else None
-        if others is not None or completeness is None:
-            return others
-        return completeness.missing(endpoints(service))
+        return None if completeness is None else completeness.missing(endpoints(service))
 
     return missing

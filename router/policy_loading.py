@@ -1,11 +1,22 @@
-"""From a policy's name in the settings to the policy: one of poolgrid's, or a class of the operator's own."""
+"""From a policy's name to the policy, by entry points: ``kv`` is in the core, others are found like those of operators.
+
+The group ``poolgrid.policies`` has policies, ``poolgrid.retention`` what learns how long blocks should stay.
+"""
 
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.router.core.policy import Policy, make_policy
+from poolgrid.process.plugins import POLICIES, RETENTION, load_plugin, plugin_names, policy_names
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.observers import Observer
+from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, KvAware, Policy, PolicyOptions
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
 from poolgrid.router.settings import RouterSettings
 
 
@@ -13,21 +24,20 @@ class PolicyError(ValueError):
     """A policy cannot be used."""
 
 
-def load_policy(settings: RouterSettings) -> Policy:
-    """Return the policy that the settings name; raises ``PolicyError``."""
-    return policy_named(settings.policy, settings.cost_weights(), settings.temperature)
-
-
-def policy_named(name: str, weights: CostWeights, temperature: float) -> Policy:
-    """Return a policy that comes with poolgrid, or an object of ``module:Class``; raises ``PolicyError``."""
-    if ":" not in name:
-        try:
-            return make_policy(name, weights, temperature)
-        except ValueError as error:
-            raise PolicyError(f"{error}, or module:Class") from None
-    module_name, _, class_name = name.partition(":")
+def make_policy(
+    name: str,
+    weights: CostWeights | None = None,
+    temperature: float = 0.0,
+    approximate_ttl_ms: float = APPROXIMATE_TTL_MS,
+) -> Policy:
+    """Return the policy of a name, or an object of ``module:Class``; raises ``PolicyError``."""
+    made = KvAware if name == KvAware.name else _loaded(POLICIES, name)
+    configured = getattr(made, "configured", None)
     try:
-        policy = getattr(importlib.import_module(module_name), class_name)()
+        if configured is not None:
+            policy = configured(PolicyOptions(weights or CostWeights(), temperature, approximate_ttl_ms))
+        else:
+            policy = made()
     except Exception as error:
         raise PolicyError(f"loading policy {name!r}: {type(error).__name__}: {error}") from error
     missing = [each for each in ("name", "needs_overlap", "choose") if not hasattr(policy, each)]
@@ -35,3 +45,37 @@ def policy_named(name: str, weights: CostWeights, temperature: float) -> Policy:
         raise PolicyError(f"loading policy {name!r}: it lacks {', '.join(missing)}; see docs/policies.md")
     loaded: Policy = policy
     return loaded
+
+
+def make_retention(name: str) -> Observer | None:
+    """Return what learns how long blocks should stay, ``None`` for ``off``; raises ``PolicyError``."""
+    if name == "off":
+        return None
+    made: Observer = _loaded(RETENTION, name)()
+    return made
+
+
+def load_policy(settings: RouterSettings) -> Policy:
+    """Return the policy that the settings name; raises ``PolicyError``."""
+    return make_policy(settings.policy, settings.cost_weights(), settings.temperature, settings.approximate_ttl_ms)
+
+
+def make_state(settings: RouterSettings, policy: Policy | None = None) -> RouterState:
+    """Return the state of a router that has just begun; raises ``PolicyError``."""
+    index, ledger = PrefixIndex(settings.index_budget_bytes), settings.ledger_budget_bytes
+    projection = Projection(index, LoadLedger(settings.reservation_ttl_ms, ledger))
+    learner = make_retention(settings.retention)
+    if learner is not None:
+        projection.attach(learner)
+    return RouterState(Selector(projection, policy or load_policy(settings), settings.worker_queue_factor))
+
+
+def _loaded(group: str, name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if not colon and name not in plugin_names(group):
+        names = policy_names() if group == POLICIES else ("off", *plugin_names(group))
+        raise PolicyError(f"loading policy {name!r}: it is unknown, allowed are {', '.join(names)}, or module:Class")
+    try:
+        return getattr(importlib.import_module(module), attribute) if colon else load_plugin(group, name)
+    except Exception as error:
+        raise PolicyError(f"loading policy {name!r}: {type(error).__name__}: {error}") from error

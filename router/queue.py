@@ -8,7 +8,7 @@ Rules
     4. Once the queue is closed no request is placed any more.
     5. With a policy that plans, new requests are *deferred* until the worker that a plan gave them has no prompt to
        compute, at most ``DEFER_MAX_MS``; rule 3 is not for them. Those whose turn it is, up to ``PLANNED_MAX``, are
-       planned together (``poolgrid.router.core.hold_plan``): at the end of a turn of the event loop in which one came
+       planned together (``core.policy.Planner``): at the end of a turn of the event loop in which one came
        or a first token was seen, and when events were applied. A plan is forgotten at once. No request is refused
        because others are deferred: where that takes the room, those whose turn it is go to workers.
 """
@@ -22,7 +22,7 @@ from poolgrid.inference.ports import Refused
 from poolgrid.process.awake_clock import within
 from poolgrid.process.clock import Clock
 from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.hold_plan import HELD_MAX, PLANNED_MAX
+from poolgrid.router.core.policy import HELD_MAX, PLANNED_MAX
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
 from poolgrid.router.settings import RouterSettings

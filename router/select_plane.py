@@ -291,7 +291,7 @@ class SelectPlane:
             stage,
             media,
             media_kinds,
-            seed or UNSALTED if self._selector.projection.retention is not None else 0,
+            seed or UNSALTED if self._selector.projection.needs_seeds else 0,
         )
         unavailable = {**self._pool.unreachable, **excluded} if excluded else self._pool.unreachable
         wanted = WorkerWanted(

@@ -7,9 +7,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import ZmqAddress
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.load_ledger import LEDGER_BYTES
+from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
 from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
 from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.wire.names import is_name
@@ -36,9 +38,8 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     )
     policy: str = Field(
         "kv",
-        examples=["kv", "approximate", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
-        description="How a worker is chosen: kv, approximate, predicted, field, lmetric, round-robin, random, "
-        "least-loaded, or module:Class of your own.",
+        examples=list(policy_names()),
+        description="How a worker is chosen: " + ", ".join(policy_names()) + ", or module:Class of your own.",
     )
     prefill_weight: float = Field(1.0, ge=0, le=1000, description="Cost of one block that must be computed.")
     queue_weight: float = Field(
@@ -54,10 +55,17 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost instead of taking the cheapest."
     )
     approximate_ttl_ms: float = Field(
-        120_000, gt=0, description="How long the approximate policy believes that a worker holds what it was sent."
+        APPROXIMATE_TTL_MS,
+        gt=0,
+        description="How long the approximate policy believes that a worker holds what it was sent.",
     )
     index_budget_bytes: int = Field(
         4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
+    )
+    ledger_budget_bytes: int = Field(
+        LEDGER_BYTES,
+        ge=65_536,
+        description="Memory the requests in the load ledger may use; a further one is not counted as load.",
     )
     router_id: str = Field(
         "router",

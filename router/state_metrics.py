@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.process.instruments import Across, GaugeFamily
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.service import RouterService
 from poolgrid.serving.admission_queue import queue_metrics
@@ -20,18 +19,16 @@ PREFIX = "poolgrid_router"
 WORKER_STATES = ("ready", "draining", "unreachable")
 
 
-def _gauge(name: str, text: str, value: float, across: Across = "largest") -> Metric:
-    return GaugeFamily(f"{PREFIX}_{name}", text, across=across, value=value)
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
 
-def _by_label(
-    name: str, text: str, labels: list[str], values: Iterable[tuple[tuple[str, ...], float]], across: Across = "largest"
-) -> Metric:
-    family = GaugeFamily(f"{PREFIX}_{name}", text, labels=labels, across=across)
+def _by_label(name: str, text: str, labels: list[str], values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
     for label_values, value in values:
         family.add_metric(label_values, value)
     return family
@@ -47,7 +44,8 @@ class StateCollector(Collector):
         """Yield what the state is now."""
         service = self._service
         projection = service.projection
-        index, ledger, trust, retention = projection.index, projection.ledger, projection.trust, projection.retention
+        index, ledger, trust = projection.index, projection.ledger, projection.trust
+        retention = projection.observer("retention")
         yield from queue_metrics(PREFIX, service.counts()[0], service.queue)
         yield _gauge(
             "behind_records",
@@ -73,7 +71,6 @@ class StateCollector(Collector):
             "Bytes that the memory of seen prompts uses, at most 64 MiB. At its bound it forgets, "
             "and `poolgrid_router_achievable_tokens_total` is a lower bound.",
             service.tracker.sketch.used_bytes,
-            "sum",
         )
         yield _gauge(
             "untrusted_workers",
@@ -217,5 +214,4 @@ class DecisionRecordCollector(Collector):
             "decision_journal_bytes",
             "Size of the decision journal, which `retention_bytes` bounds.",
             recorder.segments.sizes()[1],
-            "sum",
         )

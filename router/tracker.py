@@ -57,10 +57,10 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state = state
         self._metrics = metrics
         self._full = full
-        self._plans = state.selector.can_plan
+        self._plans = state.selector.planner is not None
         self._overcommit_timer: asyncio.TimerHandle | None = None
-        if state.projection.paces is not None:
-            state.projection.paces.on_first_token = self.first_token
+        for observer in state.projection.observers:
+            observer.report_ttft = self.first_token
 
     def enter(self, routed: LocalRequest, chosen: Placement, dispatch_id: str) -> None:
         """Book a leg that was sent to its worker; its delivery has the reason of the decision already.

@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "consolidator"),
     "router.core": ("wire", "consolidator.core.sharded_map"),
+    "router.policies": ("wire", "router.core"),
     "router": (
         "wire",
         "process",
@@ -88,7 +89,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tools.simulation": (
         "wire",
         "process.settings",
+        "process.plugins",
         "router.core",
+        "router.policy_loading",
         "global_router.core",
         "workers.core",
         "workers.engines.simulated.core",
@@ -115,6 +118,7 @@ PURE = (
     "kubernetes.slices",
     "serving.fair_queue",
     "router.core",
+    "router.policies",
     "consolidator.core",
     "global_router.core",
     "workers.core",

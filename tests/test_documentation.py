@@ -16,7 +16,7 @@ import pytest
 import typer
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
-    GaugeMetricFamily,  # noqa: TID251
+    GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
@@ -26,10 +26,11 @@ from lab.website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, witho
 from lab.website.metrics_tables import PAGES as METRICS_PAGES
 from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
-from poolgrid.process.instruments import GaugeFamily
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.router.core.policy import POLICY_NAMES, Policy
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.policy_loading import PolicyError, load_policy
 from poolgrid.router.settings import RouterSettings
@@ -226,7 +227,7 @@ ALONE = ("poolgrid_worker_", "poolgrid_trtllm_")
 
 def test_every_gauge_says_what_becomes_of_it_across_http_processes() -> None:
     gauges = [metric for metric, _ in exported() if metric.type == "gauge"]
-    silent = [metric.name for metric in gauges if not isinstance(metric, GaugeFamily)]
+    silent = [metric.name for metric in gauges if not isinstance(metric, GaugeMetricFamily)]
 
     assert [name for name in silent if not name.startswith(ALONE)] == []
 
@@ -326,9 +327,9 @@ def test_the_policy_example_reuses_unless_the_holder_has_a_long_queue(example_po
     pool.say(worker_key("b"), stored(path[:8]))
     selector = pool.selector(example_policy)
 
-    reused = decided(selector.select(request, path, now_ms=0.0, time_ms=0))
+    reused = decided(selector.select(WorkerWanted(request, path, now_ms=0.0, time_ms=0)))
     pool.say(worker_key("b"), RequestStarted("long", 16_384 + 9 * BLOCK_SIZE, 0, 1))
-    avoided = decided(selector.select(request, path, now_ms=0.0, time_ms=0))
+    avoided = decided(selector.select(WorkerWanted(request, path, now_ms=0.0, time_ms=0)))
 
     assert (reused.worker, reused.policy) == (worker_key("b"), "reuse-unless-queued")
     assert avoided.worker == worker_key("a")
@@ -347,7 +348,7 @@ def test_a_policy_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_every_policy_and_weight_is_on_the_page() -> None:
     text = (DOCS / "policies.md").read_text()
 
-    for name in POLICY_NAMES:
+    for name in policy_names():
         assert f"| `{name}`" in text
     for field, default in ((name, getattr(CostWeights(), name)) for name in CostWeights.__dataclass_fields__):
         assert f"`{field}`" in text

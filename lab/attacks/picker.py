@@ -29,7 +29,7 @@ PICKING = Shape(
     "front",
     router=(
         *("--ext-proc-port", "0", "--ext-proc-streams", str(STREAMS_MAX)),
-        *("--ext-proc-body-bytes", str(BODY_BYTES_MAX), "--http-body-timeout-ms", "3000"),
+        *("--ext-proc-body-bytes", str(BODY_BYTES_MAX), "--http-request-timeout-ms", "3000"),
     ),
 )
 SLOW_BYTES = 4 * 2**20

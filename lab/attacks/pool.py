@@ -206,7 +206,6 @@ class AttackedPool:
         planes = [f"--{plane}-endpoint=dyn://{NAMESPACE}.consolidator.{plane}" for plane in ("feed", "query")]
         journal = ["--data-dir", str(self.directory / "data"), *_flags(JOURNAL_BOUNDS)]
         consolidators = ["consolidator"]
-        decisions: list[str] = []
         if self.shape.finds == "nats":
             directory = self.directory / "nats"
             directory.mkdir()
@@ -215,11 +214,10 @@ class AttackedPool:
             self._found_by = ["--event-plane", "nats", "--names", "nats", "--nats-url", self.nats.url]
             planes, journal = [], ["--leader-lease-s", "2"]
             consolidators.append("consolidator-2")
-            decisions = ["--decision-stream-bytes", "16777216"]
         self._found_by += ["--namespace", NAMESPACE]
         for name in consolidators:
             await self._start(name, "consolidator", [*journal, *self._found_by])
-        arguments = [*self._router(), "--router-id", "router", *decisions, *planes, *self._found_by]
+        arguments = [*self._router(), "--router-id", "router", *planes, *self._found_by]
         router = await self._start("router", "router", arguments)
         await asyncio.gather(*(self.start_worker(f"worker-{number}", "") for number in range(2)))
         await self.until_ready(router.url, 2)

@@ -40,10 +40,11 @@ from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolSta
 from poolgrid.consolidator.journal.files import FileJournal
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process import garbage, lifecycle
 from poolgrid.process.clock import SystemClock
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
@@ -51,6 +52,7 @@ from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.links import link_opener
@@ -162,15 +164,21 @@ def make_journal(directory: Path, blocks: int, workers: int, tail: int) -> dict[
 # -- the consolidator's process ----------------------------------------------------------------------------------------
 
 
+def tuning_of(given: dict[str, Any]) -> Tuning:
+    """Take what is no setting out of what a process is given."""
+    return Tuning(snapshot_every_records=given.pop("snapshot_every_records"))
+
+
 def consolidator_process(given: dict[str, Any]) -> None:
     """Serve a directory; say when it is ready."""
+    tuning = tuning_of(given)
     settings = ConsolidatorProcessSettings.model_validate(given)
     started = time.perf_counter()
 
     def ready(at: Any) -> None:
         say({"ready_s": time.perf_counter() - started, "rss_mib": resident_bytes() / 2**20, **at._asdict()})
 
-    lifecycle.run(lambda stop: serve(settings, stop, ready))
+    lifecycle.run(lambda stop: serve(settings, stop, ready, tuning))
 
 
 # -- the router's process ----------------------------------------------------------------------------------------------
@@ -272,7 +280,9 @@ class Heartbeat:
         return self._service.projection.next_offset
 
     def _decide(self, now_ms: float, behind: int) -> None:
-        decision = decided(self._selector.select(self._request, [1], now_ms, 0, dry_run=True, behind_records=behind))
+        decision = decided(
+            self._selector.select(WorkerWanted(self._request, [1], now_ms, 0, behind_records=behind), dry_run=True)
+        )
         self.decisions += 1
         self.marked += decision.reason.endswith("-behind")
         self.most_behind = max(self.most_behind, behind)
@@ -299,7 +309,9 @@ def router_process(given: dict[str, Any]) -> None:
         selector = Selector(projection, make_policy("kv", settings.cost_weights(), 0.0))
         inner: JournalFeed
         if "data_dir" in given:
-            inner = EmbeddedFeed(create(ConsolidatorSettings.model_validate(given), CollectorRegistry(), clock))
+            tuning = tuning_of(given)
+            consolidator = ConsolidatorSettings.model_validate(given)
+            inner = EmbeddedFeed(create(consolidator, CollectorRegistry(), clock, tuning=tuning))
         else:
             inner = RemoteFeed(given["feed"], given["query"], clock)
         feed = WatchedFeed(inner)

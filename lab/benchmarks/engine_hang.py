@@ -185,7 +185,7 @@ async def run(stopped_s: float, streams: int, directory: Path) -> Result:
             behaviour = {"vocabulary_size": 4096, "speedup": 1.0, "stop_file": str(directory / name)}
             os.environ["TRTLLM_FAKE"] = json.dumps(behaviour)
             ingest = ("--consolidator", router.word("ingest"), "--worker-id", name)
-            workers[name] = stack.enter_context(Process(*COMMON, *ingest, "--health-interval-ms", "500"))
+            workers[name] = stack.enter_context(Process(*COMMON, *ingest))
         for worker in workers.values():
             worker.wait_ready()
         eventually("all are there", lambda: states(router.url) == dict.fromkeys(WORKERS, "ready"))

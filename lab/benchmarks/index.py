@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.benchmarks.measuring import median_us, pin_to_one_cpu, resident_bytes
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
@@ -241,15 +242,15 @@ def decision_figures(workers: int) -> dict[str, float]:
             projection.index.store(key, None, path[: 64 + number % 128])
     selector = Selector(projection, KvAware())
     request = RoutingRequest("r", "m", 8192, BLOCK_SIZE, len(path))
-    decision = decided(selector.select(request, path, 0.0, 0))
+    decision = decided(selector.select(WorkerWanted(request, path, 0.0, 0)))
 
     def book() -> None:
         selector.book(decision, path, 0.0)
-        projection.ledger.release(decision.worker, "r")
+        projection.ledger.finished(decision.worker, "r")
 
     hashing = median_us(lambda: sequence_hashes(block_hashes(tokens, BLOCK_SIZE)), 300)
     overlap = median_us(lambda: projection.index.find(path), 1000)
-    select = median_us(lambda: decided(selector.select(request, path, 0.0, 0)), 500)
+    select = median_us(lambda: decided(selector.select(WorkerWanted(request, path, 0.0, 0))), 500)
     booking = median_us(book, 1000)
     return {
         "hashing_us": hashing,

@@ -23,9 +23,9 @@ from random import Random
 import msgspec
 
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_ttfts
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
-from poolgrid.router.core.policy import KvAware, Policy, make_policy
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.policy import HOLD_LIMIT_MS, KvAware, Policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
@@ -82,7 +82,11 @@ class Run:
 
 def policy_called(name: str) -> Policy:
     """Return a policy by its name, or ``kv`` with weights of ``FIXED``."""
-    return KvAware(FIXED[name], name=name) if name in FIXED else make_policy(name)
+    if name not in FIXED:
+        return make_policy(name)
+    policy = KvAware(FIXED[name])
+    policy.name = name
+    return policy
 
 
 def limits_of(workload: Workload, blocks: int) -> EngineLimits:

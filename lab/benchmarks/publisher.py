@@ -45,6 +45,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -70,11 +71,9 @@ from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.engines.trtllm.reader import NOTHING_THERE, FeedLimits
+from poolgrid.workers.engines.trtllm.reader import FeedLimits
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
-from tests.fakes.tensorrt_llm.executor.result import IterationResult
-from tests.fakes.tensorrt_llm.llmapi.utils import AsyncQueue
 
 KINDS = ("off", "sent", "drained", "published")
 WARM_UP_STEPS = 3
@@ -121,44 +120,27 @@ def acknowledge(ready: Connection) -> None:
     context.term()
 
 
-class ParsedResult(IterationResult):
-    """The fake's reader, which parses each item when it is read, as 1.2.1 does."""
-
-    async def __anext__(self) -> dict[str, Any]:
-        item: dict[str, Any] = json.loads(await super().__anext__())  # type: ignore[arg-type]
-        return item
-
-
 class Llm:
-    """The reading side of ``LLM`` over the fake's queues, and the thread that fills them from the engine's pipe."""
+    """The reading side of ``LLM``, and the thread that takes its items from the engine's pipe."""
 
     def __init__(self, told: Connection) -> None:
-        self.events = AsyncQueue()
-        self.statistics = AsyncQueue()
-        self.events.bind()
-        self.statistics.bind()
-        self._event_reader = ParsedResult(self.events)
-        self._statistics_reader = ParsedResult(self.statistics)
+        self.events: deque[str] = deque()
+        self.statistics: deque[str] = deque()
         self._told = told
         self._loop = asyncio.get_running_loop()
         self._all_here = asyncio.Event()
         threading.Thread(target=self._receive, daemon=True).start()
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Say that this version has queues."""
-        raise AssertionError("no request has come yet")
+        return self._parsed(self.events)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Nobody asks."""
-        raise AssertionError("no request has come yet")
+        return self._parsed(self.statistics)
 
-    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        self._event_reader.set_timeout(timeout)
-        return self._event_reader
-
-    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        self._statistics_reader.set_timeout(timeout)
-        return self._statistics_reader
+    @staticmethod
+    def _parsed(items: deque[str]) -> list[dict[str, Any]]:
+        """Return what there is, parsed when it is read, as 1.2.1 does."""
+        return [json.loads(items.popleft()) for _ in range(len(items))]
 
     async def until_told(self) -> None:
         """Wait until all that the engine told in this run is in the queues."""
@@ -168,12 +150,12 @@ class Llm:
     @property
     def unread(self) -> int:
         """Return how many items wait for a reader."""
-        return len(self.events._items) + len(self.statistics._items)
+        return len(self.events) + len(self.statistics)
 
     def discard(self) -> None:
         """Throw away what nobody read."""
-        self.events._items.clear()
-        self.statistics._items.clear()
+        self.events.clear()
+        self.statistics.clear()
 
     def _receive(self) -> None:
         while True:
@@ -185,10 +167,7 @@ class Llm:
                 self._loop.call_soon_threadsafe(self._all_here.set)
                 continue
             for queue, texts in zip((self.events, self.statistics), item, strict=True):
-                for text in texts:
-                    queue.put_nowait(text)
-                if texts:
-                    queue.notify()
+                queue.extend(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +203,9 @@ class Bench:
     async def _drain(self) -> None:
         limits = FeedLimits()
         while True:
-            count = 0
-            try:
-                async for _ in self._llm.get_kv_cache_events_async(timeout=0):
-                    count += 1
-                    if count >= limits.events_per_turn:
-                        break
-            except NOTHING_THERE:
-                pass
-            try:
-                async for _ in self._llm.get_stats_async(timeout=0):
-                    pass
-            except NOTHING_THERE:
-                pass
-            full = count >= limits.events_per_turn
-            await asyncio.sleep((limits.turn_gap_ms if full else limits.pause_min_ms) / 1e3)
+            self._llm.get_kv_cache_events(timeout=0)
+            self._llm.get_stats(timeout=0)
+            await asyncio.sleep(limits.pause_min_ms / 1e3)
 
     async def _until_read(self) -> None:
         while self._llm.unread:  # noqa: ASYNC110 - the feed must not notice that it is watched

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from poolgrid.tools.simulation.pool import Retention, RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.workload import Workload, build_workload

@@ -45,7 +45,7 @@ ROUTER_BOUNDS = {
     "path-cache-bytes": 2 * MIB,
     "reuse-sketch-bytes": 2 * MIB,
 }
-JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB, "segment-bytes": MIB, "snapshot-every-records": 1000}
+JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB}
 STOP_ORDER = {"router": 0, "consolidator": 2}
 """Workers end between the two."""
 

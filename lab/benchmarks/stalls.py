@@ -238,7 +238,7 @@ class Measurement:
         self._console = console
         self._data = data
         self.figures: dict[str, dict[str, float]] = {}
-        journal = {"data-dir": data, "snapshot-every-records": SNAPSHOT_EVERY_RECORDS, "lease-ms": LEASE_MS}
+        journal = {"data-dir": data, "lease-ms": LEASE_MS}
         follows: dict[str, object] = journal
         ingest = ""
         if apart:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.router.core.candidates import Candidates
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.router.core.policy import Choice, Predicted, make_policy
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.policy import Choice
 from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.policies.predicted.policy import Predicted
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report

@@ -12,12 +12,15 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.identifiers import Stage, WorkerKey
 
 CHOICES_PER_CHUNK = 1024
 """Choices are kept in chunks, so that a hundred thousand of them are taken elsewhere by a hundred references."""
@@ -92,8 +95,10 @@ class Beliefs:
             yield from reversed(chunk)
 
 
-class ApproximateIndex:
-    """Feeds a ``PrefixIndex`` from choices and expiry."""
+class ApproximateIndex(Observer):
+    """Feeds a ``PrefixIndex`` from choices and expiry; as an observer, that of the projection."""
+
+    name = "approximate"
 
     def __init__(self, index: PrefixIndex, ttl_ms: float) -> None:
         if ttl_ms <= 0:
@@ -138,6 +143,21 @@ class ApproximateIndex:
         self._renewed_ms.pop(worker, None)
         self.index.drop(worker)
 
+    def advance(self, now_ms: float) -> None:
+        self.expire(now_ms)
+
+    def on_chosen(
+        self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
+    ) -> None:
+        if decision.request.stage is not Stage.ENCODE:  # which leaves no block of the prompt there
+            self.record(decision.worker, path, now_ms)
+
+    def on_left(self, worker: WorkerKey) -> None:
+        self.drop(worker)
+
+    def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
+        self.forget_all()
+
     def forget_all(self) -> None:
         """Forget all choices; the index has been emptied by its owner."""
         self._renewed_ms.clear()
@@ -176,7 +196,7 @@ class ApproximateIndex:
             chunks[0] = chunks[0][self._expired :]
         return Beliefs(chunks, dict(self._renewed_ms), self._ttl_ms, self.exact_from_ms)
 
-    def restore(self, chains: Iterable[BelievedChain], exact_from_ms: float, now_ms: float) -> None:
+    def restore_beliefs(self, chains: Iterable[BelievedChain], exact_from_ms: float, now_ms: float) -> None:
         """Go on from condensed beliefs, oldest first, over an index without any."""
         self.forget_all()
         self.exact_from_ms = exact_from_ms

@@ -15,44 +15,55 @@ weight trades far more reuse than the balance is worth (measured in ``docs/decis
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import numpy as np
 
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.router.core.few_candidates import FewCandidates
+from poolgrid.router.core.candidates import Candidates, Column, FloatArray
 from poolgrid.router.core.routing_request import RoutingRequest
-from poolgrid.router.core.step_curve import FloatArray
 from poolgrid.wire.identifiers import Stage
 
-_DECODE: Final = Stage.DECODE
+TERMS: Final = ("overlap_credit", "adjusted_prefill", "potential_decode_blocks")
+"""In the order of ``costs_of``."""
+
+Number = TypeVar("Number", float, FloatArray)
+"""One worker's number, or the numbers of all workers."""
 
 
-Numbers = Any
-"""One worker's number, or the numbers of all workers: both know the same operators. A type variable for the two is what
-mypyc cannot compile."""
+@dataclass(frozen=True, slots=True)
+class CostWeights:
+    """How much each part of the cost counts."""
 
-Rows = Iterable[tuple[Numbers, Numbers, Numbers, Numbers, Numbers]]
-"""Of each worker its prefill tokens, active blocks, and overlap in blocks on device, host and disk."""
+    prefill_weight: float = 1.0
+    """Cost of one block that must be computed."""
+    queue_weight: float = 0.25
+    """How much the prompt tokens of others, still to be computed on the worker, count against it."""
+    decode_weight: float = 0.02
+    """Cost of one block of the worker's active requests."""
+    device_weight: float = 1.0
+    """Credit for one block already in device memory; 0 ignores caches."""
+    host_weight: float = 0.75
+    """Credit for one block in host memory only."""
+    disk_weight: float = 0.25
+    """Credit for one block on disk only."""
 
 
 def costs_of(
-    rows: Rows,
+    rows: Iterable[tuple[Number, Number, Number, Number, Number]],
     weights: CostWeights,
-    isl: float,
+    isl: int,
     block_size: int,
     blocks: int,
-) -> list[tuple[Numbers, Numbers, Numbers, Numbers]]:
-    """Return what a request would cost on each worker, by the formula above.
+) -> list[tuple[Number, Number, Number, Number]]:
+    """Return the overlap credit, adjusted prefill, potential decode blocks and cost of each row, all in blocks.
 
-    A row is a worker's prefill tokens, active blocks, and overlap in blocks on device, host and disk. What is returned
-    of it is its overlap credit, adjusted prefill, potential decode blocks and cost, all in blocks. Columns of workers
-    may stand in the place of numbers, as one row of columns. The results are the same bit for bit, because both do the
-    same IEEE operations in the same order.
+    A row is a worker's prefill tokens, active blocks, and overlap in blocks on device, host and disk; or the columns of
+    all workers, as one row. Both do the same IEEE operations in the same order: the results are the same bit for bit.
     """
     queue_weight, prefill_weight, decode_weight = weights.queue_weight, weights.prefill_weight, weights.decode_weight
     device_weight, host_weight, disk_weight = weights.device_weight, weights.host_weight, weights.disk_weight
-    costs: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
+    costs: list[tuple[Number, Number, Number, Number]] = []
     for prefill_tokens, active_blocks, device, host, disk in rows:
         credit = device_weight * device + host_weight * host + disk_weight * disk
         left = (queue_weight * prefill_tokens + isl) / block_size - credit
@@ -63,51 +74,23 @@ def costs_of(
     return costs
 
 
-def rows_of_few(request: RoutingRequest, few: FewCandidates) -> tuple[float, Rows]:
-    """Return the prompt tokens and the rows that ``costs_of`` takes, of a handful of workers; one that decodes computes
-    no prompt, and no overlap counts."""
-    if request.stage is _DECODE:
-        none = (0.0,) * len(few.workers)
-        return 0.0, zip(none, few.active_blocks, none, none, none, strict=True)
-    device, host, disk = few.device_overlap, few.host_overlap, few.disk_overlap
-    return float(request.isl), zip(few.prefill_tokens, few.active_blocks, device, host, disk, strict=True)
+def cost_columns(request: RoutingRequest, candidates: Candidates, weights: CostWeights) -> tuple[Column, ...]:
+    """Return the terms and the cost of every candidate, as columns of the candidates' kind.
 
-
-def cheapest_of_few(request: RoutingRequest, few: FewCandidates, weights: CostWeights) -> tuple[int, int, list[float]]:
-    """Return the first of the cheapest among a handful of workers, how many cost the same, and what each costs.
-
-    The formula of ``costs_of`` stands here once more, bit for bit the same, because numbers whose kind is known need no
-    objects between the steps where this is compiled.
+    A decode worker computes no prompt, so in that stage there is neither prefill nor credit for overlap.
     """
-    isl, rows = rows_of_few(request, few)
-    block_size = float(request.block_size)
-    blocks = float(request.blocks)
-    queue_weight: float = weights.queue_weight
-    prefill_weight: float = weights.prefill_weight
-    decode_weight: float = weights.decode_weight
-    device_weight: float = weights.device_weight
-    host_weight: float = weights.host_weight
-    disk_weight: float = weights.disk_weight
-    costs: list[float] = []
-    cheapest = count = 0
-    least = 0.0
-    prefill_tokens: float
-    active_blocks: float
-    device: float
-    host: float
-    disk: float
-    for row, (prefill_tokens, active_blocks, device, host, disk) in enumerate(rows):
-        credit = device_weight * device + host_weight * host + disk_weight * disk
-        left = (queue_weight * prefill_tokens + isl) / block_size - credit
-        prefill = (left + abs(left)) / 2.0
-        decode = active_blocks + blocks
-        cost = prefill_weight * prefill + decode_weight * decode
-        costs.append(cost)
-        if count == 0 or cost < least:
-            least, cheapest, count = cost, row, 1
-        elif cost == least:
-            count += 1
-    return cheapest, count, costs
+    isl = request.isl
+    queued, device = candidates.prefill_tokens, candidates.device_overlap
+    host, disk = candidates.host_overlap, candidates.disk_overlap
+    if request.stage is Stage.DECODE:
+        isl = 0
+        queued = device = host = disk = np.zeros(len(candidates))
+    columns = (queued, candidates.active_blocks, device, host, disk)
+    if candidates.is_plain:
+        rows = costs_of(zip(*columns, strict=True), weights, isl, request.block_size, request.blocks)
+        return tuple(zip(*rows, strict=True))
+    [terms] = costs_of([columns], weights, isl, request.block_size, request.blocks)
+    return terms
 
 
 def softmax_weights(costs: FloatArray, temperature: float) -> FloatArray:

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
-from typing import Final, final
+from types import MappingProxyType
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from poolgrid.router.core.candidates import Candidates
-from poolgrid.router.core.choice import Choice
-from poolgrid.router.core.few_candidates import FewCandidates
-from poolgrid.router.core.policy import EXPECTED_MS
+from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.answers import (
     CandidateRow,
@@ -27,7 +25,7 @@ from poolgrid.wire.answers import (
     RetainedRow,
     RetentionRow,
 )
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerId, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
 from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.second_counts import SecondCounts
@@ -45,86 +43,51 @@ LIST_VALUE_BYTES: Final = 22
 OTHER_BYTES: Final = 200
 """About what a worker that was no candidate takes, with the reason."""
 
+_NO_REASONS: Final[Mapping[WorkerKey, str]] = MappingProxyType({})
+_NO_WORKER: Final = WorkerKey(WorkerId(""), 0)
 
-@final
-class Decision:
+
+class Decision(msgspec.Struct, eq=False):
     """Why one request went to one worker."""
 
-    # Not a dataclass: what makes one of those is Python's own function, compiled or not, and takes two microseconds.
-    __slots__ = (
-        "attempt",
-        "behind_records",
-        "candidates",
-        "choice",
-        "compared_blocks",
-        "filtered",
-        "is_reservation",
-        "kept_bytes",
-        "offset",
-        "overlap_blocks",
-        "policy",
-        "queued_ms",
-        "realised_cached_tokens",
-        "realised_ttft_ms",
-        "request",
-        "retention",
-        "time_ms",
-        "untrusted",
-        "worker",
-    )
+    request: RoutingRequest
+    time_ms: int
+    policy: str
+    offset: int
+    """The router's state held every journal record below this offset."""
+    choice: Choice
+    candidates: Candidates
+    filtered: Mapping[WorkerKey, str]
+    """Workers that were not candidates, and why."""
+    attempt: int = 0
+    """0 for the first dispatch, n for the n-th migration."""
+    untrusted: Mapping[WorkerKey, str] = _NO_REASONS
+    """Workers whose overlap is what the router's own choices predict, because their stream is not believed, and why."""
+    behind_records: int = 0
+    """Records that the pool's journal was known to hold beyond ``offset``; above 0 the router was catching up."""
+    compared_blocks: int | None = None
+    """Leading blocks of a prompt with media that could be compared with what workers hold."""
+    queued_ms: float = 0.0
+    """How long the request waited for a worker with room before this decision could be carried out."""
+    retention: KvRetention | None = None
+    """How long the prompt's blocks should stay, as far as that was learned; ``None`` = as long as others."""
+    realised_cached_tokens: int | None = None
+    """What the worker then really reused."""
+    realised_ttft_ms: float | None = None
+    """How long its first token then really took, as far as the policy expected something."""
+    is_reservation: bool = False
+    """Whether it was made for a global router, past which the tokens do not come here."""
+    kept_bytes: int = 0
+    """What it takes of a log that keeps it."""
+    worker: WorkerKey = _NO_WORKER
+    """The chosen worker."""
+    overlap_blocks: int = 0
+    """Blocks that it was believed to hold, on any tier."""
 
-    def __init__(
-        self,
-        request: RoutingRequest,
-        time_ms: int,
-        policy: str,
-        offset: int,
-        choice: Choice,
-        candidates: Candidates | FewCandidates,
-        filtered: Mapping[WorkerKey, str],
-        attempt: int = 0,
-        untrusted: Mapping[WorkerKey, str] | None = None,
-        behind_records: int = 0,
-        compared_blocks: int | None = None,
-    ) -> None:
-        """Take note of a choice."""
-        self.request = request
-        self.time_ms = time_ms
-        self.policy = policy
-        self.offset = offset
-        """The router's state held every journal record below this offset."""
-        self.choice = choice
-        self.candidates = candidates
-        self.filtered = filtered
-        """Workers that were not candidates, and why."""
-        self.attempt = attempt
-        """0 for the first dispatch, n for the n-th migration."""
-        self.realised_cached_tokens: int | None = None
-        """What the worker then really reused."""
-        self.realised_ttft_ms: float | None = None
-        """How long its first token then really took, as far as the policy expected something."""
-        self.untrusted: Mapping[WorkerKey, str] = {} if untrusted is None else untrusted
-        """Workers whose overlap is what the router's own choices predict, because their stream is not believed, and
-        why."""
-        self.behind_records = behind_records
-        """Records that the pool's journal was known to hold beyond ``offset``; above 0 the router was catching up."""
-        self.retention: KvRetention | None = None
-        """How long the prompt's blocks should stay, as far as that was learnt; ``None`` = as long as others."""
-        self.is_reservation = False
-        """Whether it was made for a global router, past which the tokens do not come here."""
-        self.queued_ms = 0.0
-        """How long the request waited for a worker with room before this decision could be carried out."""
-        self.compared_blocks = compared_blocks
-        """Leading blocks of a prompt with media that could be compared with what workers hold."""
-        self.kept_bytes = 0
-        """What it takes of a log that keeps it."""
-        row = choice.row
-        self.worker: WorkerKey = candidates.workers[row]
-        """The chosen worker."""
-        self.overlap_blocks = int(
-            candidates.device_overlap[row] + candidates.host_overlap[row] + candidates.disk_overlap[row]
-        )
-        """Blocks that it was believed to hold, on any tier."""
+    def __post_init__(self) -> None:
+        row, columns = self.choice.row, self.candidates
+        self.worker = columns.workers[row]
+        self.overlap_blocks = int(columns.device_overlap[row] + columns.host_overlap[row] + columns.disk_overlap[row])
 
     @property
     def reason(self) -> str:
@@ -142,15 +105,12 @@ class Decision:
     def size_bytes(self) -> int:
         """Return about how much memory the record takes: its columns, and what is measured for the rest."""
         # Six columns, the cost and the terms where they are kept: all as long as there are candidates.
-        choice = self.choice
+        choice, rows = self.choice, len(self.candidates)
         columns = 6 + (choice.costs is not None)
-        if choice.of_few is None:
-            columns += len(choice.terms)
-        rows = len(self.candidates.workers)
-        if type(self.candidates) is FewCandidates:
-            column_bytes = LIST_BYTES + LIST_VALUE_BYTES * rows
-        else:
-            column_bytes = ARRAY_BYTES + 8 * rows
+        if not callable(choice.given_terms):
+            columns += len(choice.given_terms)
+        is_plain = self.candidates.is_plain
+        column_bytes = LIST_BYTES + LIST_VALUE_BYTES * rows if is_plain else ARRAY_BYTES + 8 * rows
         others = len(self.filtered) + len(self.untrusted)
         return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * others
 

@@ -3,7 +3,7 @@
 Rules
     1. One entry per request and worker. ``reserve`` makes it when the router chooses; the worker's ``RequestStarted``
        replaces the prediction by the fact, ``PrefillCompleted`` ends its prefill work, ``RequestProgressed`` moves its
-       blocks, ``RequestFinished`` (or ``release``, or the worker's end) removes it.
+       blocks, ``RequestFinished`` (or a release, or the worker's end) removes it.
     2. A worker's sums are always the sums over its entries; an entry that is never confirmed expires. Leases wait in
        the order of their ends, and those that need not end any more go as soon as they are the first.
     3. Requests of other routers appear through the workers' events alone: so routers agree without talking to each
@@ -20,8 +20,9 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,20 +61,17 @@ GONE: Final = -1
 """Slot of an entry that the ledger has forgotten."""
 
 
-@final
+@dataclass(slots=True)
 class LoadEntry:
     """One request on one worker."""
 
-    __slots__ = ("active_blocks", "confirmed", "due_ms", "prefill_tokens", "slot")
-
-    def __init__(self, slot: int, prefill_tokens: int, active_blocks: int, confirmed: bool, due_ms: float) -> None:
-        self.slot = slot
-        self.prefill_tokens = prefill_tokens
-        """Prompt tokens still to be computed; 0 once the first token exists."""
-        self.active_blocks = active_blocks
-        self.confirmed = confirmed
-        self.due_ms = due_ms
-        """When it expires, as long as nobody confirmed it."""
+    slot: int
+    prefill_tokens: int
+    """Prompt tokens still to be computed; 0 once the first token exists."""
+    active_blocks: int
+    confirmed: bool
+    due_ms: float
+    """When it expires, as long as nobody confirmed it."""
 
 
 Lease = tuple[float, int, WorkerKey, str, LoadEntry]
@@ -118,6 +116,10 @@ class LoadLedger:
         self._prefill_tokens, self._active_blocks, self._requests = sums
         views: list[NDArray[np.int64]] = [np.frombuffer(each, np.int64) for each in sums]
         self.prefill_tokens, self.active_blocks, self.requests = views
+
+    def requests_of_few(self, pick: Pick) -> Sequence[int]:
+        """Return the requests of a few workers, whose slots ``pick`` knows."""
+        return pick(self._requests)
 
     def of_few(self, pick: Pick) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """Return the prefill tokens, active blocks and requests of a few workers, whose slots ``pick`` knows."""
@@ -241,12 +243,8 @@ class LoadLedger:
         entry = self._entries.get((worker, request_id))
         return None if entry is None else entry.active_blocks
 
-    def release(self, worker: WorkerKey, request_id: str) -> bool:
-        """Forget a request that the router takes off a worker; return whether it was known."""
-        return self.finished(worker, request_id)
-
     def finished(self, worker: WorkerKey, request_id: str) -> bool:
-        """Forget a request of which the worker says that it is over; return whether it was known."""
+        """Forget a request that is over, or taken off a worker; return whether it was known."""
         entry = self._entries.pop((worker, request_id), None)
         if entry is None:
             return False

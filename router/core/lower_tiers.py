@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from poolgrid.consolidator.core.sharded_map import KEY_BITS, ShardedMap
 from poolgrid.wire.identifiers import Tier
+
+
+class TierOverlap(msgspec.Struct, frozen=True):
+    """Leading blocks of a path that one worker holds, by the fastest tier that has them."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.device + self.host + self.disk
 
 
 class LowerTiers:

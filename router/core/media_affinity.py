@@ -13,8 +13,7 @@ import math
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates
-from poolgrid.router.core.choice import Choice
+from poolgrid.router.core.candidates import Candidates, Choice
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.hashing import stable_u64
 

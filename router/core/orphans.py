@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from poolgrid.consolidator.core.sharded_map import ShardedMap
-from poolgrid.router.core.age_list import AgeList
-from poolgrid.router.core.aged import Aged
+from poolgrid.router.core.intrusive_lru import IntrusiveLru, LruEntry
 
 CLEARED_COSTS: Final = 3
 """Entries that could be looked at while one is taken out of its maps and links."""
 
 
-class Orphan(Aged):
+class Orphan(LruEntry):
     """One block, who holds it, and its place among those with the same parent."""
 
     sequence_hash: int
@@ -34,7 +33,7 @@ class Orphans:
         self._by_hash: ShardedMap[Orphan] = ShardedMap(shard_entries)
         self._below: ShardedMap[Orphan] = ShardedMap(shard_entries)
         """The first orphan below each parent; the others follow to its right."""
-        self._ages: AgeList[Orphan] = AgeList()
+        self._ages: IntrusiveLru[Orphan] = IntrusiveLru()
 
     def __del__(self) -> None:
         while (orphan := self._ages.discard_newest()) is not None:

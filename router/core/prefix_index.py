@@ -47,10 +47,9 @@ from typing import Final
 from poolgrid.consolidator.core.sharded_map import KEY_BITS, SHARD_ENTRIES
 from poolgrid.router.core.block_map import BlockMap
 from poolgrid.router.core.block_places import GONE, BlockPlaces
-from poolgrid.router.core.lower_tiers import LowerTiers, add_bits
+from poolgrid.router.core.lower_tiers import LowerTiers, TierOverlap, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
-from poolgrid.router.core.tier_overlap import TierOverlap
 from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerKey

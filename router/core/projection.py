@@ -11,16 +11,14 @@ place in one (``adopt``). Nobody ever sees half of it, and what is seen does not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final, assert_never
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final, assert_never
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.fleet import Fleet
-from poolgrid.router.core.hole import Hole
+from poolgrid.router.core.fleet import Fleet, Worker
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.paces import Paces
+from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.stream_trust import StreamTrust
 from poolgrid.wire.events import (
     BlocksReleased,
@@ -45,8 +43,6 @@ from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.streams import fold
-
-LIVE: Final = StreamState.LIVE
 
 LOAD_STEP_BLOCKS: Final = 2048
 """Blocks of a snapshot loaded between two turns of a router: about a millisecond."""
@@ -87,28 +83,52 @@ class SnapshotLoad:
         return False
 
 
+class Hole(RuntimeError):
+    """Records do not continue the ones before: what was in between is missing, or they were there already."""
+
+    def __init__(self, came: int, expected: int) -> None:
+        super().__init__(
+            f"applying records of the journal: record {came} came, expected is record {expected}; nothing of it was "
+            "applied, and only a snapshot leads on"
+        )
+
+
 class Projection:
     """Fleet, prefix index and load ledger of one pool, at one journal offset."""
 
-    def __init__(
-        self,
-        index: PrefixIndex,
-        ledger: LoadLedger,
-        approximate: ApproximateIndex | None = None,
-        retention: RetentionLearner | None = None,
-    ) -> None:
+    def __init__(self, index: PrefixIndex, ledger: LoadLedger) -> None:
         self.fleet = Fleet()
         self.index = index
         self.ledger = ledger
         self.trust = StreamTrust(index)
-        self.paces: Paces | None = None
-        """How fast workers really are; only for a policy that asks for it."""
         self.next_offset = 0
         """Every record below this offset has been applied."""
-        self.approximate = approximate
-        """What feeds the index in approximate mode: choices, instead of events."""
-        self.retention = retention
-        """What learns how long blocks should stay, where that is wanted."""
+        self.observers: tuple[Observer, ...] = ()
+        self.predictions: ApproximateIndex = self.trust.predictions
+        """What choices say of caches: in the place of all events, or of those that are not believed."""
+
+    def attach(self, observer: Observer) -> Observer:
+        """Let an observer follow from now on, unless one of its name does; return the one that follows."""
+        known: Observer | None = self.observer(observer.name)
+        if known is not None:
+            return known
+        self.observers += (observer,)
+        if isinstance(observer, ApproximateIndex):
+            self.predictions = observer
+        return observer
+
+    def observer(self, name: str) -> Any:
+        """Return the observer of a name, or ``None``."""
+        return next((observer for observer in self.observers if observer.name == name), None)
+
+    @property
+    def follows_blocks(self) -> bool:
+        """Tell whether the index holds what events tell of blocks; else it holds what was chosen."""
+        return self.predictions is self.trust.predictions
+
+    @property
+    def needs_seeds(self) -> bool:
+        return any(observer.needs_seeds for observer in self.observers)
 
     def expect(self, offset: int) -> None:
         """Raise ``Hole`` unless the record at an offset is the next."""
@@ -120,83 +140,117 @@ class Projection:
 
         Raises ``Hole``, and changes nothing, when it is another than the next.
         """
-        if record.offset != self.next_offset:
-            raise Hole(record.offset, self.next_offset)
+        self.expect(record.offset)
         self.next_offset += 1
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
         key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key
-        index = self.index
+        index, ledger = self.index, self.ledger
+        follows_blocks = self.follows_blocks
         # Whether an event says how far the stream can be trusted. Else one that is live stays so, without ``fold``.
-        tells = False
+        concerns_trust = False
         for event in record.events:
-            if type(event) is BlocksStored:
-                if worker is not None and self.approximate is None:
-                    index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
-            elif type(event) is BlocksRemoved:
-                if worker is not None and self.approximate is None:
-                    index.remove(key, hash_array(event.sequence_hashes), event.tier)
-            elif type(event) is RequestStarted:
-                self.ledger.started(
-                    key, index.slot(key), event.request_id, event.isl - event.cached_tokens, event.active_blocks, now_ms
-                )
-                if worker is not None:
-                    worker.requests_total += 1
-                if not event.cached_later:
-                    self.trust.started(key, event.request_id, event.cached_tokens)
-                if self.retention is not None:
-                    self.retention.started(key, event.request_id, event.cached_tokens)
-            elif type(event) is PrefillCompleted:
-                self.ledger.prefill_completed(key, event.request_id)
-                if self.paces is not None:
-                    self.paces.first_token(key, event.request_id, now_ms)
-            elif type(event) is RequestProgressed:
-                self.ledger.progressed(key, event.request_id, event.active_blocks)
-            elif type(event) is RequestFinished:
-                if self.retention is not None:
-                    blocks = self.ledger.blocks_of(key, event.request_id)
-                    self.retention.end(key, event.request_id, now_ms, blocks)
-                self.ledger.finished(key, event.request_id)
-                if event.cached_tokens is not None:
-                    self.trust.started(key, event.request_id, event.cached_tokens)
-                self.trust.not_started(key, event.request_id)
-                if self.paces is not None:
-                    self.paces.ended(key, event.request_id)
-            elif type(event) is LoadReported:
-                if worker is not None:
-                    worker.load = event
-            elif type(event) is CacheCleared or type(event) is SnapshotBegan:
-                tells = True
-                if self.approximate is None:
-                    index.clear(key)
-                    self.ledger.move(key, index.slot(key))
-                    self.trust.computed.drop_all_of(key)
-                if self.retention is not None:
-                    self.retention.drop(key)
-            elif type(event) is WorkerJoined:
-                self._forget(key)
-                worker = self.fleet.join(key, record.epoch, event.card)
-                self.ledger.ensure_slot(index.slot(key))
-            elif type(event) is WorkerDraining:
-                self.fleet.drain(key)
-            elif type(event) is WorkerLeft:
-                self._forget(key)
-                self.fleet.leave(key)
-                worker = None
-            elif type(event) is BlocksShared or type(event) is BlocksReleased:
-                pass  # another source of the worker: what the worker as a whole holds is the same
-            elif type(event) is SnapshotEnded or type(event) is StreamStateChanged:
-                tells = True  # ``fold`` takes these, below
-            else:
-                assert_never(event)
+            match event:
+                case BlocksStored():
+                    if worker is not None and follows_blocks:
+                        index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
+                case BlocksRemoved():
+                    if worker is not None and follows_blocks:
+                        index.remove(key, hash_array(event.sequence_hashes), event.tier)
+                case RequestProgressed():
+                    ledger.progressed(key, event.request_id, event.active_blocks)
+                case RequestStarted():
+                    self._started(key, event, now_ms)
+                    if worker is not None:
+                        worker.requests_total += 1
+                case PrefillCompleted():
+                    ledger.prefill_completed(key, event.request_id)
+                    for observer in self.observers:
+                        observer.on_first_token(key, event.request_id, now_ms)
+                case RequestFinished():
+                    self._finished(key, event, now_ms)
+                case LoadReported():
+                    if worker is not None:
+                        worker.load = event
+                case CacheCleared() | SnapshotBegan():
+                    concerns_trust = True
+                    self._cleared(key)
+                case WorkerJoined():
+                    self._forget(key)
+                    worker = self.fleet.join(key, record.epoch, event.card)
+                    ledger.ensure_slot(index.slot(key))
+                case WorkerDraining():
+                    self.fleet.drain(key)
+                case WorkerLeft():
+                    self._forget(key)
+                    self.fleet.leave(key)
+                    worker = None
+                case BlocksShared() | BlocksReleased():
+                    pass  # another source of the worker: what the worker as a whole holds is the same
+                case SnapshotEnded() | StreamStateChanged():
+                    concerns_trust = True  # ``fold`` takes these, below
+                case _:
+                    assert_never(event)
         if worker is not None:
-            known = worker.streams.get(record.source)
-            if (tells or known is None or known.state is not LIVE) and fold(
-                worker.streams, record.source, record.events
-            ):
-                self.trust.note_streams(key, worker.streams.values())
+            self._note_streams(worker, record, concerns_trust)
             worker.last_event_ms = record.time_ms
             worker.last_recorded_ms = record.recorded_ms
+
+    def _note_streams(self, worker: Worker, record: JournalRecord, concerns_trust: bool) -> None:
+        known = worker.streams.get(record.source)
+        if (concerns_trust or known is None or known.state is not StreamState.LIVE) and fold(
+            worker.streams, record.source, record.events
+        ):
+            self.trust.note_streams(worker.key, worker.streams.values())
+
+    def _started(self, key: WorkerKey, event: RequestStarted, now_ms: float) -> None:
+        uncached = event.isl - event.cached_tokens
+        self.ledger.started(key, self.index.slot(key), event.request_id, uncached, event.active_blocks, now_ms)
+        if not event.cached_later:
+            self.trust.started(key, event.request_id, event.cached_tokens)
+        for observer in self.observers:
+            observer.on_started(key, event.request_id, event.cached_tokens)
+
+    def _finished(self, key: WorkerKey, event: RequestFinished, now_ms: float) -> None:
+        request_id = event.request_id
+        for observer in self.observers:
+            observer.on_finished(key, request_id, self.ledger.blocks_of(key, request_id), now_ms)
+        self.ledger.finished(key, request_id)
+        if event.cached_tokens is not None:
+            self.trust.started(key, request_id, event.cached_tokens)
+        self.trust.not_started(key, request_id)
+
+    def _cleared(self, key: WorkerKey) -> None:
+        if self.follows_blocks:
+            self.index.clear(key)
+            self.ledger.move(key, self.index.slot(key))
+            self.trust.computed.drop_all_of(key)
+        for observer in self.observers:
+            observer.on_cleared(key)
+
+    def _forget(self, key: WorkerKey) -> None:
+        self.index.drop(key)
+        self.ledger.drop(key)
+        self.trust.forget(key)
+        for observer in self.observers:
+            observer.on_left(key)
+
+    def release(self, key: WorkerKey, request_id: str) -> bool:
+        """Take a request that is over for this router off a worker; return whether it was known."""
+        blocks = self.ledger.blocks_of(key, request_id)
+        if not self.ledger.finished(key, request_id):
+            return False
+        for observer in self.observers:
+            observer.on_released(key, request_id, blocks)
+        return True
+
+    def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
+        """Let reservations expire (``LoadLedger.expire``)."""
+        expired, renewed = self.ledger.expire(now_ms, held)
+        if expired:
+            for observer in self.observers:
+                observer.on_expired(self.ledger.knows)
+        return expired, renewed
 
     def load_snapshot(
         self,
@@ -215,11 +269,10 @@ class Projection:
         self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
     ) -> SnapshotLoad:
         """Begin to load a snapshot beside the state in use; ``chains`` are read as it steps on."""
-        return SnapshotLoad(self.index.empty() if self.approximate is None else None, next_offset, workers, chains)
+        return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains)
 
     def adopt(self, load: SnapshotLoad, now_ms: float) -> None:
         """Replace all state by a snapshot that was loaded to its end."""
-        next_offset, workers, keys = load.next_offset, load.workers, load.keys
         for key in list(self.fleet.workers):
             self.trust.forget(key)
             self.fleet.leave(key)
@@ -227,9 +280,7 @@ class Projection:
         if load.index is None:
             load.index = self.index.empty()
         self.index.exchange(load.index)
-        if self.approximate is not None:
-            self.approximate.forget_all()
-        for key, state in zip(keys, workers, strict=True):
+        for key, state in zip(load.keys, load.workers, strict=True):
             worker = self.fleet.join(key, state.epoch, state.card)
             worker.load = state.load
             slot = self.index.slot(key)
@@ -241,21 +292,6 @@ class Projection:
             for request in state.requests:
                 prefill = request.isl - request.cached_tokens if request.prefilling else 0
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
-        if self.paces is not None:
-            self.paces.keep_only(frozenset(keys))
-        if self.retention is not None:
-            self.retention.keep_only(frozenset(keys))
-            self.retention.hold_only(self.ledger.knows)
-        self.next_offset = next_offset
-
-    def _forget(self, key: WorkerKey) -> None:
-        if self.approximate is None:
-            self.index.drop(key)
-        else:
-            self.approximate.drop(key)
-        self.ledger.drop(key)
-        self.trust.forget(key)
-        if self.retention is not None:
-            self.retention.drop(key)
-        if self.paces is not None:
-            self.paces.forget(key)
+        for observer in self.observers:
+            observer.on_snapshot(frozenset(load.keys), self.ledger.knows)
+        self.next_offset = load.next_offset

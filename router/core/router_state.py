@@ -60,95 +60,55 @@ class RouterState:
         ``PromptComputed`` and ``Released`` whether that changed something; else ``None``. Raises ``Hole`` for records
         that are not the next.
         """
-        # One of few exact types, the commonest first: ``match`` would cost a request a microsecond more.
-        log = self.log
-        if type(given) is WorkerWanted:
-            found = self._select(given)
-            if self.projection.retention is not None and type(found) is Decision:
-                self.selector.advise(found, given.path, given.now_ms)
-            if log is not None and type(found) is Decision:
-                log.note(given, found)
-            return found
-        elif type(given) is Booked:
-            self.selector.book(given.decision, given.path, given.now_ms, given.dispatch_id, given.lease_ms)
-            if log is not None:
-                log.note(given)
-        elif type(given) is Released:
-            retention = self.projection.retention
-            blocks = None if retention is None else self.projection.ledger.blocks_of(given.worker, given.dispatch_id)
-            if not self.projection.ledger.release(given.worker, given.dispatch_id):
-                return False
-            if retention is not None:
-                retention.abandon(given.worker, given.dispatch_id, blocks)
-            paces = self.projection.paces
-            if paces is not None:
-                paces.ended(given.worker, given.dispatch_id)
-            if log is not None:
-                log.note(given)
-            return True
-        elif type(given) is RecordsArrived:
-            if log is not None and given.records:
-                self.projection.expect(given.records[0].offset)  # what is not applied must not be noted
-                log.note(given)
-            apply, now_ms = self.projection.apply, given.now_ms
-            for record in given.records:
-                apply(record, now_ms)
-        elif type(given) is Renewed:
-            if not self.projection.ledger.renew(given.worker, given.dispatch_id, given.now_ms):
-                return False
-            if log is not None:
-                log.note(given)
-            return True
-        elif type(given) is PromptComputed:
-            seen = self.projection.ledger.prompt_seen(given.worker, given.dispatch_id)
-            if given.is_held and self.projection.trust.prompt_computed(given.worker, given.dispatch_id):
-                seen = True
-            if seen and log is not None:
-                log.note(given)
-            return seen
-        elif type(given) is Expired:
-            expired, renewed = self.projection.ledger.expire(given.now_ms, given.held)
-            paces, retention = self.projection.paces, self.projection.retention
-            if expired and paces is not None:
-                paces.await_only(self.projection.ledger.knows)
-            if expired and retention is not None:
-                retention.hold_only(self.projection.ledger.knows)
-            if log is not None and (expired or renewed):
-                # Of all that is held, only what was due made a difference.
-                log.note(Expired(given.now_ms, renewed))
-        elif type(given) is Crowded:
-            slot = self.projection.index.slot(given.worker)
-            self.projection.ledger.crowded(given.worker, slot, given.dispatch_id, given.booked_tokens, given.now_ms)
-            if log is not None:
-                log.note(given)
-        elif type(given) is SnapshotArrived:
-            self.projection.adopt(given.load, given.now_ms)
-            if log is not None:
-                log.note(given)
-        else:
-            assert_never(given)
+        log, projection = self.log, self.projection
+        match given:
+            case WorkerWanted():
+                found = self.selector.select(given)
+                if log is not None and isinstance(found, Decision):
+                    log.note(given, found)
+                return found
+            case RecordsArrived(records, now_ms):
+                if log is not None and records:
+                    projection.expect(records[0].offset)  # what is not applied must not be noted
+                    log.note(given)
+                for record in records:
+                    projection.apply(record, now_ms)
+                return None
+            case Expired(now_ms, held):
+                expired, renewed = projection.expire(now_ms, held)
+                if log is not None and (expired or renewed):
+                    # Of all that is held, only what was due made a difference.
+                    log.note(Expired(now_ms, renewed))
+                return None
+            case Renewed() | PromptComputed() | Released():
+                has_changed = self._on_dispatch(given)
+                if log is not None and has_changed:
+                    log.note(given)
+                return has_changed
+            case Booked():
+                self.selector.book(given.decision, given.path, given.now_ms, given.dispatch_id, given.lease_ms)
+            case Crowded(worker, dispatch_id, booked_tokens, now_ms):
+                projection.ledger.crowded(worker, projection.index.slot(worker), dispatch_id, booked_tokens, now_ms)
+            case SnapshotArrived(load, now_ms):
+                projection.adopt(load, now_ms)
+            case _:
+                assert_never(given)
+        if log is not None:
+            log.note(given)
         return None
+
+    def _on_dispatch(self, given: Renewed | PromptComputed | Released) -> bool:
+        """Let an input about one dispatch take effect; return whether it changed something."""
+        projection, worker, dispatch_id = self.projection, given.worker, given.dispatch_id
+        match given:
+            case Renewed():
+                return projection.ledger.renew(worker, dispatch_id, given.now_ms)
+            case Released():
+                return projection.release(worker, dispatch_id)
+            case PromptComputed():
+                is_news = projection.ledger.prompt_seen(worker, dispatch_id)
+                return (given.is_held and projection.trust.prompt_computed(worker, dispatch_id)) or is_news
 
     def preview(self, wanted: WorkerWanted) -> Found:
         """Return what ``apply`` would return for a request now; nothing is changed, counted or noted."""
-        found = self._select(wanted, dry_run=True)
-        if self.projection.retention is not None and type(found) is Decision:
-            self.selector.advise(found, wanted.path, wanted.now_ms)
-        return found
-
-    def _select(self, wanted: WorkerWanted, dry_run: bool = False) -> Found:
-        found = self.selector.select(
-            wanted.request,
-            wanted.path,
-            wanted.now_ms,
-            wanted.time_ms,
-            wanted.unavailable,
-            wanted.attempt,
-            wanted.roles,
-            dry_run,
-            wanted.behind_records,
-            wanted.behind,
-        )
-        if wanted.queued_ms and type(found) is Decision:
-            found.queued_ms = wanted.queued_ms
-        return found
+        return self.selector.select(wanted, dry_run=True)

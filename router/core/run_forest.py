@@ -17,14 +17,13 @@ from __future__ import annotations
 from array import array
 from typing import Any, Final
 
-from poolgrid.router.core.age_list import AgeList
-from poolgrid.router.core.aged import Aged
+from poolgrid.router.core.intrusive_lru import IntrusiveLru, LruEntry
 
 RUN_BYTES: Final = 152
 """A run with its list, without what is in the list: measured."""
 
 
-class Run(Aged):
+class Run(LruEntry):
     """Consecutive blocks of one path with the same holders."""
 
     parent: int | None
@@ -50,7 +49,7 @@ class RunForest:
     __slots__ = ("_leaves_end", "ages")
 
     def __init__(self) -> None:
-        self.ages: AgeList[Run] = AgeList()
+        self.ages: IntrusiveLru[Run] = IntrusiveLru()
         """Every run, by age."""
         end = Run(None, array("Q"), 0)
         end.older_leaf = end.newer_leaf = end

@@ -22,9 +22,9 @@ import msgspec
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.computed_prompts import ComputedPrompts
+from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.overlap_check import OverlapCheck
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.tier_overlap import TierOverlap
 from poolgrid.wire.feed import SourceStream
 from poolgrid.wire.identifiers import Stage, StreamState, WorkerKey
 from poolgrid.wire.streams import own_stream

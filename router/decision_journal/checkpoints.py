@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from poolgrid.router.core.approximate_index import Beliefs, BelievedChain
 from poolgrid.router.core.load_ledger import LoadEntry
-from poolgrid.router.core.paces import Arrivals, Paces, WorkerPace
-from poolgrid.router.core.retention.learner import LearnerState
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.stream_trust import OpenChoice as AwaitedChoice
 from poolgrid.router.core.stream_trust import Window
@@ -16,17 +15,15 @@ from poolgrid.router.decision_journal.entries import (
     BelievedBlocks,
     Checkpoint,
     CheckWindow,
-    KeptPaces,
     LedgerEntry,
     OpenChoice,
-    PaceEntry,
     RouterBeliefs,
 )
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
-POOL = WorkerKey(WorkerId(""), 0)
-"""Whose pace is that of the pool; no worker has an empty name."""
+SPEEDS, RETENTION = "paces", "retention"
+"""Observers whose state has a field of its own in a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -43,8 +40,8 @@ class Draft:
     windows: list[Window] = field(default_factory=list)
     beliefs: Beliefs | None = None
     untrusted: dict[WorkerKey, str] = field(default_factory=dict)
-    paces: tuple[Arrivals, WorkerPace, list[tuple[WorkerKey, WorkerPace]]] | None = None
-    retention: LearnerState | None = None
+    observers: dict[str, Any] = field(default_factory=dict)
+    """What observers know, by their names."""
 
     def checkpoint(self, max_believed_blocks: int) -> Checkpoint:
         """Return the entry."""
@@ -70,20 +67,19 @@ class Draft:
                 for worker, window, is_suspect in self.windows
             ],
             beliefs,
-            None if self.paces is None else kept_paces(*self.paces),
-            self.retention,
+            self.observers.get(SPEEDS),
+            self.observers.get(RETENTION),
+            {name: state for name, state in self.observers.items() if name not in (SPEEDS, RETENTION)},
         )
 
 
 def draft_of(state: RouterState, now_ms: float, time_ms: int) -> Draft:
     """Return the checkpoint of a state as it is."""
     projection, policy = state.projection, state.selector.policy
-    trust, approximate = projection.trust, projection.approximate
+    trust = projection.trust
     beliefs: Beliefs | None = None
-    if approximate is not None:
-        beliefs = approximate.beliefs()
-    elif trust.untrusted:
-        beliefs = trust.predictions.beliefs()
+    if trust.untrusted or not projection.follows_blocks:
+        beliefs = projection.predictions.beliefs()
     count: int | None = policy.checkpoint() if hasattr(policy, "checkpoint") else None
     return Draft(
         projection.next_offset,
@@ -107,38 +103,8 @@ def draft_of(state: RouterState, now_ms: float, time_ms: int) -> Draft:
         trust.windows(),
         beliefs,
         dict(trust.untrusted),
-        None if projection.paces is None else projection.paces.state(),
-        None if projection.retention is None else projection.retention.state(),
+        {each.name: known for each in projection.observers if (known := each.checkpoint()) is not None},
     )
-
-
-def kept_paces(arrivals: Arrivals, pool: WorkerPace, workers: Sequence[tuple[WorkerKey, WorkerPace]]) -> KeptPaces:
-    """Return the part of a checkpoint that says how fast workers are."""
-    return KeptPaces(
-        arrivals,
-        [
-            PaceEntry(
-                worker.worker_id,
-                worker.dp_rank,
-                pace.observed_ms,
-                pace.unit_ms,
-                pace.seen_ms,
-                pace.served_ms,
-                list(pace.awaited.items()),
-            )
-            for worker, pace in [(POOL, pool), *workers]
-        ],
-    )
-
-
-def restore_paces(paces: Paces, kept: KeptPaces) -> None:
-    """Have paces go on from those of a checkpoint."""
-    pool, *workers = (
-        WorkerPace(each.observed_ms, each.unit_ms, each.seen_ms, each.served_ms, dict(each.awaited))
-        for each in kept.workers
-    )
-    names = [WorkerKey(WorkerId(each.worker_id), each.dp_rank) for each in kept.workers[1:]]
-    paces.restore(kept.arrivals, pool, zip(names, workers, strict=True))
 
 
 def restore(state: RouterState, checkpoint: Checkpoint) -> None:
@@ -165,12 +131,11 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
         {WorkerKey(WorkerId(worker_id), rank): why for worker_id, rank, why in untrusted},
     )  # fmt: skip
     if beliefs is not None:
-        believed = projection.approximate or trust.predictions
-        believed.restore(believed_chains(beliefs), beliefs.exact_from_ms, checkpoint.now_ms)
-    if projection.paces is not None and checkpoint.paces is not None and checkpoint.paces.workers:
-        restore_paces(projection.paces, checkpoint.paces)
-    if projection.retention is not None and checkpoint.retention is not None:
-        projection.retention.restore(checkpoint.retention)
+        projection.predictions.restore_beliefs(believed_chains(beliefs), beliefs.exact_from_ms, checkpoint.now_ms)
+    known = {SPEEDS: checkpoint.paces, RETENTION: checkpoint.retention, **checkpoint.observers}
+    for observer in projection.observers:
+        if known.get(observer.name) is not None:
+            observer.restore(known[observer.name])
     policy = state.selector.policy
     if checkpoint.policy_count is not None and hasattr(policy, "restore"):
         policy.restore(checkpoint.policy_count)

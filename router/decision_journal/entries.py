@@ -17,17 +17,13 @@ import msgspec
 import numpy as np
 
 from poolgrid.consolidator.journal.stored_records import SegmentKind
-from poolgrid.router.core.candidates import Candidates
-from poolgrid.router.core.choice import Choice
+from poolgrid.router.core.candidates import Candidates, Choice
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.few_candidates import FewCandidates
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.paces import Arrivals, Awaited
-from poolgrid.router.core.retention.learner import LearnerState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import Stage, WorkerKey
+from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import KvRetention
 
 DECISIONS = SegmentKind(
@@ -126,27 +122,6 @@ class RouterBeliefs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Workers whose events are not believed, and why, in the order and words of when it was judged."""
 
 
-class PaceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What was learned of the speed of one worker, or of the pool as a whole."""
-
-    worker_id: str
-    """Empty for the pool."""
-    dp_rank: int
-    observed_ms: float
-    unit_ms: float
-    seen_ms: float
-    served_ms: float
-    awaited: list[tuple[str, Awaited]]
-
-
-class KeptPaces(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a router had learned of its workers' speeds, and of how requests come."""
-
-    arrivals: Arrivals
-    workers: list[PaceEntry]
-    """The pool's as the first."""
-
-
 class Checkpoint(JournalEntry, frozen=True):
     """All of the router's state that the pool's journal before ``offset`` does not tell."""
 
@@ -164,10 +139,12 @@ class Checkpoint(JournalEntry, frozen=True):
     windows: list[CheckWindow] = []
     beliefs: RouterBeliefs | None = None
     """Given when the router goes by more than the events of its workers."""
-    paces: KeptPaces | None = None
-    """Given when the policy learns paces."""
-    retention: LearnerState | None = None
-    """Given when it is learned how long blocks should stay."""
+    paces: Any = None
+    """What the observer of that name knows, which is given when the policy learns how fast workers are."""
+    retention: Any = None
+    """The same, given when it is learned how long blocks should stay."""
+    observers: dict[str, Any] = {}
+    """What other observers know, by their names."""
 
 
 class InputsLost(JournalEntry, frozen=True):
@@ -202,29 +179,10 @@ class WorkersNamed(JournalEntry, frozen=True):
     workers: list[tuple[str, int]]
 
 
-class RequestWanted(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A ``RoutingRequest``, field by field."""
-
-    request_id: str
-    model: str
-    isl: int
-    block_size: int
-    blocks: int
-    priority: int = 0
-    stage: Stage = Stage.WHOLE
-    media: tuple[int, ...] = ()
-    media_kinds: tuple[str, ...] = ()
-    seed: int = 0
-    ttft_target_ms: float = 0.0
-
-    def routing(self) -> RoutingRequest:
-        return RoutingRequest(*msgspec.structs.astuple(self))
-
-
 class DecisionMade(JournalEntry, frozen=True):
     """One choice: its inputs, its candidates, every term, and what was chosen."""
 
-    request: RequestWanted
+    request: RoutingRequest
     """All that a policy may know of it, by name; its id is also the seed of ties and samples."""
     path: bytes
     """Sequence hashes of the prompt's whole blocks, packed."""
@@ -371,7 +329,7 @@ def stream_check(check: int, record: JournalRecord) -> int:
     return check
 
 
-def pack_columns(numbers: Sequence[int], choice: Choice, candidates: Candidates | FewCandidates) -> bytes:
+def pack_columns(numbers: Sequence[int], choice: Choice, candidates: Candidates) -> bytes:
     """Return the candidates and every number about them, compressed."""
     columns = [getattr(candidates, name) for name in _FEATURE_COLUMNS]
     if choice.costs is not None:
@@ -397,7 +355,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
     costs = matrix[features] if made.has_costs else None
     terms = {name: matrix[features + made.has_costs + at] for at, name in enumerate(made.terms)}
     decision = Decision(
-        made.request.routing(),
+        made.request,
         made.time_ms,
         made.policy,
         made.offset,
@@ -423,7 +381,7 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
     """Return the entry of a decision and of what led to it; ``number_of`` knows every worker in them."""
     choice, candidates = decision.choice, decision.candidates
     return DecisionMade(
-        RequestWanted(*decision.request.parts()),
+        decision.request,
         pack_hashes(wanted.path),
         wanted.now_ms,
         decision.time_ms,

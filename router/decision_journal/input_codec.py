@@ -71,14 +71,16 @@ Kept = Decided | Booked | Crowded | Renewed | PromptComputed | Released | Expire
 
 def kept(given: Input, decision: Decision | None) -> Kept:
     """Return what to keep of an input, in the router's turn."""
-    if type(given) is RecordsArrived:
-        return records_applied(given, 0)
-    if type(given) is WorkerWanted:
-        assert decision is not None, "a request that got no worker changes nothing, and is no input"
-        return Decided(given, decision)
-    if type(given) is SnapshotArrived:
-        return SnapshotLoaded(given.load.next_offset, given.now_ms)
-    return given
+    match given:
+        case RecordsArrived():
+            return records_applied(given, 0)
+        case WorkerWanted():
+            assert decision is not None, "a request that got no worker changes nothing, and is no input"
+            return Decided(given, decision)
+        case SnapshotArrived(load, now_ms):
+            return SnapshotLoaded(load.next_offset, now_ms)
+        case _:
+            return given
 
 
 def records_applied(given: RecordsArrived, check: int) -> RecordsApplied:
@@ -240,7 +242,7 @@ class InputReader:
 def wanted_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> WorkerWanted:
     """Return the input that led to a recorded decision."""
     return WorkerWanted(
-        made.request.routing(),
+        made.request,
         path_of(made),
         made.now_ms,
         made.time_ms,

@@ -7,6 +7,7 @@ from importlib import metadata
 
 from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
@@ -19,10 +20,6 @@ from poolgrid.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
-QUEUE_LIMIT = 20_000
-"""Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it they are dropped,
-and the journal records how many."""
-
 DECIDING_SETTINGS = (
     "policy",
     "prefill_weight",
@@ -34,6 +31,7 @@ DECIDING_SETTINGS = (
     "temperature",
     "approximate_ttl_ms",
     "index_budget_bytes",
+    "ledger_budget_bytes",
     "worker_queue_factor",
     "reservation_ttl_ms",
     "retention",
@@ -41,10 +39,15 @@ DECIDING_SETTINGS = (
 """Settings that a decision depends on, besides its inputs."""
 
 
+def settings_of(noted: RouterSettingsNoted) -> RouterSettings:
+    """Return recorded settings; those that an old recording does not name have their defaults."""
+    known = {name: value for name, value in noted.settings.items() if name in DECIDING_SETTINGS}
+    return RouterSettings.model_validate(known)
+
+
 def policy_of(noted: RouterSettingsNoted) -> Policy:
     """Return the policy that recorded settings name; raises ``PolicyError`` when it cannot be loaded here."""
-    known = {name: value for name, value in noted.settings.items() if name in DECIDING_SETTINGS}
-    return load_policy(RouterSettings.model_validate(known))
+    return load_policy(settings_of(noted))
 
 
 def open_recorder(
@@ -81,6 +84,5 @@ def open_recorder(
         state,
         settings_noted(settings.router_id, metadata.version("poolgrid"), values),
         clock,
-        data.segment_bytes,
-        QUEUE_LIMIT,
+        Tuning().segment_bytes_of(data.retention_bytes),
     )

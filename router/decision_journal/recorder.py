@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 FLUSH_MS = 100.0
 """Longest time an input waits before it is handed to the writing thread: what a killed router loses."""
 
+QUEUE_LIMIT = 20_000
+"""Inputs that wait to be written: three seconds of a busy router."""
+
 RETRY_MS = 1000.0
 """Wait after a failed write."""
 
@@ -90,7 +93,7 @@ class DecisionRecorder:
     noted: RouterSettingsNoted
     clock: Clock
     segment_bytes: int
-    queue_limit: int
+    queue_limit: int = QUEUE_LIMIT
     counters: RecorderCounters = field(default_factory=RecorderCounters)
     failing: str = ""
     """Why the last write failed; empty while writing works."""

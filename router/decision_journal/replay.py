@@ -24,15 +24,9 @@ import msgspec
 
 from poolgrid.consolidator.journal.as_of import NotKept
 from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.load_ledger import LEDGER_BYTES, LoadLedger
-from poolgrid.router.core.policy import POLICY_NAMES, Policy
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.retention.learner import RetentionLearner
+from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.checkpoints import restore
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
@@ -52,7 +46,9 @@ from poolgrid.router.decision_journal.input_codec import (
     TooOld,
     wanted_of,
 )
+from poolgrid.router.decision_journal.opening import settings_of
 from poolgrid.router.decision_journal.reader import ReadRemarks, StoredEntry, stored_entries
+from poolgrid.router.policy_loading import make_state
 from poolgrid.wire.identifiers import WorkerKey
 
 PROGRESS_EVERY_ENTRIES = 200
@@ -159,17 +155,7 @@ class Replay:
         """Return an empty state, by the rules in force."""
         noted = self._noted
         assert noted is not None, "a checkpoint without settings before it"
-        known = noted.settings
-        policy = self._make_policy(noted)
-        index = PrefixIndex(known["index_budget_bytes"])
-        approximate = (
-            ApproximateIndex(index, known["approximate_ttl_ms"]) if known["policy"] == POLICY_NAMES[1] else None
-        )
-        # The first recordings do not name the ledger's budget.
-        ledger = LoadLedger(known["reservation_ttl_ms"], known.get("ledger_budget_bytes", LEDGER_BYTES))
-        retention = RetentionLearner() if known.get("retention", "off") == "learned" else None
-        projection = Projection(index, ledger, approximate, retention)
-        return RouterState(Selector(projection, policy, known["worker_queue_factor"]))
+        return make_state(settings_of(noted), self._make_policy(noted))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         if self._refused:
@@ -203,10 +189,9 @@ class Replay:
         """Tell whether a decision depends on choices that may be missing here: older ones than a checkpoint has."""
         if not self._begun_midway:
             return False
-        approximate = state.projection.approximate
-        if approximate is not None:
-            return made.now_ms < approximate.exact_from_ms
-        return bool(made.untrusted) and made.now_ms < state.projection.trust.predictions.exact_from_ms
+        projection = state.projection
+        depends = bool(made.untrusted) or not projection.follows_blocks
+        return depends and made.now_ms < projection.predictions.exact_from_ms
 
     def _apply(self, stored: StoredEntry) -> Difference | None:
         """Apply an input that is not a decision."""

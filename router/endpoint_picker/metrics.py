@@ -43,7 +43,6 @@ class PickerMetrics:
             "poolgrid_router_gateway_in_flight",
             "Requests of gateways that have an endpoint and no end yet; each is load on the books.",
             registry=registry,
-            across="sum",
         )
         self.bookings_lost = Counter(
             "poolgrid_router_gateway_bookings_lost_total",
@@ -55,7 +54,6 @@ class PickerMetrics:
             "poolgrid_router_gateway_streams",
             "Open streams of gateways, one for each of their requests. The limit is `ext_proc_streams`.",
             registry=registry,
-            across="sum",
         )
         self.streams_ended = Counter(
             "poolgrid_router_gateway_streams_ended_total",
@@ -70,7 +68,6 @@ class PickerMetrics:
             "poolgrid_router_gateway_body_bytes",
             "Bytes of requests without an endpoint, headers and bodies. The limit is `ext_proc_body_bytes`.",
             registry=registry,
-            across="sum",
         )
         for outcome in ("picked", "busy", "no_worker", "not_ready"):
             self.picks.labels(outcome)

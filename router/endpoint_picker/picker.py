@@ -208,7 +208,7 @@ class Picker:
     def _find(self, wanted: WorkerWanted, books: bool) -> Found:
         """Choose among the reachable, then among all; a choice that is not booked leaves no trace."""
         choose = self._state.apply if books else self._state.preview
-        reachable = wanted.without({**self._router.unreachable, **wanted.unavailable})
+        reachable = msgspec.structs.replace(wanted, unavailable={**self._router.unreachable, **wanted.unavailable})
         found: Found = choose(reachable)
         if isinstance(found, NoWorker) and not found.busy and self._router.unreachable:
             return choose(wanted)
@@ -264,7 +264,7 @@ class Picker:
         for _ in range(self._fallbacks):
             for key in self._pods.at(endpoints[-1]):
                 unavailable[key] = PICKED_BEFORE
-            found = self._find(wanted.without(unavailable), books=False)
+            found = self._find(msgspec.structs.replace(wanted, unavailable=unavailable), books=False)
             if not isinstance(found, Decision):
                 break
             endpoints.append(self._pods.endpoint_of(found.worker))
@@ -289,8 +289,8 @@ class Picker:
         self._metrics.elsewhere.inc()
         before, booking.wanted = booking.wanted, None
         others = {key: SERVED_BY_ANOTHER for key in self._router.projection.fleet.workers if key not in workers}
-        again = before.without(others)
-        again.attempt, again.now_ms = before.attempt + 1, self._clock.monotonic_ms()
+        now_ms = self._clock.monotonic_ms()
+        again = msgspec.structs.replace(before, unavailable=others, attempt=before.attempt + 1, now_ms=now_ms)
         found = self._state.apply(again)
         if isinstance(found, Decision):
             self._release(booking)

@@ -41,8 +41,8 @@ class EndpointPickerSettings(Settings):
         description="Most requests of gateways at a time, each a gRPC stream until its answer ends. At the limit the "
         "one that has waited longest for the rest of its request is answered 429; when all have an endpoint, the new "
         "one is refused, and the gateway's failure mode decides. As many as sixteen engines with 256 requests each. "
-        "Streams and bodies have the times of the HTTP server (http_header_timeout_ms, http_body_timeout_ms, "
-        "http_body_bytes_per_s, http_write_timeout_ms).",
+        "Streams and bodies have the times of the HTTP server (http_request_timeout_ms, "
+        "http_write_timeout_ms).",
     )
     ext_proc_body_bytes: int = Field(
         256 * 1024 * 1024,

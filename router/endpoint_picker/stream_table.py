@@ -155,8 +155,8 @@ class StreamTable:
                         408,
                         "body_timeout",
                         f"reading the request body: it is not whole in time, allowed are {limits.body_timeout_s:g} s "
-                        f"and a second for each {limits.body_bytes_per_s:g} bytes (settings http_body_timeout_ms, "
-                        "http_body_bytes_per_s)",
+                        f"and a second for each {limits.body_bytes_per_s:g} bytes "
+                        "(setting http_request_timeout_ms)",
                     )
                 )
 

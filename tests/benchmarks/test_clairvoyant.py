@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_assignment, least_ttfts
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.worker_speeds import SpeedChange, WorkerSpeeds

@@ -21,7 +21,7 @@ SERVE = [
     "_Exchange.run (frontend/inference_endpoint.py:151)",
 ]
 DRAIN = "CallbackSocket._drain (transport/zmq_socket.py:68)"
-FOLD = ["JournalApplier.on_records (router/catching_up.py:3)", "PrefixIndex.store (router/core/prefix_index.py:4)"]
+FOLD = ["JournalApplier.on_records (router/journal_applier.py:3)", "PrefixIndex.store (router/core/prefix_index.py:4)"]
 DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._dispatch (router/service.py:520)"]
 
 

@@ -21,11 +21,10 @@ from typer.testing import CliRunner
 from poolgrid.cli import main
 from poolgrid.cli.completion import COMPLETE_VARIABLE, SHELLS
 from poolgrid.cli.main import app
-from poolgrid.router.core.policy import POLICY_NAMES
+from poolgrid.process.plugins import policy_names
 from poolgrid.router.settings import RouterSettings
 from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.tools.simulation.pool import SIMULATED_POLICIES
-from poolgrid.tools.simulation.settings import SimulationSettings, WhatIfSettings
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings, WhatIfSettings
 
 LINES = {
     "poolgrid rou": {"router"},
@@ -196,7 +195,7 @@ def test_a_completion_is_one_line_with_the_first_sentence_of_what_it_is(
 
 def test_the_policies_that_are_completed_are_those_that_there_are() -> None:
     for settings, field in ((RouterSettings, "policy"), (BenchSettings, "policies")):
-        assert tuple(settings.model_fields[field].examples or ()) == POLICY_NAMES
+        assert tuple(settings.model_fields[field].examples or ()) == policy_names()
     for model in (SimulationSettings, WhatIfSettings):
         assert tuple(model.model_fields["policy"].examples or ()) == SIMULATED_POLICIES
 

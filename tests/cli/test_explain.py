@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from poolgrid.cli.explain import explain, tree
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
@@ -25,7 +26,7 @@ def router_answer() -> dict[str, Any]:
     pool.say(a, stored([1, 2, 3]))
     pool.say(c, WorkerDraining())
     request = RoutingRequest("r-[red]1", "m", 160, 16, 10)
-    decision = decided(pool.selector(KvAware()).select(request, [1, 2, 3, 4], 0.0, 0))
+    decision = decided(pool.selector(KvAware()).select(WorkerWanted(request, [1, 2, 3, 4], 0.0, 0)))
     decision.realised_cached_tokens = 48
     return RequestExplanation(request_id="r-[red]1", attempts=[decision.explanation()]).to_json()
 
@@ -146,7 +147,7 @@ def explanation_of_pods(request_id: str) -> RequestExplanation:
     pool.say(first, stored([1, 2, 3]))
     pool.say(third, WorkerDraining())
     request = RoutingRequest(request_id, "m", 160, 16, 10)
-    decision = decided(pool.selector(KvAware()).select(request, [1, 2, 3, 4], 0.0, 0))
+    decision = decided(pool.selector(KvAware()).select(WorkerWanted(request, [1, 2, 3, 4], 0.0, 0)))
     return RequestExplanation(request_id=request_id, attempts=[decision.explanation()])
 
 
@@ -196,7 +197,7 @@ def test_how_far_a_prompt_with_media_was_compared_is_told(path: range, words: st
     pool = Pool()
     pool.join("a")
     request = RoutingRequest("r", "m", 160, 16, 10, media=(1, 2))
-    decision = decided(pool.selector(KvAware()).select(request, list(path), 0.0, 0))
+    decision = decided(pool.selector(KvAware()).select(WorkerWanted(request, list(path), 0.0, 0)))
     lines = drawn(RequestExplanation(request_id="r", attempts=[decision.explanation()]).to_json()).splitlines()
 
     (line,) = [line for line in lines if "media:" in line]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from pathlib import Path
 
@@ -137,35 +136,6 @@ def test_state_at_an_offset_and_at_a_time(directory: Path) -> None:
     assert at_offset["workers"][0]["blocks"] == {"device": 40, "host": 0, "disk": 0}
     assert "40" in run("state", directory, "--at", 21)
     assert "ends before" in run("state", directory, "--at", 41, status=1)
-
-
-def test_export_writes_json_lines_and_says_what_it_wrote(directory: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    told = json.loads(run("export", directory, "--out", out, "--format", "jsonl", "--json"))
-
-    assert [json.loads(line) for line in out.read_text().splitlines()] == lines("cat", directory)
-    assert told == {"out": str(out), "format": "jsonl", "records": 40, "bytes": out.stat().st_size}
-    assert run("export", directory, "--out", out, "--format", "jsonl").startswith(f"40 records in {out}, ")
-    assert "allowed are jsonl and parquet" in run("export", directory, "--out", out, "--format", "csv", status=2)
-
-
-def test_export_writes_parquet(directory: Path, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    run("export", directory, "--out", tmp_path / "out.parquet", "--format", "parquet", "--from", 1)
-
-    table = parquet.read_table(tmp_path / "out.parquet")
-    assert table.num_rows == 39
-    assert table.column("sequence_hashes")[0].as_py() == [2, 3]
-    assert set(table.column("type").to_pylist()) == {"BlocksStored"}
-
-
-def test_export_without_pyarrow_says_what_to_install_and_writes_nothing(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-
-    assert "pip install pyarrow" in run("export", directory, "--out", tmp_path / "x", "--format", "parquet", status=1)
-    assert not list(tmp_path.glob("x*"))
 
 
 def test_records_from_the_future_are_shown_and_counted(directory: Path) -> None:

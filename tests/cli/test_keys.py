@@ -26,7 +26,7 @@ def test_a_key_that_was_made_opens_the_door_of_its_tenant(tmp_path: Path) -> Non
     assert (made.exit_code, second.exit_code) == (0, 0), made.output + second.output
 
     document = key_file.read(path)
-    tenants = Tenants(document, 0.0)
+    tenants = Tenants(document)
     for result in (made, second):
         key = result.stdout.split()[0]
         account = tenants.authenticate(key.encode(), 0.0)
@@ -57,7 +57,7 @@ def test_a_key_that_was_revoked_opens_nothing(tmp_path: Path) -> None:
 
     assert keys("revoke", str(path), first).exit_code == 0
     assert keys("revoke", str(path), first).exit_code == 1
-    tenants = Tenants(key_file.read(path), 0.0)
+    tenants = Tenants(key_file.read(path))
     assert tenants.authenticate(made[1].encode(), 0.0).name == "acme"
     with pytest.raises(Refused, match="not known"):
         tenants.authenticate(made[0].encode(), 0.0)

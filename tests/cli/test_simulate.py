@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from poolgrid.cli.main import app
 from poolgrid.cli.simulate import result_table
-from poolgrid.tools.simulation.pool import SIMULATED_POLICIES
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES
 from tests.simulation.builders import CONVERSATION
 
 
@@ -87,7 +87,7 @@ def test_options_reach_the_policy_and_the_engines(tmp_path: Path) -> None:
 
 
 def test_a_policy_of_ones_own_is_named_as_the_router_takes_it(tmp_path: Path) -> None:
-    own = "poolgrid.router.core.policy:LeastLoaded"
+    own = "poolgrid.router.policies.baselines:LeastLoaded"
     policies = report(tmp_path, "--requests", "50", "--policy", f"{own},least-loaded")["policies"]
 
     assert list(policies) == [own, "least-loaded"]
@@ -113,7 +113,7 @@ def test_the_table_names_every_policy() -> None:
     ("arguments", "words"),
     [
         (("no-such-file",), "no-such-file"),
-        ((CONVERSATION, "--policy", "best"), "policy 'best' is unknown, allowed are kv, predicted"),
+        ((CONVERSATION, "--policy", "best"), "policy 'best' is unknown, allowed are kv, field"),
         ((CONVERSATION, "--policy", "approximate"), "policy 'approximate' is unknown"),
         ((CONVERSATION, "--policy", ""), "is unknown"),
         ((CONVERSATION, "--policy", "kv,no_such_module:Policy"), "No module named 'no_such_module'"),

@@ -59,7 +59,7 @@ def calls_of(service: ConsolidatorService, messages: list[list[bytes]]) -> list[
 
     sys.setprofile(note)
     try:
-        service._on_ingest(messages)
+        service._ingest.on_messages(messages)
     finally:
         sys.setprofile(None)
     return called
@@ -72,7 +72,9 @@ def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_forty()
         await service.start()
         reader = Reader()
         service.subscribe(reader)
-        service._on_ingest([[PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]])
+        service._ingest.on_messages(
+            [[PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]]
+        )
         seq = 0
 
         def steps(*names: str) -> list[list[bytes]]:
@@ -84,7 +86,7 @@ def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_forty()
             return messages
 
         names = ["a request's start", "a request's end", "an eviction"]
-        service._on_ingest(steps(*names))  # the stream is live from the first batch on
+        service._ingest.on_messages(steps(*names))  # the stream is live from the first batch on
         one = len(calls_of(service, steps("a request's end")))
         many = len(calls_of(service, steps(*(10 * names), "a request's end")))
         await service.stop()
@@ -120,7 +122,7 @@ def test_what_takes_longer_than_a_turn_may_is_taken_in_later_all_of_it_and_in_or
         told = [
             [PEER, BATCH_FRAME, codec.event_batch.encode(batch(STEPS["a request's end"], seq))] for seq in range(10)
         ]
-        service._on_ingest([hello, *told])
+        service._ingest.on_messages([hello, *told])
         assert reader.records < 10
         async with asyncio.timeout(10):
             while reader.records < 1 + 10:  # noqa: ASYNC110 - what is under test tells a list

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.core import frozen_blocks, presence
+from poolgrid.consolidator.core.consolidator import Turn
 from poolgrid.consolidator.core.frozen_blocks import Discarded, Overlay
 from poolgrid.consolidator.core.held_blocks import HeldBlocks
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
@@ -256,7 +257,7 @@ def test_blocks_of_a_worker_that_left_are_freed_a_few_at_a_time_also_when_it_was
         worker.presence.store("worker", stored(list(range(1, 10_001))), [])
         if freezes:
             frozen = pool.freeze_in_place()
-        turn = bench.core.begin(bench.now())
+        turn = Turn(bench.now())
         bench.core.detach(worker.key, "gone", turn)
         if freezes:
             assert len(pool.discarded) == 0

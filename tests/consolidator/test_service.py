@@ -33,7 +33,6 @@ from poolgrid.consolidator.journal.files import records_of, verify
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.consolidator.sources_file import load_sources
 from poolgrid.process.clock import SystemClock
 from poolgrid.transport.zmq_socket import Subscription
@@ -54,6 +53,7 @@ from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.pusher import Pusher, card, removed, stored
+from tests.consolidator.tuned import tuned
 
 View = dict[str, dict[Tier, set[int]]]
 
@@ -126,12 +126,13 @@ def run(scenario: Callable[[zmq.asyncio.Context], Awaitable[None]]) -> None:
 
 async def heard(service: ConsolidatorService, by_somebody: bool = True) -> None:
     """Wait until the feed has readers, or none any more."""
-    while service._subscriptions.has_readers is not by_somebody:  # noqa: ASYNC110 - ZMQ tells it and nobody else
+    while service._feed.subscriptions.has_readers is not by_somebody:  # noqa: ASYNC110 - ZMQ tells it and nobody else
         await asyncio.sleep(0.005)
 
 
 async def started(registry: CollectorRegistry | None = None, **changes: Any) -> ConsolidatorService:
-    service = create(ConsolidatorSettings(**changes), registry or CollectorRegistry(), SystemClock())
+    settings, tuning = tuned(**changes)
+    service = create(settings, registry or CollectorRegistry(), SystemClock(), tuning=tuning)
     await service.start()
     return service
 
@@ -343,8 +344,8 @@ class FailingJournal(MemoryJournal):
 def test_what_cannot_be_written_is_neither_acknowledged_nor_published_and_is_caught_up() -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         journal = FailingJournal()
-        settings = ConsolidatorSettings(append_retry_ms=20, lease_ms=60_000)
-        service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal)
+        settings, tuning = tuned(append_retry_ms=20, lease_ms=60_000)
+        service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal, tuning=tuning)
         await service.start()
         reader = Reader()
         service.subscribe(reader)
@@ -466,11 +467,11 @@ def test_what_nobody_subscribes_to_is_neither_published_nor_kept_and_who_comes_h
         for _ in range(2):
             random_work(pusher, work, 20)
             await pusher.settle()
-            published = service._counts["feed_records"]
+            published = service._parts.counts["feed_records"]
             random_work(pusher, work, 20)
             await pusher.settle()
-            assert service._counts["feed_records"] == published
-            assert not service._unpublished
+            assert service._parts.counts["feed_records"] == published
+            assert not service._feed.unpublished
             await somebody_listens(3)
         await service.stop()
 
@@ -543,9 +544,9 @@ def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts
 
 def test_a_follower_that_is_far_behind_a_short_journal_takes_another_snapshot() -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
-        settings = ConsolidatorSettings(feed_keep_alive_ms=20, lease_ms=60_000)
+        settings, tuning = tuned(feed_keep_alive_ms=20, lease_ms=60_000)
         journal = MemoryJournal(bytes_max=500)
-        service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal)
+        service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal, tuning=tuning)
         await service.start()
         pusher = Pusher(context, service.ingest_endpoint)
         await pusher.join()
@@ -695,7 +696,7 @@ def test_an_engine_that_cannot_be_followed_leaves_the_others_their_turn(
 ) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         engine, cache = PubEngine(context), Cache("vllm")
-        (good,) = load_sources(sources_file(tmp_path, engine), 8)
+        (good,) = load_sources(sources_file(tmp_path, engine))
         bad = msgspec.structs.replace(good, worker_id="bad", endpoint="tcp://nowhere")  # as no file's check lets in
         monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
         replays = asyncio.create_task(engine.answer_replays("vllm"))
@@ -738,10 +739,12 @@ PROCESS = """
 import asyncio, sys
 from poolgrid.consolidator.bootstrap import serve
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process import lifecycle
 
 settings = ConsolidatorProcessSettings.model_validate_json(sys.argv[1])
-lifecycle.run(lambda stop: serve(settings, stop, lambda at: print(*at, flush=True)))
+tuning = Tuning(segment_bytes=65536, snapshot_every_records=200, feed_keep_alive_ms=50)
+lifecycle.run(lambda stop: serve(settings, stop, lambda at: print(*at, flush=True), tuning))
 """
 
 
@@ -751,10 +754,7 @@ class Process:
     def __init__(self, data_dir: Path, **ports: int) -> None:
         settings = {
             "data_dir": str(data_dir),
-            "snapshot_every_records": 200,
-            "segment_bytes": 65536,
             "lease_ms": 600_000,  # longer than any machine takes to start it again
-            "feed_keep_alive_ms": 50,
             **ports,
         }
         self.process = subprocess.Popen(

@@ -288,7 +288,7 @@ def test_an_entry_that_is_wrong_says_file_entry_field_value_and_what_is_allowed(
 ) -> None:
     path = sources_file(tmp_path, {**FURTHER, **changes})
     with pytest.raises(ValueError, match=reason) as caught:
-        load_sources(path, 8)
+        load_sources(path)
     assert f"reading the PUB sources {path}: " in str(caught.value)
 
 
@@ -300,17 +300,17 @@ def test_entries_that_are_wrong_beside_each_other_name_both(tmp_path: Path) -> N
         ([FURTHER, engine], "entry 0: source 'kvbm' speaks about worker w, which entry 1 lists with a card"),
         ([engine, engine], "entry 1: worker w is listed twice, entry 0 lists it already"),
         (
-            [{**FURTHER, "source": name} for name in "abc"],
-            "entry 2: source 'c' is number 3 of worker w, allowed are at",
+            [{**FURTHER, "source": name} for name in "abcdefgh"],
+            "entry 7: source 'h' is number 8 of worker w, allowed are at",
         ),
         ([plain], "entry 0: has neither card .* nor source"),
         ([{**engine, "outlives_worker": True}], "entry 0: has outlives_worker True beside card"),
         ([7], "entry 0: is 7, allowed is an object"),
     ):
         with pytest.raises(ValueError, match=reason):
-            load_sources(sources_file(tmp_path, *entries), 3)
+            load_sources(sources_file(tmp_path, *entries))
     two_ranks = sources_file(tmp_path, FURTHER, {**FURTHER, "dp_rank": 1})
-    assert [source.key for source in load_sources(two_ranks, 3)] == [W, WorkerKey(WorkerId("w"), 1)]
+    assert [source.key for source in load_sources(two_ranks)] == [W, WorkerKey(WorkerId("w"), 1)]
 
 
 def test_a_worker_that_comes_and_goes_while_its_publisher_connects_holds_nobody_up(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_publisher_that_cannot_be_subscribed_to_costs_its_worker_nothing(
 ) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         engine, cache = PubEngine(context), Cache("vllm")
-        (good,) = load_sources(sources_file(tmp_path, entry(engine)), 8)
+        (good,) = load_sources(sources_file(tmp_path, entry(engine)))
         bad = msgspec.structs.replace(good, source="bad", endpoint="tcp://nowhere")  # as no file's check lets in
         monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
         replays = asyncio.create_task(engine.answer_replays("vllm"))

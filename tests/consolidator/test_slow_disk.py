@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator import journal_writer, service
+from poolgrid.consolidator import journal_keeper, journal_writer
 from poolgrid.consolidator.bootstrap import create
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
@@ -26,6 +26,7 @@ from poolgrid.wire import codec
 from poolgrid.wire.feed import Replay, TooOld
 from tests.consolidator.pusher import Pusher, stored
 from tests.consolidator.test_service import Reader, random_work, run, truth
+from tests.consolidator.tuned import tuned
 
 Scenario = Callable[[zmq.asyncio.Context], Awaitable[None]]
 
@@ -50,14 +51,14 @@ class HeldDisk(PosixDisk):
 
 
 def make(directory: Path, **changes: Any) -> tuple[ConsolidatorService, list[HeldDisk]]:
-    settings = ConsolidatorSettings(data_dir=directory, segment_bytes=65_536, **changes)
+    settings, tuning = tuned(data_dir=directory, segment_bytes=65_536, **changes)
     disks: list[HeldDisk] = []
 
     def open_journal() -> FileJournal:
         disks.append(HeldDisk(directory))
-        return FileJournal(disks[0], JournalSettings(settings.segment_bytes))
+        return FileJournal(disks[0], JournalSettings(tuning.segment_bytes))
 
-    return ConsolidatorService(settings, CollectorRegistry(), SystemClock(), open_journal), disks
+    return ConsolidatorService(settings, CollectorRegistry(), SystemClock(), open_journal, tuning=tuning), disks
 
 
 async def fill_segments(pusher: Pusher) -> None:
@@ -154,7 +155,7 @@ def test_while_nothing_is_taken_in_nobody_is_judged(tmp_path: Path, monkeypatch:
         await pusher.join()
         disks[0].free.clear()
         random_work(pusher, random.Random(2), 50)
-        await reached("it is full", lambda: consolidator._blocked)
+        await reached("it is full", lambda: consolidator._ingest.paused)
         for _ in range(25):
             pusher.heartbeat()
             await asyncio.sleep(0.02)
@@ -171,7 +172,7 @@ def test_while_nothing_is_taken_in_nobody_is_judged(tmp_path: Path, monkeypatch:
 def test_segments_that_somebody_deletes_or_cuts_are_noticed_and_a_restart_finds_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
-    monkeypatch.setattr(service, "FILES_LOOK_MS", 20.0)
+    monkeypatch.setattr(journal_keeper, "FILES_LOOK_MS", 20.0)
 
     async def scenario(context: zmq.asyncio.Context) -> None:
         consolidator, _ = make(tmp_path, lease_ms=60_000)
@@ -181,9 +182,9 @@ def test_segments_that_somebody_deletes_or_cuts_are_noticed_and_a_restart_finds_
         await fill_segments(pusher)
         lost = spoil(tmp_path, cut)
         assert lost > 1
-        counts = consolidator._counts
+        counts = consolidator._parts.counts
         await reached("it is noticed", lambda: counts["journal_lost_segments"] == lost)
-        await reached("it is healed", lambda: not consolidator.trouble and not consolidator._snapshotting)
+        await reached("it is healed", lambda: not consolidator.trouble and not consolidator._keeper.snapshotting)
         random_work(pusher, random.Random(4), 20)
         await pusher.settle()
         offset = consolidator.offset
@@ -208,7 +209,7 @@ def test_a_replay_over_a_damaged_segment_is_answered_and_a_snapshot_stands_in_fo
         await pusher.join()
         await fill_segments(pusher)
         # Recovery looks at all segments behind the newest snapshot; older ones are looked at when asked for.
-        consolidator._snapshot_now()
+        consolidator._keeper.snapshot_now()
         await reached("a snapshot is there", lambda: bool(list(tmp_path.glob("*.snapshot"))))
         await consolidator.stop()
         damage_oldest(tmp_path)
@@ -221,7 +222,7 @@ def test_a_replay_over_a_damaged_segment_is_answered_and_a_snapshot_stands_in_fo
         answer = codec.from_feed.decode((await router.recv_multipart())[0])
         assert isinstance(answer, TooOld)
         assert (answer.request, answer.oldest_offset) == (7, again.offset)
-        assert again._counts["journal_read_errors"] == 1
+        assert again._parts.counts["journal_read_errors"] == 1
         await reached("a snapshot stands in for it", lambda: not again.trouble)
         router.close(linger=0)
         await again.stop()
@@ -239,7 +240,7 @@ def test_syncs_that_fail_are_said_once_a_period_and_in_the_health(
         await pusher.join()
         disks[0].sync_fails = True
         pusher.push([stored([1])])
-        await reached("it failed often", lambda: consolidator._counts["journal_append_errors"] >= 20)
+        await reached("it failed often", lambda: consolidator._parts.counts["journal_append_errors"] >= 20)
         assert "may not survive a power failure" in consolidator.trouble
         disks[0].sync_fails = False
         await reached("it is well again", lambda: not consolidator.trouble)
@@ -258,7 +259,9 @@ def test_a_journal_in_memory_waits_for_nobody() -> None:
         await pusher.join()
         random_work(pusher, random.Random(6), 50)
         await pusher.settle()
-        assert consolidator._executor._threads == set() or len(consolidator._executor._threads) == 1, "only the opening"
+        assert consolidator._parts.threads._threads == set() or len(consolidator._parts.threads._threads) == 1, (
+            "only the opening"
+        )
         await consolidator.stop()
 
     run(scenario)

@@ -16,6 +16,7 @@ from poolgrid.consolidator import service as service_module
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
 
@@ -69,7 +70,7 @@ def test_one_whose_start_fails_at_any_step_leaves_nothing(
     ended_leaving_nothing(starting(directory), Broken)
 
 
-@pytest.mark.parametrize("name", ["JournalWriter", "Consolidator", "BatchSocket", "load_sources"])
+@pytest.mark.parametrize("name", ["StateDumps", "Consolidator", "QueryPlane", "load_sources"])
 def test_one_whose_service_breaks_anywhere_leaves_nothing(
     name: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,10 +96,10 @@ def test_one_that_is_given_up_while_a_thread_opens_its_journal_closes_it(
     opening, go_on = threading.Event(), threading.Event()
     open_journal = bootstrap.open_journal
 
-    def slowly(settings: ConsolidatorSettings) -> Journal:
+    def slowly(settings: ConsolidatorSettings, tuning: Tuning) -> Journal:
         opening.set()
         go_on.wait(20)
-        return open_journal(settings)
+        return open_journal(settings, tuning)
 
     async def serve() -> None:
         serving = asyncio.ensure_future(starting(tmp_path)())
@@ -121,7 +122,7 @@ def test_one_that_is_given_up_while_its_journal_fails_leaves_no_error_that_nobod
     opening, go_on = threading.Event(), threading.Event()
     complaints: list[dict[str, Any]] = []
 
-    def fail_late(_: ConsolidatorSettings) -> Journal:
+    def fail_late(_: ConsolidatorSettings, __: Tuning) -> Journal:
         opening.set()
         go_on.wait(20)
         raise Broken

@@ -22,7 +22,7 @@ from tests.fakes import FAKES_PATH
 pytestmark = pytest.mark.e2e
 
 COMMON = ("worker", "--engine", "trtllm", "--model-path", "tiny", "--kv-block-size", "16", "--max-batch-size", "64")
-QUICK = ("--answer-timeout-ms", "500", "--health-interval-ms", "500")
+QUICK = ("--answer-timeout-ms", "500")
 TOKENS = 400
 PROMPT = [5 + at for at in range(64)]
 

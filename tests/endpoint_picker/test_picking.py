@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.answer_reading import TAIL_BYTES, AnswerReader
@@ -25,6 +24,7 @@ from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
 from poolgrid.router.endpoint_picker.prompt_reading import Reading
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import WorkerDraining, WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerKey

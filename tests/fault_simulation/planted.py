@@ -19,7 +19,7 @@ from poolgrid.consolidator.journal import files
 from poolgrid.consolidator.journal.files import FileJournal
 from poolgrid.consolidator.journal_writer import JournalWriter
 from poolgrid.global_router.router_link import RouterLink
-from poolgrid.nats.journal import StreamJournal
+from poolgrid.nats.journal import KeptSnapshots, StreamJournal
 from poolgrid.nats.leader import LeaderWatch
 from poolgrid.process.awake_clock import AwakeTime
 from poolgrid.router.core.approximate_index import ApproximateIndex
@@ -176,8 +176,8 @@ def _forget_what_was_sent(self: StreamJournal) -> None:
     self._unanswered = False
 
 
-def _any_snapshot_will_do(self: StreamJournal) -> Any:
-    return self._snapshots[-2] if len(self._snapshots) > 1 else None
+def _any_snapshot_will_do(self: KeptSnapshots) -> Any:
+    return self._kept[-2] if len(self._kept) > 1 else None
 
 
 def _make_no_room(self: StreamJournal, blocks_per_worker_max: int, now_ms: int) -> int:
@@ -327,8 +327,8 @@ PLANTED: dict[str, Planted] = {
     "a-snapshot-that-may-be-lost-is-relied-on": Planted(
         "messages are removed behind a snapshot that servers lose when their power fails",
         "streams",
-        StreamJournal,
-        "_durable_snapshot",
+        KeptSnapshots,
+        "durable",
         _any_snapshot_will_do,
         True,
         from_seed=130,

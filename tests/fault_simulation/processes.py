@@ -22,6 +22,7 @@ from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.ports import Disk, Journal, PoolListener
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
@@ -35,13 +36,13 @@ from poolgrid.nats.leader import LeaderWatch
 from poolgrid.nats.message import BODY_BYTES
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -202,14 +203,16 @@ class Store:
                 "feed_port": world.port(),
                 "query_port": world.port(),
                 "lease_ms": LEASE_MS,
-                "stale_after_ms": STALE_AFTER_MS,
-                "snapshot_every_records": world.scenario.snapshot_every_records,
                 "fsync": plan.fsync,
-                "append_retry_ms": 100,
-                "fsync_interval_ms": 400,
-                "feed_keep_alive_ms": 300,
-                "blocks_per_worker_max": BLOCKS_PER_WORKER_MAX,
             }
+        )
+        self._tuning = Tuning(
+            stale_after_ms=STALE_AFTER_MS,
+            snapshot_every_records=world.scenario.snapshot_every_records,
+            append_retry_ms=100,
+            fsync_interval_ms=400,
+            feed_keep_alive_ms=300,
+            blocks_per_worker_max=BLOCKS_PER_WORKER_MAX,
         )
         self.ingest_endpoint = f"tcp://127.0.0.1:{self._settings.ingest_port}"
         self.feed_endpoint = f"tcp://127.0.0.1:{self._settings.feed_port}"
@@ -228,6 +231,7 @@ class Store:
             lambda: self._open(consolidator_id),
             consolidator_id,
             self._world.network.context,
+            tuning=self._tuning,
         )
         return self.service
 
@@ -256,6 +260,7 @@ class Store:
             consolidator_id,
             self._world.network.context,
             on_fenced,
+            tuning=self._tuning,
         )
         return self.service
 

@@ -18,7 +18,7 @@ from poolgrid.consolidator.journal.files import FileJournal
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import Checkpoint
-from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, QUEUE_LIMIT, policy_of
+from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from poolgrid.router.decision_journal.reader import stored_entries
 from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
 from poolgrid.router.decision_journal.replay import Replay, shown
@@ -66,7 +66,6 @@ class Recordings:
             settings_noted(life, "simulated", {name: getattr(settings, name) for name in DECIDING_SETTINGS}),
             clock,
             SEGMENT_BYTES,
-            QUEUE_LIMIT,
         )
 
     def counts(self) -> dict[str, int]:

@@ -586,13 +586,13 @@ def test_every_refusal_in_the_code_is_in_the_table_and_no_other() -> None:
 )
 def test_no_header_opens_the_door_or_breaks_it(headers: list[tuple[bytes, bytes]]) -> None:
     with pytest.raises(Refused) as caught:
-        Tenants(document(), 0.0).authenticate(key_of({"headers": headers}), 0.0)
+        Tenants(document()).authenticate(key_of({"headers": headers}), 0.0)
     assert caught.value.status == 401
 
 
 def test_a_key_is_taken_until_the_moment_it_expires() -> None:
     moment = datetime(2030, 1, 1, tzinfo=UTC)
-    tenants = Tenants(KeyDocument(1, SECRET, {"a": Tenant(keys=(keyed(KEY, expires=moment),))}), 0.0)
+    tenants = Tenants(KeyDocument(1, SECRET, {"a": Tenant(keys=(keyed(KEY, expires=moment),))}))
     wall_ms = moment.timestamp() * 1000
 
     assert tenants.authenticate(KEY.encode(), wall_ms - 1).name == "a"

@@ -184,16 +184,16 @@ def test_nobody_waits_for_another_tenants_fetch_of_the_same_url(keys: Path) -> N
 
 
 def test_caches_are_divided_among_the_tenants_of_the_file_and_begin_anew_when_these_change() -> None:
-    tenants = Tenants(keys_of("a", "b"), 0.0)
+    tenants = Tenants(keys_of("a", "b"))
 
     def shares(name: str) -> Any:
         return tenants.accounts[name].cache_shares
 
     before = shares("a")
     assert (before.tenants, shares("b")) == (2, before)
-    tenants.use(keys_of("a", "b"), 1.0)
+    tenants.use(keys_of("a", "b"))
     assert shares("a") is before, "limits and keys may change without"
-    tenants.use(keys_of("a", "c"), 2.0)
+    tenants.use(keys_of("a", "c"))
     assert shares("c").tenants == 2
     assert shares("c").edition > before.edition
     assert shares("c").edition > WHOLE.edition

@@ -8,11 +8,9 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 
-from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.choice.fallback import PoolStanding
-from poolgrid.global_router.http_api import add_global_router_endpoints, decisions_of
+from poolgrid.global_router.http_api import add_global_router_endpoints
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.serving.router_process import add_decision_endpoints
 from tests.global_router.documents import ROOT, aggregated
 from tests.global_router.fake_fleet import FakeFleet
 
@@ -29,9 +27,7 @@ def test_every_setting_is_documented_with_its_description() -> None:
 def test_every_endpoint_and_state_is_documented() -> None:
     app = FastAPI()
     fleet = FakeFleet(aggregated())
-    group = ConfigurationGroup(fleet.service.configuration, None)
-    add_global_router_endpoints(app, fleet.service, fleet.clock, group)
-    add_decision_endpoints(app, decisions_of(fleet.service, None), "global router")
+    add_global_router_endpoints(app, fleet.service, fleet.clock)
 
     paths = set(app.openapi()["paths"])
     assert len(paths) >= 5

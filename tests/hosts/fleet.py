@@ -136,11 +136,11 @@ class Fleet:
 
     def _journal(self, pool: str, consolidates: bool = False) -> list[str]:
         words = ["--event-plane", "nats", "--nats-pool", pool, "--namespace", pool]
-        return [*words, "--leader-lease-s", str(LEASE_S), "--nats-replicas", "3"] if consolidates else words
+        return [*words, "--leader-lease-s", str(LEASE_S)] if consolidates else words
 
     def _add(self, command: str, pool: str, number: int, port: int, *arguments: str) -> None:
         host = self.hosts[number - 1]
-        names = ["--names", "nats", "--names-lease-s", str(NAMES_LEASE_S), "--names-replicas", "3"]
+        names = ["--names", "nats", "--names-lease-s", str(NAMES_LEASE_S), "--nats-replicas", "3"]
         urls = [word for server in self.servers for word in ("--nats-url", f"nats://{server.url.rpartition('/')[2]}")]
         where = ["--host", "0.0.0.0", "--advertise-host", host.address]
         words = [command, *where, *names, *urls, *arguments]

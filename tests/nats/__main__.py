@@ -188,9 +188,7 @@ def costs() -> None:
 
 
 async def _costs(servers: list[NatsServer], replicas: int) -> str:
-    settings = EventPlaneSettings(
-        event_plane="nats", nats_url=tuple(server.url for server in servers), nats_timeout_ms=30_000
-    )
+    settings = EventPlaneSettings(event_plane="nats", nats_url=tuple(server.url for server in servers))
     connection = NatsConnection(settings, "costs", SystemClock())
     await connection.open()
     try:

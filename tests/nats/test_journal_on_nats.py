@@ -61,7 +61,7 @@ class OnServer(InStream):
         self.loop = loop
         self._server = server
         self._settings = EventPlaneSettings(
-            event_plane="nats", nats_url=(server.url,), nats_pool=f"pool-{next(_names)}", nats_timeout_ms=20_000
+            event_plane="nats", nats_url=(server.url,), nats_pool=f"pool-{next(_names)}"
         )
         self.connection = NatsConnection(self._settings, "test", SystemClock())
         self.run(self.connection.open())

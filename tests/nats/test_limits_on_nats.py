@@ -48,7 +48,7 @@ class Router:
         self.limits = LimitsOnNats(settings, scope, place, LEASE_S, 1, self.clock, self.registry)
         self.told: list[int] = []
         self.limits.on_routers = self.told.append
-        self.tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": ACME}), self.clock.monotonic_ms(), self.limits.meter)
+        self.tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": ACME}), self.limits.meter)
         self.limits.start(lambda: self.tenants)
 
     def begin(self) -> bool:
@@ -62,7 +62,7 @@ class Router:
 
     def change(self, tenant: Tenant) -> None:
         """Have a tenant be allowed something else."""
-        self.tenants.use(KeyDocument(1, "5" * 64, {"acme": tenant}), self.clock.monotonic_ms())
+        self.tenants.use(KeyDocument(1, "5" * 64, {"acme": tenant}))
 
     @property
     def meter(self) -> SharedMeter:

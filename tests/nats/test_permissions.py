@@ -97,7 +97,7 @@ def url_of(server: NatsServer, role: str) -> str:
 
 async def connected(server: NatsServer, role: str) -> NatsConnection:
     url = url_of(server, role)
-    settings = EventPlaneSettings(event_plane="nats", nats_url=(url,), nats_pool="p", nats_timeout_ms=2000)
+    settings = EventPlaneSettings(event_plane="nats", nats_url=(url,), nats_pool="p")
     connection = NatsConnection(settings, role, SystemClock())
     await connection.open()
     return connection
@@ -169,9 +169,7 @@ def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_th
     async def scenario() -> None:
         before = violations(server)
         registers, looks = [
-            NatsNames(
-                NamesSettings(names="nats", nats_url=(url_of(server, role),), nats_timeout_ms=2000), 3, 1, SystemClock()
-            )
+            NatsNames(NamesSettings(names="nats", nats_url=(url_of(server, role),)), 3, 1, SystemClock())
             for role in (REGISTERS, LOOKS)
         ]
         for store in (registers, looks):  # who may make the bucket comes first
@@ -200,10 +198,10 @@ def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_th
 def test_who_shares_state_does_so_with_what_the_page_gives_it_and_writes_no_other_pools(server: NatsServer) -> None:
     async def scenario() -> None:
         before = violations(server)
-        nats = NamesSettings(names="nats", nats_url=(url_of(server, SHARES),), nats_timeout_ms=2000)
+        nats = NamesSettings(names="nats", nats_url=(url_of(server, SHARES),))
         clock = SystemClock()
         limits = LimitsOnNats(nats, "blue.p", "", 4, 1, clock, CollectorRegistry())
-        tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), 0.0, limits.meter)
+        tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), limits.meter)
         limits.start(lambda: tenants)
         meter = tenants.accounts["acme"].meter
         assert isinstance(meter, SharedMeter)

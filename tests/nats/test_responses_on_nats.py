@@ -47,9 +47,10 @@ def response(name: str, previous: str | None = None, size: int = 10) -> KeptResp
 async def stores(
     server: NatsServer, scope: str, count: int = 2, timeout_ms: int = 5000
 ) -> AsyncIterator[list[NatsResponseStore]]:
-    settings = NamesSettings(names="nats", nats_url=(server.url,), nats_timeout_ms=timeout_ms)
+    settings = NamesSettings(names="nats", nats_url=(server.url,))
     made = [NatsResponseStore(settings, scope, 16 * 1024 * 1024, 3600, 1, SystemClock()) for _ in range(count)]
     for store in made:
+        store._connection.timeout_s = timeout_ms / 1000
         store.start()
     for store in made:
         await until(lambda store=store: store.is_ready)  # type: ignore[misc]

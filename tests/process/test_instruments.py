@@ -24,7 +24,7 @@ def counters(kind: Any, registry: CollectorRegistry) -> None:
 
 def _gauge(kind: Any, *names: Any, registry: CollectorRegistry) -> Any:
     if kind is instruments:
-        return instruments.Gauge(*names, across="sum", registry=registry)
+        return instruments.Gauge(*names, registry=registry)
     return kind.Gauge(*names, registry=registry)
 
 

@@ -56,7 +56,7 @@ class Group:
         rank_port, self.http_port = free_ports(2)
         options = (
             *("--nodes", "2", "--tensor-parallel-size", str(RANKS), "--leader-host", "127.0.0.1"),
-            *("--rank-port", str(rank_port), "--rank-lease-ms", str(LEASE_MS), "--http-port", str(self.http_port)),
+            *("--rank-port", str(rank_port), "--http-port", str(self.http_port)),
             *("--worker-id", "wide", "--consolidator", ingest),
         )
         with self.log.open("wb") as log:

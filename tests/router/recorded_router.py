@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -21,18 +20,12 @@ from poolgrid.router.core.inputs import (
     SnapshotArrived,
     WorkerWanted,
 )
-from poolgrid.router.core.load_ledger import LEDGER_BYTES, LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.retention.learner import RetentionLearner
-from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, QUEUE_LIMIT, policy_of
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
+from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, settings_noted
 from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome
 from poolgrid.router.decision_journal.segments import DecisionSegments
-from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.policy_loading import make_state
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire import codec
 from poolgrid.wire.events import (
@@ -79,18 +72,14 @@ class RecordedRouter:
         self,
         seed: int = 0,
         segment_bytes: int = 1 << 20,
+        queue_limit: int = QUEUE_LIMIT,
         honesty: float = 0.9,
         churn: float = 1.0,
         scale: int = 1,
-        ledger_budget_bytes: int = LEDGER_BYTES,
-        queue_limit: int = QUEUE_LIMIT,
         **given: object,
     ) -> None:
-        """With ``stream`` decisions are kept there in place of a directory.
-
-        ``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once."""
+        """``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once."""
         self.settings = RouterSettings.model_validate({"reservation_ttl_ms": 500, **given})
-        self.ledger_budget_bytes, self._queue_limit = ledger_budget_bytes, queue_limit
         self.clock = TurnedClock()
         self.pool_disk = FakeDisk()
         self.decisions_disk = FakeDisk()
@@ -106,6 +95,7 @@ class RecordedRouter:
         self._seq = 0
         self._epoch = 0
         self._segment_bytes = segment_bytes
+        self._queue_limit = queue_limit
         self._honesty = honesty
         """Share of the requests that reuse what the index says."""
         self._scale = scale
@@ -117,19 +107,10 @@ class RecordedRouter:
     def begin(self) -> None:
         """Begin a life of the router."""
         settings = self.settings
-        index = PrefixIndex(settings.index_budget_bytes)
-        approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == "approximate" else None
-        self.projection = Projection(
-            index,
-            LoadLedger(settings.reservation_ttl_ms, self.ledger_budget_bytes),
-            approximate,
-            RetentionLearner() if settings.retention == "learned" else None,
-        )
-        policy = load_policy(settings)
-        self.selector = Selector(self.projection, policy, settings.worker_queue_factor)
-        self.state = RouterState(self.selector)
+        self.state = make_state(settings)
+        self.selector = self.state.selector
+        self.projection = self.selector.projection
         values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
-        values["ledger_budget_bytes"] = self.ledger_budget_bytes
         self.recorder = DecisionRecorder(
             DecisionSegments(self.decisions_disk, 1 << 30, 10**12),
             self.state,

@@ -62,7 +62,7 @@ def test_beliefs_restored_elsewhere_answer_alike_for_ever_after(seed: int) -> No
     moment_ms = choices.now_ms
 
     chains, exact_from_ms = beliefs.condensed(sys.maxsize)
-    second.restore(chains, exact_from_ms, moment_ms)
+    second.restore_beliefs(chains, exact_from_ms, moment_ms)
 
     assert exact_from_ms == 0.0
     assert [chain.chosen_ms for chain in chains] == sorted(chain.chosen_ms for chain in chains)
@@ -92,7 +92,7 @@ def test_the_youngest_beliefs_are_kept_and_the_rest_has_expired_when_it_says() -
         choices.step()
 
     chains, exact_from_ms = first.beliefs().condensed(20)
-    second.restore(chains, exact_from_ms, choices.now_ms)
+    second.restore_beliefs(chains, exact_from_ms, choices.now_ms)
 
     assert sum(len(chain.hashes) for chain in chains) <= 20
     assert choices.now_ms < exact_from_ms <= choices.now_ms + TTL_MS

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.computed_prompts import PROMPTS_MAX, SAME_BEGINNING_MAX, ComputedPrompts
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import KvAware, make_policy
+from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.wire.events import (
     CacheCleared,
     PrefillCompleted,
@@ -87,7 +89,7 @@ def test_nothing_is_found_for_a_prompt_without_a_whole_block() -> None:
 
 def chosen(pool: Pool, selector: Selector, name: str, path: list[int]) -> WorkerKey:
     """Route a request and book it; return its worker."""
-    decision = decided(selector.select(request(name, len(path)), path, 0.0, 0))
+    decision = decided(selector.select(WorkerWanted(request(name, len(path)), path, 0.0, 0)))
     selector.book(decision, path, 0.0)
     return decision.worker
 
@@ -97,18 +99,18 @@ def test_who_asks_again_before_any_event_goes_where_the_prompt_was_computed(
     few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not few:
-        monkeypatch.setattr("poolgrid.router.core.selector.FEW_CANDIDATES", 0)
+        monkeypatch.setattr("poolgrid.router.core.worker_groups.FEW_CANDIDATES", 0)
     pool = Pool()
     pool.join("a", "b", "c", "d")
     selector, trust = pool.selector(KvAware()), pool.projection.trust
     first = chosen(pool, selector, "first", PATH)
-    pool.projection.ledger.release(first, "first")
+    pool.projection.ledger.finished(first, "first")
 
-    before = decided(selector.select(request("again"), PATH, 0.0, 0))
+    before = decided(selector.select(WorkerWanted(request("again"), PATH, 0.0, 0)))
     assert trust.prompt_computed(first, "first")
     assert not trust.prompt_computed(first, "first"), "no news"
-    again = decided(selector.select(request("again"), PATH, 0.0, 0))
-    other = decided(selector.select(request("other"), [*PATH[:6], 77, 78, 79], 0.0, 0))
+    again = decided(selector.select(WorkerWanted(request("again"), PATH, 0.0, 0)))
+    other = decided(selector.select(WorkerWanted(request("other"), [*PATH[:6], 77, 78, 79], 0.0, 0)))
 
     assert before.overlap_blocks == 0
     assert (again.worker, again.overlap_blocks) == (first, len(PATH))
@@ -122,7 +124,7 @@ def test_once_its_stream_tells_of_the_request_the_index_alone_says_what_a_worker
     selector, trust = pool.selector(KvAware()), pool.projection.trust
 
     def believed() -> int:
-        return decided(selector.select(request("who asks"), PATH, 0.0, 0)).overlap_blocks
+        return decided(selector.select(WorkerWanted(request("who asks"), PATH, 0.0, 0))).overlap_blocks
 
     chosen(pool, selector, "r1", PATH)
     trust.prompt_computed(a, "r1")
@@ -150,7 +152,7 @@ def test_a_worker_that_leaves_or_empties_its_cache_or_whose_stream_breaks_is_bel
     pool.say(a, CacheCleared())
     assert list(trust.computed) == [(b, "r")]
     pool.say(b, StreamStateChanged("worker", StreamState.STALE, "batches are missing"))
-    decision = decided(selector.select(request("again"), PATH, 0.0, 0))
+    decision = decided(selector.select(WorkerWanted(request("again"), PATH, 0.0, 0)))
     assert [row.device_overlap_blocks for row in decision.explanation().rows] == [0, 0]
     pool.say(b, WorkerLeft("lease"))
     assert len(trust.computed) == 0
@@ -158,7 +160,8 @@ def test_a_worker_that_leaves_or_empties_its_cache_or_whose_stream_breaks_is_bel
 
 def test_in_approximate_mode_choices_are_believed_anyway_and_nothing_is_kept_twice() -> None:
     index = PrefixIndex()
-    projection = Projection(index, LoadLedger(), ApproximateIndex(index, 1000.0))
+    projection = Projection(index, LoadLedger())
+    projection.attach(ApproximateIndex(index, 1000.0))
     pool = Pool()
     pool.projection = projection
     (a,) = pool.join("a")
@@ -166,4 +169,4 @@ def test_in_approximate_mode_choices_are_believed_anyway_and_nothing_is_kept_twi
     chosen(pool, selector, "r", PATH)
 
     assert not projection.trust.prompt_computed(a, "r")
-    assert decided(selector.select(request("again"), PATH, 0.0, 0)).overlap_blocks == len(PATH)
+    assert decided(selector.select(WorkerWanted(request("again"), PATH, 0.0, 0))).overlap_blocks == len(PATH)

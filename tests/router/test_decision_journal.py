@@ -15,6 +15,7 @@ from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
 from poolgrid.consolidator.journal.stored_records import offset_of
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
 from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
@@ -156,7 +157,7 @@ def test_a_checkpoint_says_what_the_router_believed_by_its_own_choices(name: str
     router = recorded(steps=900, segment_bytes=60_000, **MIDWAY[name])
     last = entries_of(router.decisions_disk, Checkpoint)[-1]
     projection = router.projection
-    believed = projection.approximate or projection.trust.predictions
+    believed = projection.predictions
 
     assert last.beliefs is not None
     assert not last.complete, "a reader that knows no beliefs must not begin here"
@@ -526,7 +527,7 @@ def test_a_dry_run_leaves_a_counting_policy_where_it_was() -> None:
         await router.recorder.stop()
         request = RoutingRequest("r", "m", 32, 16, 2)
         return [
-            str(decided(router.selector.select(request, [1, 2], 0.0, 0, dry_run=dry)).worker)
+            str(decided(router.selector.select(WorkerWanted(request, [1, 2], 0.0, 0), dry_run=dry)).worker)
             for dry in (True, True, False, True, False)
         ]
 

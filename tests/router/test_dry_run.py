@@ -14,8 +14,7 @@ import pytest
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.dry_run import add_route_endpoint
-from poolgrid.router.http_api import add_router_endpoints, decisions_of
-from poolgrid.serving.router_process import add_decision_endpoints
+from poolgrid.router.http_api import add_router_endpoints
 from tests.frontend.server import application, in_process
 from tests.router.test_service import routed
 
@@ -85,7 +84,6 @@ def test_the_description_says_what_the_route_takes_and_how_parameters_are_refuse
             app = application(router.service)
             add_route_endpoint(app, router.service)
             add_router_endpoints(app, router.service, SystemClock(), list)
-            add_decision_endpoints(app, decisions_of(router.service, None), "router")
             async with in_process(app) as client:
                 return (await client.get("/openapi.json")).json(), await client.get("/v1/decisions?limit=abc")
 

@@ -116,7 +116,7 @@ def test_a_router_is_not_ready_before_it_can_reach_a_prefill_worker_beside_its_d
             service, completeness = router.service, Completeness()
             app = application(
                 service,
-                ready=readiness(service, None, completeness),
+                ready=readiness(service, completeness),
                 endpoints=lambda: endpoints(service),
                 troubles=lambda: troubles(service, None, completeness),
             )

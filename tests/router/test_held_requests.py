@@ -9,8 +9,8 @@ import pytest
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
-from poolgrid.router.core.hold_plan import HELD_MAX
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.policy import HELD_MAX
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.card import WorkerLimits
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined

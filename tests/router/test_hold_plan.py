@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.hold_plan import Placed, Waiting, divide, plan
+from poolgrid.router.policies.predicted.batch_planner import Placed, Waiting, divide, plan
 
 STEP_TOKENS = 8192
 

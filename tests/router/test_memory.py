@@ -7,10 +7,11 @@ import tracemalloc
 
 import pytest
 
-from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now
+from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now, Turn
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
@@ -50,7 +51,7 @@ class Days:
         return Now(self.now_ms, int(self.now_ms))
 
     def say(self, key: WorkerKey, message: Hello | EventBatch) -> None:
-        turn = self.core.begin(self.now())
+        turn = Turn(self.now())
         if isinstance(message, EventBatch):
             self.core.batch(b"p", message, turn)
         else:
@@ -75,7 +76,7 @@ class Days:
                 self.core._links[key].heard_ms = self.now_ms
             name = f"request-{self.served}"
             path = [stable_u64(name, position) for position in range(16)]
-            decision = decided(self.selector.select(request(name), path, self.now_ms, int(self.now_ms)))
+            decision = decided(self.selector.select(WorkerWanted(request(name), path, self.now_ms, int(self.now_ms))))
             self.selector.book(decision, path, self.now_ms)
             self.decisions.add(decision)
             worker = decision.worker
@@ -153,14 +154,14 @@ def test_the_oldest_decisions_give_way_to_the_budget_and_the_last_one_never_does
     selector = pool.selector(KvAware())
     log = DecisionLog(1000, budget_bytes=20_000)
     for number in range(50):
-        log.add(decided(selector.select(request(f"r{number}"), PATH, 0.0, 0)))
+        log.add(decided(selector.select(WorkerWanted(request(f"r{number}"), PATH, 0.0, 0))))
     kept = [decision.request.request_id for decision in log.newest(1000)]
     assert 1 < len(kept) < 10
     assert kept[0] == "r49"
     assert log.size_bytes == sum(decision.size_bytes for decision in log.newest(1000)) <= 20_000
 
     tiny = DecisionLog(1000, budget_bytes=1)
-    tiny.add(decided(selector.select(request("r"), PATH, 0.0, 0)))
+    tiny.add(decided(selector.select(WorkerWanted(request("r"), PATH, 0.0, 0))))
     assert len(tiny) == 1
 
 
@@ -174,7 +175,7 @@ def test_the_estimate_of_a_decision_is_near_what_it_takes(workers: int) -> None:
     tracemalloc.start()
     try:
         for number in range(300):
-            log.add(decided(selector.select(request(f"request-{number:06}"), PATH, 0.0, 0)))
+            log.add(decided(selector.select(WorkerWanted(request(f"request-{number:06}"), PATH, 0.0, 0))))
         measured = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

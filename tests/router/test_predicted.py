@@ -8,13 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from poolgrid.router.core.candidates import EXPECTED_MS
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.paces import KEPT, PRIOR_MS
-from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Predicted
+from poolgrid.router.core.policy import KvAware, Planner
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.core.step_curve import PUBLISHED, StepCurve
+from poolgrid.router.policies.predicted.engine_times import PUBLISHED, StepCurve
+from poolgrid.router.policies.predicted.policy import Predicted
+from poolgrid.router.policies.predicted.worker_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, WorkerSpeeds
 from poolgrid.wire.card import StepTimes
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
@@ -32,6 +34,16 @@ def make_pool(*names: str) -> tuple[Pool, Selector]:
     return pool, selector
 
 
+def planner_of(selector: Selector) -> Planner:
+    assert selector.planner is not None
+    return selector.planner
+
+
+def speeds_of(pool: Pool) -> WorkerSpeeds:
+    speeds: WorkerSpeeds = pool.projection.observer("paces")
+    return speeds
+
+
 def like(request: RoutingRequest, **changed: Any) -> RoutingRequest:
     """Return another request, the same but for what is changed."""
     names = ("request_id", "model", "isl", "block_size", "blocks", "priority", "stage", "media", "media_kinds", "seed")
@@ -41,17 +53,16 @@ def like(request: RoutingRequest, **changed: Any) -> RoutingRequest:
 
 def choose(selector: Selector, now_ms: float, request_id: str = "r", request: RoutingRequest = LONG) -> Decision:
     asked = like(request, request_id=request_id)
-    return decided(selector.select(asked, PATH, now_ms, 0))
+    return decided(selector.select(WorkerWanted(asked, PATH, now_ms, 0)))
 
 
 def serve(pool: Pool, selector: Selector, worker: WorkerKey, took_ms: float, now_ms: float, request_id: str) -> None:
     """Have a worker be chosen, since the others cannot be reached, and answer after a time."""
     others = {key: "unreachable" for key in pool.projection.fleet.workers if key != worker}
     asked = like(LONG, request_id=request_id)
-    decision = decided(selector.select(asked, [], now_ms, 0, others))
+    decision = decided(selector.select(WorkerWanted(asked, [], now_ms, 0, others)))
     selector.book(decision, [], now_ms)
-    assert pool.projection.paces is not None
-    pool.projection.paces.first_token(worker, request_id, now_ms + took_ms)
+    speeds_of(pool).on_first_token(worker, request_id, now_ms + took_ms)
     pool.projection.ledger.finished(worker, request_id)
 
 
@@ -96,7 +107,7 @@ def test_step_times_of_a_card_are_begun_with() -> None:
     pool.say(worker_key("b"), WorkerJoined(msgspec.structs.replace(make_card(), step_times=slow)))
 
     short = RoutingRequest("r", "m", 1000, BLOCK_SIZE, 63)
-    decision = decided(selector.select(short, [], 0.0, 0))
+    decision = decided(selector.select(WorkerWanted(short, [], 0.0, 0)))
 
     assert decision.worker == worker_key("a")
     assert decision.choice.terms[EXPECTED_MS][1] == pytest.approx(300.0)
@@ -109,36 +120,35 @@ def test_a_decode_worker_is_chosen_by_its_steps() -> None:
     pool.say(worker_key("a"), RequestStarted("x", 100, 100, 400))
 
     request = RoutingRequest("r", "m", 1000, BLOCK_SIZE, 63, stage=Stage.DECODE)
-    decision = decided(selector.select(request, PATH, 0.0, 0, roles=(Role.DECODE,)))
+    decision = decided(selector.select(WorkerWanted(request, PATH, 0.0, 0, roles=(Role.DECODE,))))
 
     assert decision.worker == worker_key("b")
     selector.book(decision, PATH, 0.0)
-    assert pool.projection.paces is not None
-    assert pool.projection.paces.state()[2] == [], "no first token is awaited of it"
+    assert speeds_of(pool).checkpoint().workers[1:] == [], "no first token is awaited of it"
 
 
 def test_events_teach_and_a_dry_run_leaves_no_trace() -> None:
     pool, selector = make_pool("a")
-    paces = pool.projection.paces
-    assert paces is not None
+    paces = speeds_of(pool)
     decision = choose(selector, 0.0)
-    before = paces.state()
-    selector.select(LONG, PATH, 0.0, 0, dry_run=True)
-    assert paces.state() == before
+    before = paces.checkpoint()
+    selector.select(WorkerWanted(LONG, PATH, 0.0, 0), dry_run=True)
+    assert paces.checkpoint() == before
 
     selector.book(decision, PATH, -500.0)
     pool.say(worker_key("a"), RequestStarted("r", LONG.isl, 0, 250), PrefillCompleted("r"))  # at 0.0
 
-    _, _, [(worker, known)] = paces.state()
+    [_, known] = paces.checkpoint().workers
     # Beside what it began with, of which an observation takes its part.
-    assert worker == worker_key("a")
+    assert known.worker_id == "a"
     assert known.observed_ms == pytest.approx(500.0 + KEPT * PRIOR_MS)
     assert known.unit_ms == pytest.approx(decision.choice.terms[EXPECTED_MS][0] + KEPT * PRIOR_MS)
 
 
 def test_other_policies_learn_nothing() -> None:
     pool = Pool()
-    assert pool.projection.paces is None
+    pool.selector(KvAware())
+    assert pool.projection.observers == ()
 
 
 def test_a_long_prompt_does_not_take_the_last_free_worker_where_requests_come_fast() -> None:
@@ -146,13 +156,13 @@ def test_a_long_prompt_does_not_take_the_last_free_worker_where_requests_come_fa
     a, b = worker_key("a"), worker_key("b")
     long = like(LONG, isl=60_000, blocks=3750)
     pool.say(a, RequestStarted("x", 16_000, 0, 0))
-    assert decided(selector.select(long, [], 0.0, 0)).worker == b
+    assert decided(selector.select(WorkerWanted(long, [], 0.0, 0))).worker == b
 
     for number in range(300):  # a hundred a second
         serve(pool, selector, b, 87.0, 10.0 * number, f"b{number}")
 
-    assert decided(selector.select(long, [], 3000.0, 0)).worker == a
-    assert decided(selector.select(LONG, [], 3000.0, 0)).worker == b, "a shorter one is soon done"
+    assert decided(selector.select(WorkerWanted(long, [], 3000.0, 0))).worker == a
+    assert decided(selector.select(WorkerWanted(LONG, [], 3000.0, 0))).worker == b, "a shorter one is soon done"
 
 
 def test_the_published_curve_is_near_the_published_polynomials() -> None:
@@ -181,7 +191,7 @@ def test_a_long_prompt_keeps_away_from_a_short_one_whose_step_it_would_join() ->
     _, selector = make_pool("a", "b")
     a, b = worker_key("a"), worker_key("b")
     short = RoutingRequest("short", "m", 100, BLOCK_SIZE, 7)
-    booked = decided(selector.select(short, [], 0.0, 0, {b: "unreachable"}))
+    booked = decided(selector.select(WorkerWanted(short, [], 0.0, 0, {b: "unreachable"})))
     selector.book(booked, [], 0.0)
 
     decision = choose(selector, 0.0)
@@ -201,7 +211,7 @@ def test_who_has_time_goes_where_others_lose_least_and_who_has_none_where_it_is_
 
     def chosen(target_ms: float) -> WorkerKey:
         asked = like(LONG, ttft_target_ms=target_ms)
-        return decided(selector.select(asked, PATH, 0.0, 0)).worker
+        return decided(selector.select(WorkerWanted(asked, PATH, 0.0, 0))).worker
 
     assert chosen(0.0) == b
     assert chosen(100.0) == b
@@ -219,10 +229,10 @@ def test_a_plan_waits_for_the_worker_that_holds_the_prompt_and_says_who_comes_be
     path = list(range(1000, 2500))
     pool.say(a, stored(path[:1200]), RequestStarted("x", 1000, 0, 0))
 
-    assert selector.plan([wanted("r", path, 1500)]) == [], "the other one would compute all of it"
+    assert planner_of(selector).plan([wanted("r", path, 1500)]) == [], "the other one would compute all of it"
 
     pool.say(a, PrefillCompleted("x"))
-    assert selector.plan([wanted("longer", path[:1100], 1500), wanted("r", path, 1500)]) == [(1, {a: 1})]
+    assert planner_of(selector).plan([wanted("longer", path[:1100], 1500), wanted("r", path, 1500)]) == [(1, {a: 1})]
 
 
 def test_a_choice_counts_what_it_costs_those_who_wait_behind_it() -> None:
@@ -231,7 +241,7 @@ def test_a_choice_counts_what_it_costs_those_who_wait_behind_it() -> None:
     pool.say(a, stored(PATH[:20]))
     assert choose(selector, 0.0).worker == a
 
-    behind = decided(selector.select(LONG, PATH, 0.0, 0, behind={a: 3}))
+    behind = decided(selector.select(WorkerWanted(LONG, PATH, 0.0, 0, behind={a: 3})))
 
     assert behind.worker == b
     own_ms = behind.choice.terms[OWN_MS]
@@ -241,8 +251,8 @@ def test_a_choice_counts_what_it_costs_those_who_wait_behind_it() -> None:
 def test_a_plan_begins_with_one_whom_nobody_can_serve_now() -> None:
     _, selector = make_pool("a")
     a = worker_key("a")
-    too_long = wanted("r", []).without({a: "unreachable"})
+    too_long = msgspec.structs.replace(wanted("r", []), unavailable={a: "unreachable"})
 
-    assert selector.plan([wanted("s", PATH), too_long]) == [(1, {}), (0, {})]
-    assert not selector.serves(too_long)
-    assert Pool().selector(Predicted()).plan([too_long]) == [(0, {})]
+    assert planner_of(selector).plan([wanted("s", PATH), too_long]) == [(1, {}), (0, {})]
+    assert not planner_of(selector).can_plan(too_long)
+    assert planner_of(Pool().selector(Predicted())).plan([too_long]) == [(0, {})]

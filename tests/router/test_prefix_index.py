@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from poolgrid.router.core import prefix_index, run_forest
+from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.prefix_index import (
     BYTES_PER_BLOCK,
     HASHES_END,
@@ -25,7 +26,6 @@ from poolgrid.router.core.prefix_index import (
     slots_of,
 )
 from poolgrid.router.core.run_forest import Run, RunForest
-from poolgrid.router.core.tier_overlap import TierOverlap
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.router.index_structure import assert_sound

@@ -8,12 +8,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
-from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -26,12 +26,8 @@ from poolgrid.router.core.inputs import (
     SnapshotArrived,
     WorkerWanted,
 )
-from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.retention.learner import RetentionLearner
+from poolgrid.router.core.load_ledger import ENTRY_BYTES
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal import recorder
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
@@ -45,7 +41,7 @@ from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
 from poolgrid.router.decision_journal.replay import Replay
 from poolgrid.router.decision_journal.segments import DecisionSegments
-from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.policy_loading import make_state
 from poolgrid.wire.events import RequestStarted
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import worker_key
@@ -95,13 +91,7 @@ def played(seed: int, steps: int, **given: object) -> tuple[RecordedRouter, Log]
 
 def fresh(router: RecordedRouter) -> RouterState:
     """An empty state by the same settings."""
-    known = router.settings
-    index = PrefixIndex(known.index_budget_bytes)
-    approximate = ApproximateIndex(index, known.approximate_ttl_ms) if known.policy == "approximate" else None
-    ledger = LoadLedger(known.reservation_ttl_ms, router.ledger_budget_bytes)
-    retention = RetentionLearner() if known.retention == "learned" else None
-    projection = Projection(index, ledger, approximate, retention)
-    return RouterState(Selector(projection, load_policy(known), known.worker_queue_factor))
+    return make_state(router.settings)
 
 
 def told(state: RouterState) -> dict[str, Any]:
@@ -116,8 +106,7 @@ def told(state: RouterState) -> dict[str, Any]:
         "untrusted": projection.trust.untrusted,
         "windows": projection.trust.windows(),
         "awaited": [(each[0], each[1], list(each[2]), *each[3:]) for each in projection.trust.open_choices()],
-        "paces": projection.paces and projection.paces.state(),
-        "retention": None if projection.retention is None else projection.retention.state(),
+        "observers": {observer.name: observer.checkpoint() for observer in projection.observers},
         "depths": [projection.index.find([1000 * talk + block for block in range(30)]) for talk in range(4)],
     }  # fmt: skip
 
@@ -214,8 +203,7 @@ def test_every_kind_of_input_is_written_and_read_back_as_it_was() -> None:
             assert decision is not None
             assert isinstance(result, Decision)
             reader.decided = Decided(read, result)
-            read.path = list(read.path)
-            assert read == wrote
+            assert msgspec.structs.replace(read, path=list(read.path)) == wrote
         elif isinstance(read, Booked):
             assert isinstance(wrote, Booked)
             assert read.decision.explanation() == wrote.decision.explanation()
@@ -332,7 +320,7 @@ def test_nothing_in_the_router_changes_its_state_but_through_apply() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["self.projection.ledger.release(w, 'r')", "state.selector.book(d, p, 0.0)", "projection.apply(r, 0.0)"]
+    "line", ["self.projection.ledger.finished(w, 'r')", "state.selector.book(d, p, 0.0)", "projection.apply(r, 0.0)"]
 )
 def test_a_call_beside_apply_would_be_seen(line: str) -> None:
     assert changed_parts(line)

@@ -12,10 +12,10 @@ import zmq
 import zmq.asyncio
 
 from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.wire import codec
 from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
@@ -126,15 +126,15 @@ def test_an_asker_is_told_how_long_the_prompts_blocks_should_stay_where_that_is_
         long = {"isl": 40 * BLOCK_SIZE, "sequence_hashes": pack_hashes(range(1, 41))}
 
         assert (await asker.select("off", **long)).retention is None  # type: ignore[union-attr]
-        asker.pool.projection.retention = trained(hash_seed())
+        asker.pool.projection.observers = (trained(hash_seed()),)
         unsalted = await asker.select("unsalted", **long)
         assert unsalted.retention.ranges[-1].end == 40 * BLOCK_SIZE  # type: ignore[union-attr]
-        asker.pool.projection.retention = trained(hash_seed("", "acme"))
+        asker.pool.projection.observers = (trained(hash_seed("", "acme")),)
         assert (await asker.select("unsalted 2", **long)).retention is None  # type: ignore[union-attr]
-        asker.pool.projection.retention = trained(hash_seed("", "acme"))
+        asker.pool.projection.observers = (trained(hash_seed("", "acme")),)
         salted = await asker.select("salted", seed=hash_seed("", "acme"), **long)
         assert salted.retention is not None  # type: ignore[union-attr]
-        asker.pool.projection.retention = trained(hash_seed())
+        asker.pool.projection.observers = (trained(hash_seed()),)
         decode = await asker.select("decode", stage=Stage.DECODE, **long)
         assert decode.retention is None, "the prompt is computed elsewhere"  # type: ignore[union-attr]
 

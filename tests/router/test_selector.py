@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import poolgrid.router.core.selector as selector_module
+from poolgrid.router.core import overlap, worker_groups
 from poolgrid.router.core.candidates import Candidates
-from poolgrid.router.core.choice_of_few import choose_of_few
-from poolgrid.router.core.cost_weights import FIELD_WEIGHTS, CostWeights
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.few_candidates import FewCandidates
-from poolgrid.router.core.policy import KvAware, LeastLoaded, Lmetric, Policy, Random, RoundRobin, make_policy
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.policy import KvAware, Policy
 from poolgrid.router.core.routing_request import RoutingRequest
-from poolgrid.router.core.selector import BUSY, NoWorker
+from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.decision_journal.entries import pack_columns
+from poolgrid.router.policies.baselines import FIELD_WEIGHTS, LeastLoaded, Lmetric, Random, RoundRobin
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.wire.events import (
     CacheCleared,
     RequestFinished,
@@ -38,7 +40,7 @@ def request(request_id: str = "r", blocks: int = 10, model: str = "m") -> Routin
 
 
 def decide(pool: Pool, policy: Policy, path: list[int], request_id: str = "r", blocks: int = 10) -> Decision:
-    return decided(pool.selector(policy).select(request(request_id, blocks), path, now_ms=0.0, time_ms=0))
+    return decided(pool.selector(policy).select(WorkerWanted(request(request_id, blocks), path, now_ms=0.0, time_ms=0)))
 
 
 PATH = list(range(100, 110))
@@ -47,8 +49,8 @@ PATH = list(range(100, 110))
 def test_the_published_example_of_the_cost_formula_holds() -> None:
     pool = Pool()
     a, b, c = pool.join("a", "b", "c")
-    for worker, overlap, decode in ((a, 2, 0), (b, 5, -5), (c, 8, -1)):
-        pool.say(worker, stored(PATH[:overlap]))
+    for worker, held, decode in ((a, 2, 0), (b, 5, -5), (c, 8, -1)):
+        pool.say(worker, stored(PATH[:held]))
         # Decode blocks 10, 5, 9 in the example include this request's own 10: the rest is what runs already.
         pool.say(worker, RequestStarted(f"old-{worker}", 0, 0, 10 + decode))
 
@@ -140,7 +142,7 @@ def test_round_robin_takes_turns_and_least_loaded_takes_the_idle_one() -> None:
     pool = Pool()
     a, b, c = pool.join("a", "b", "c")
     turns = pool.selector(RoundRobin())
-    assert [decided(turns.select(request(), [], 0.0, 0)).worker for _ in range(4)] == [a, b, c, a]
+    assert [decided(turns.select(WorkerWanted(request(), [], 0.0, 0))).worker for _ in range(4)] == [a, b, c, a]
 
     pool.say(a, RequestStarted("x", 16, 0, 1))
     pool.say(c, RequestStarted("y", 16, 0, 1))
@@ -157,11 +159,11 @@ def test_draining_gone_excluded_and_full_workers_are_filtered_with_a_reason() ->
         pool.say(c, RequestStarted(f"c{number}", 16, 0, 1))
     selector = pool.selector(KvAware())
 
-    decision = decided(selector.select(request(), PATH, 0.0, 0))
+    decision = decided(selector.select(WorkerWanted(request(), PATH, 0.0, 0)))
     assert decision.worker == d
-    assert decision.filtered == {a: "draining", c: BUSY}
+    assert decision.filtered == {a: "draining", c: worker_groups.BUSY}
 
-    none = selector.select(request(), PATH, 0.0, 0, unavailable={d: "already failed this request"})
+    none = selector.select(WorkerWanted(request(), PATH, 0.0, 0, unavailable={d: "already failed this request"}))
     assert isinstance(none, NoWorker)
     assert (set(none.busy), set(none.draining)) == ({c}, {a})
     assert none.reasons[d] == "already failed this request"
@@ -170,7 +172,7 @@ def test_draining_gone_excluded_and_full_workers_are_filtered_with_a_reason() ->
 def test_a_prompt_that_fits_nowhere_is_refused_with_the_room_there_is() -> None:
     pool = Pool()
     (a,) = pool.join("a", card=make_card(max_sequence_length=160))
-    none = pool.selector(KvAware()).select(request(), PATH, 0.0, 0)
+    none = pool.selector(KvAware()).select(WorkerWanted(request(), PATH, 0.0, 0))
     assert isinstance(none, NoWorker)
     assert "prompt of 160 tokens, room for 159" in str(none)
     assert not none.busy
@@ -180,7 +182,7 @@ def test_a_prompt_that_fits_nowhere_is_refused_with_the_room_there_is() -> None:
 def test_an_unknown_model_has_no_worker() -> None:
     pool = Pool()
     pool.join("a")
-    none = pool.selector(KvAware()).select(request(model="other"), PATH, 0.0, 0)
+    none = pool.selector(KvAware()).select(WorkerWanted(request(model="other"), PATH, 0.0, 0))
     assert str(none) == "choosing a worker for model 'other': no worker serves this model"
 
 
@@ -190,14 +192,14 @@ def test_a_booked_decision_counts_until_the_worker_speaks() -> None:
     pool.say(a, stored(PATH[:4]))
     selector = pool.selector(KvAware())
     ledger = pool.projection.ledger
-    decision = decided(selector.select(request("r"), PATH, 0.0, 0))
+    decision = decided(selector.select(WorkerWanted(request("r"), PATH, 0.0, 0)))
     selector.book(decision, PATH, 0.0)
     slot = pool.projection.index.slot(a)
 
     assert decision.worker == a
     assert ledger.prefill_tokens[slot] == 6 * BLOCK_SIZE
     assert ledger.active_blocks[slot] == 10
-    assert decided(selector.select(request("r2"), [1], 0.0, 0)).worker == b
+    assert decided(selector.select(WorkerWanted(request("r2"), [1], 0.0, 0))).worker == b
 
     pool.say(a, RequestStarted("r", 160, 3 * BLOCK_SIZE, 10))
     assert ledger.prefill_tokens[slot] == 7 * BLOCK_SIZE
@@ -213,7 +215,7 @@ def test_an_unconfirmed_reservation_expires_but_not_while_its_stream_is_open() -
     pool.join("a")
     selector = pool.selector(KvAware())
     for name in ("lost", "open"):
-        selector.book(decided(selector.select(request(name), PATH, 0.0, 0)), PATH, 0.0)
+        selector.book(decided(selector.select(WorkerWanted(request(name), PATH, 0.0, 0))), PATH, 0.0)
     ledger = pool.projection.ledger
 
     ledger.expire(29_999.0, held={"open"})
@@ -241,21 +243,21 @@ def test_a_worker_whose_cache_was_cleared_or_is_restated_is_seen_with_its_load_a
     pool = Pool()
     a, b = pool.join("a", "b")
     selector = pool.selector(KvAware())
-    booked = decided(selector.select(request("booked"), PATH, 0.0, 0, {b: "down"}))
+    booked = decided(selector.select(WorkerWanted(request("booked"), PATH, 0.0, 0, {b: "down"})))
     selector.book(booked, PATH, 0.0)
     pool.say(a, stored(PATH[:8]), RequestStarted("running", 64, 0, 7))
 
     pool.say(a, cleared, stored(PATH[:3]))
     pool.say(a, RequestStarted("later", 32, 0, 5))
 
-    row = decided(selector.select(request("asked"), PATH, 0.0, 0)).explanation().rows[0]
+    row = decided(selector.select(WorkerWanted(request("asked"), PATH, 0.0, 0))).explanation().rows[0]
     assert (row.worker, row.requests, row.device_overlap_blocks) == ("a", 3, 3)
     assert (row.active_prefill_tokens, row.active_blocks) == (10 * BLOCK_SIZE + 64 + 32, 10 + 7 + 5)
     for request_id in ("running", "later"):
         pool.say(a, RequestFinished(request_id, "stop"))
-    pool.projection.ledger.release(a, "booked")
+    pool.projection.ledger.finished(a, "booked")
     pool.join("c")  # it may be given the bit that was a's
-    rows = decided(selector.select(request("again"), PATH, 0.0, 0)).explanation().rows
+    rows = decided(selector.select(WorkerWanted(request("again"), PATH, 0.0, 0))).explanation().rows
     assert [(row.requests, row.device_overlap_blocks) for row in rows] == [(0, 3), (0, 0), (0, 0)]
 
 
@@ -362,7 +364,6 @@ def test_many_workers_share_a_prefix() -> None:
 WEIGHT = st.floats(0.0, 1000.0)
 TOKENS = st.integers(0, 2**40)
 BLOCKS = st.integers(0, 2**24)
-COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
 
 
 @settings(max_examples=300, deadline=None)
@@ -380,14 +381,14 @@ def test_numbers_and_columns_have_one_cost_to_the_bit(
     workers = tuple(worker_key(f"w{number:02}") for number in range(len(rows)))
     queued, active, device, host, disk = zip(*rows, strict=True)
     requests = (0,) * len(rows)
-    few = FewCandidates(workers, queued, active, requests, device, host, disk)
-    columns = {name: np.array(getattr(few, name), np.float64) for name in COLUMNS}
+    few: Any = (queued, active, requests, device, host, disk)
+    columns = [np.array(column, np.float64) for column in few]
     wanted = RoutingRequest(f"r{tie}", "m", isl, block_size, -(-isl // block_size), stage=stage)
     policy = KvAware(weights)
 
     plain, general = (
-        choose_of_few(wanted, few, weights),
-        policy.choose(wanted, Candidates(workers, engines=None, **columns)),
+        policy.choose(wanted, Candidates(workers, *few)),
+        policy.choose(wanted, Candidates(workers, *columns)),
     )
 
     assert (plain.row, plain.reason) == (general.row, general.reason)
@@ -398,7 +399,7 @@ def test_numbers_and_columns_have_one_cost_to_the_bit(
 
 def _columns(decision: Decision) -> list[bytes]:
     shown = decision.candidates
-    columns = [shown.prefill_tokens, shown.active_blocks, shown.requests]
+    columns: list[Any] = [shown.prefill_tokens, shown.active_blocks, shown.requests]
     columns += [shown.device_overlap, shown.host_overlap, shown.disk_overlap, *decision.choice.terms.values()]
     assert decision.choice.costs is not None
     return [np.asarray(column, np.float64).tobytes() for column in (*columns, decision.choice.costs)]
@@ -423,16 +424,15 @@ def test_few_workers_are_compared_without_arrays_to_the_same_bit(stage: Stage, m
         weights = CostWeights(*(source.choice((0.0, 0.1, 0.25, 1.0, 1 / 3)) for _ in range(6)))
         wanted = RoutingRequest(f"r{round_number}", "m", 12 * 16 + source.randrange(16), 16, 13, stage=stage)
         plain = pool.selector(KvAware(weights))
-        few = decided(plain.select(wanted, chain, 0.0, 0))
+        few = decided(plain.select(WorkerWanted(wanted, chain, 0.0, 0)))
         with monkeypatch.context() as patch:
-            patch.setattr(selector_module, "FEW_CANDIDATES", 0)
-            patch.setattr(selector_module, "choose_of_few", None)  # so that this way is not the other one
-            general = decided(pool.selector(KvAware(weights)).select(wanted, chain, 0.0, 0))
+            patch.setattr(worker_groups, "FEW_CANDIDATES", 0)
+            general = decided(pool.selector(KvAware(weights)).select(WorkerWanted(wanted, chain, 0.0, 0)))
         assert _columns(few) == _columns(general)
         assert (few.choice.row, few.reason, few.filtered) == (general.choice.row, general.reason, general.filtered)
         assert list(few.choice.terms) == list(general.choice.terms)
-        assert isinstance(few.candidates, FewCandidates)
-        assert isinstance(general.candidates, Candidates)
+        assert few.candidates.is_plain
+        assert not general.candidates.is_plain
         assert few.candidates.workers == general.candidates.workers
         assert (few.worker, few.overlap_blocks, few.explanation()) == (
             general.worker,
@@ -461,7 +461,7 @@ def test_many_holders_of_a_path_are_filled_in_at_once_as_one_by_one(seed: int, m
         pool.say(worker, WorkerLeft("gone") if source.random() < 0.5 else WorkerDraining())
 
     for few in (0, 10_000):
-        monkeypatch.setattr(selector_module, "FEW_HOLDERS", few)
+        monkeypatch.setattr(overlap, "FEW_HOLDERS", few)
         candidates = decide(pool, KvAware(), path).candidates
         assert [depths[worker] for worker in candidates.workers] == list(candidates.device_overlap)
         assert not any(candidates.host_overlap)

@@ -24,15 +24,16 @@ from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_check
 from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import Choice, Policy, make_policy
+from poolgrid.router.core.policy import Choice, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_links import CompatibilityCheck
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.policies.retention.learner import RetentionLearner
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.links import LINKS_MAX, WorkerLink
@@ -140,7 +141,9 @@ class Routed:
         **settings_: Any,
     ) -> None:
         settings = RouterSettings.model_validate(settings_)
-        projection = Projection(PrefixIndex(), LoadLedger(), retention=learner)
+        projection = Projection(PrefixIndex(), LoadLedger())
+        if learner is not None:
+            projection.attach(learner)
         state = RouterState(Selector(projection, policy or make_policy("kv", settings.cost_weights(), 0.0)))
         self.feed = ToldFeed()
         self.metrics = RouterMetrics(CollectorRegistry())

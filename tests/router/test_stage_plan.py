@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, WHOLE_ROLES, first_leg
@@ -43,7 +44,7 @@ def test_the_decode_stage_counts_neither_prefill_nor_overlap() -> None:
     selector = pool.selector(KvAware())
     request = RoutingRequest("r", "m", 10 * BLOCK_SIZE, BLOCK_SIZE, 10, stage=Stage.DECODE)
 
-    decision = decided(selector.select(request, path, 0.0, 0, roles=DECODE_ROLES))
+    decision = decided(selector.select(WorkerWanted(request, path, 0.0, 0, roles=DECODE_ROLES)))
     selector.book(decision, path, 0.0)
 
     assert decision.worker == d2
@@ -62,5 +63,5 @@ def test_roles_are_never_mixed() -> None:
     assert not selector.available("m", PREFILL_ROLES, {worker_key("p"): "unreachable"})
     assert not selector.available("m", WHOLE_ROLES)
     assert decided(
-        selector.select(RoutingRequest("r", "m", 16, 16, 1), [], 0.0, 0, roles=PREFILL_ROLES)
+        selector.select(WorkerWanted(RoutingRequest("r", "m", 16, 16, 1), [], 0.0, 0, roles=PREFILL_ROLES))
     ).worker == worker_key("p")

@@ -92,12 +92,6 @@ def test_one_whose_journal_cannot_be_opened_leaves_nothing(tmp_path: Path) -> No
     ended_leaving_nothing(starting(tmp_path / "journal", record_decisions=False), OSError, "journal")
 
 
-def test_one_that_cannot_join_its_group_leaves_nothing(tmp_path: Path) -> None:
-    place = GroupPlace(tmp_path / ("long" * 50), 0, 2)
-
-    ended_leaving_nothing(starting(tmp_path, place, ready=breaks), OSError)
-
-
 def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(directory: Path) -> None:
     ended_leaving_nothing(starting(directory, ready=breaks), Broken)
 

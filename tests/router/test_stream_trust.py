@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.overlap_check import LEAST_REQUESTS, WINDOW, OverlapCheck
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.selector import Selector
@@ -21,7 +22,7 @@ LIVE = StreamStateChanged("worker", StreamState.LIVE)
 
 def serve(pool: Pool, selector: Selector, request_id: str, path: list[int], cached_blocks: int, now_ms: float) -> str:
     """Route a request, and have its worker report that it reused so many blocks; return the reason code."""
-    decision = decided(selector.select(request(request_id), path, now_ms, 0))
+    decision = decided(selector.select(WorkerWanted(request(request_id), path, now_ms, 0)))
     selector.book(decision, path, now_ms)
     pool.say(decision.worker, RequestStarted(request_id, 10 * BLOCK_SIZE, cached_blocks * BLOCK_SIZE, 10))
     pool.say(decision.worker, RequestFinished(request_id, "length"))
@@ -34,10 +35,10 @@ def test_the_overlap_of_a_stale_worker_is_not_believed() -> None:
     pool.say(a, stored(PATH[:8]))
     pool.say(b, stored(PATH[:2]))
     selector = pool.selector(KvAware())
-    assert decided(selector.select(request("r1"), PATH, 0.0, 0)).worker == a
+    assert decided(selector.select(WorkerWanted(request("r1"), PATH, 0.0, 0))).worker == a
 
     pool.say(a, STALE)
-    decision = decided(selector.select(request("r2"), PATH, 0.0, 0))
+    decision = decided(selector.select(WorkerWanted(request("r2"), PATH, 0.0, 0)))
 
     assert decision.worker == b
     assert decision.untrusted == {a: "stale: batches from 7 are missing"}
@@ -52,16 +53,18 @@ def test_the_routers_own_choices_stand_in_until_the_stream_heals() -> None:
     pool.say(a, STALE)
     selector = pool.selector(KvAware())
 
-    first = decided(selector.select(request("r1"), PATH, 0.0, 0))
+    first = decided(selector.select(WorkerWanted(request("r1"), PATH, 0.0, 0)))
     assert first.overlap_blocks == 0
     selector.book(first, PATH, 0.0)
-    second = decided(selector.select(request("r2"), PATH, 1.0, 0))
+    second = decided(selector.select(WorkerWanted(request("r2"), PATH, 1.0, 0)))
     assert second.overlap_blocks == 10
     assert second.reason == "only-predicted"
-    assert decided(selector.select(request("r3"), PATH, 200_000.0, 0)).overlap_blocks == 0, "a prediction does not last"
+    assert decided(selector.select(WorkerWanted(request("r3"), PATH, 200_000.0, 0))).overlap_blocks == 0, (
+        "a prediction does not last"
+    )
 
     pool.say(a, LIVE)
-    healed = decided(selector.select(request("r4"), PATH, 2.0, 0))
+    healed = decided(selector.select(WorkerWanted(request("r4"), PATH, 2.0, 0)))
     assert (healed.overlap_blocks, healed.reason, healed.untrusted) == (0, "only", {})
 
 
@@ -81,7 +84,7 @@ def test_a_stream_that_never_fills_is_found_out_by_what_the_worker_reuses() -> N
     )
     assert trust.verdicts == 1
     assert serve(pool, selector, "one", PATH, 9, 50.0) == "only-predicted"
-    assert decided(selector.select(request("two"), PATH, 51.0, 0)).overlap_blocks == 10, (
+    assert decided(selector.select(WorkerWanted(request("two"), PATH, 51.0, 0))).overlap_blocks == 10, (
         "the prediction comes near the truth"
     )
 
@@ -108,7 +111,7 @@ def test_an_engine_that_says_at_the_end_what_it_reused_is_judged_then(reused: in
     pool.say(a, stored(PATH))
     selector = pool.selector(KvAware())
     for number in range(LEAST_REQUESTS + 1):
-        decision = decided(selector.select(request(f"r{number}"), PATH, float(number), 0))
+        decision = decided(selector.select(WorkerWanted(request(f"r{number}"), PATH, float(number), 0)))
         selector.book(decision, PATH, float(number))
         pool.say(a, RequestStarted(f"r{number}", 10 * BLOCK_SIZE, 10 * BLOCK_SIZE, 10, cached_later=True))
         assert a not in pool.projection.trust.checks or len(pool.projection.trust.checks[a]) == number
@@ -120,7 +123,7 @@ def test_what_was_stored_between_the_choice_and_the_start_is_no_disagreement() -
     pool = Pool()
     (a,) = pool.join("a")
     selector = pool.selector(KvAware())
-    burst = [decided(selector.select(request(f"r{n}"), PATH, 0.0, 0)) for n in range(WINDOW)]
+    burst = [decided(selector.select(WorkerWanted(request(f"r{n}"), PATH, 0.0, 0))) for n in range(WINDOW)]
     for decision in burst:
         selector.book(decision, PATH, 0.0)
     pool.say(a, RequestStarted("r0", 10 * BLOCK_SIZE, 0, 10), stored(PATH))
@@ -136,7 +139,7 @@ def test_a_batch_that_tells_of_a_requests_own_blocks_before_its_start_is_no_disa
     selector = pool.selector(KvAware())
     for number in range(LEAST_REQUESTS + 1):
         cold = [1000 * number + block for block in range(10)]
-        decision = decided(selector.select(request(f"r{number}"), cold, float(number), 0))
+        decision = decided(selector.select(WorkerWanted(request(f"r{number}"), cold, float(number), 0)))
         selector.book(decision, cold, float(number))
         pool.say(a, stored(cold), RequestStarted(f"r{number}", 10 * BLOCK_SIZE, 0, 10))
         pool.say(a, RequestFinished(f"r{number}", "stop"))
@@ -195,7 +198,7 @@ def test_requests_that_were_never_started_are_not_kept() -> None:
     pool = Pool()
     (a,) = pool.join("a")
     selector = pool.selector(KvAware())
-    decision = decided(selector.select(request("r"), PATH, 0.0, 0))
+    decision = decided(selector.select(WorkerWanted(request("r"), PATH, 0.0, 0)))
     selector.book(decision, PATH, 0.0)
     pool.say(a, RequestFinished("r", "cancelled"))
     pool.say(a, RequestStarted("r", 10 * BLOCK_SIZE, 9 * BLOCK_SIZE, 10))

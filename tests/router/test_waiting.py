@@ -12,7 +12,6 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
@@ -20,6 +19,7 @@ from poolgrid.router.core.selector import NoWorker, Selector
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.queue import RouterQueue
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.full_workers import FullWorkers

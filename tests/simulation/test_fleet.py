@@ -9,7 +9,7 @@ import pytest
 
 from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
 from poolgrid.tools.simulation.fleet import (
     FleetPool,

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.policy import POLICY_NAMES, make_policy
+from poolgrid.process.plugins import policy_names
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
 from poolgrid.tools.simulation.pool import Retention, RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.variants import Variant, run_variant
@@ -20,7 +21,7 @@ from poolgrid.workers.core.timing import PolynomialTiming, TableTiming
 from tests.retained_prompts import piece
 from tests.simulation.builders import CONVERSATION, limits, row, traces
 
-POLICIES = [name for name in POLICY_NAMES if name != "approximate"]
+POLICIES = [name for name in policy_names() if name != "approximate"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.workload import Workload, build_workload

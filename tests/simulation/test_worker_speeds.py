@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
@@ -93,8 +93,7 @@ def test_a_slow_worker_is_known_within_two_minutes_of_traffic(conversations: Wor
     pool.run()
 
     assert until < 120_000.0
-    assert pool.projection.paces is not None
-    (*fast, slow), _, _ = pool.projection.paces.believed(list(pool.projection.fleet.workers), until)
+    (*fast, slow), _, _ = pool.projection.observer("paces").believed(list(pool.projection.fleet.workers), until)
     assert slow > 2.0 * max(fast)
 
 

@@ -20,8 +20,10 @@ from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
-from poolgrid.workers.engines.trtllm.engine import EngineLimits, TrtllmEngine, load_engine
+from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
 from poolgrid.workers.engines.trtllm.library import load_library
+from poolgrid.workers.engines.trtllm.loading import load_engine
+from poolgrid.workers.engines.trtllm.requests import EngineLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.tensor_transfer.port import TensorTransfer
@@ -149,7 +151,7 @@ async def running_engine(
         encode_endpoint=chosen.encode_endpoint,
         tensors=tensors,
     ) as opened:
-        told = RunningEngine(opened.engine, opened.engine._llm, metrics)
+        told = RunningEngine(opened.engine, opened.engine._calls.llm, metrics)
         if runs:
             told.running = asyncio.create_task(opened.engine.run(told.deliver))
         try:

@@ -27,9 +27,9 @@ from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
 from poolgrid.workers.engines.trtllm import generations
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
-from poolgrid.workers.engines.trtllm.engine import EngineLimits
 from poolgrid.workers.engines.trtllm.library import LibraryMissingError, load_library
 from poolgrid.workers.engines.trtllm.logits import RequestProcessors
+from poolgrid.workers.engines.trtllm.requests import EngineLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
@@ -432,7 +432,7 @@ def test_cache_events_are_reported_in_the_turn_in_which_they_are_read() -> None:
 
     async def scenario() -> None:
         async with running_engine() as told:
-            await told.turned(lambda: told.engine._deliver)
+            await told.turned(lambda: told.engine._report._deliver)
             event = BlocksStored(None, b"12345678")
             told.engine._on_cache(0, [event])
             assert told.reports[-1].ranks[0].events == [event]
@@ -454,7 +454,7 @@ def test_a_worker_that_is_stopped_while_its_engine_loads_ends_and_leaves_no_engi
         made.append(library.llm(**arguments))
         return made[0]
 
-    monkeypatch.setattr("poolgrid.workers.engines.trtllm.engine.load_library", lambda: replace(library, llm=slow))
+    monkeypatch.setattr("poolgrid.workers.engines.trtllm.loading.load_library", lambda: replace(library, llm=slow))
 
     async def scenario() -> None:
         stop = asyncio.Event()

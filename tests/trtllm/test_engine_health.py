@@ -8,7 +8,7 @@ from typing import Any
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import RefusalKind
 from poolgrid.workers.engines.trtllm.calls import HEALTH_SALT
-from poolgrid.workers.engines.trtllm.engine import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import EngineLimits
 from tests.trtllm.engines import make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 

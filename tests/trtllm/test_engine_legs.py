@@ -16,7 +16,7 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import Generate, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
-from poolgrid.workers.engines.trtllm.engine import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import EngineLimits
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 
 
@@ -133,7 +133,7 @@ def test_a_first_token_that_stops_ends_the_request_without_a_decode_leg() -> Non
             first = int.from_bytes(expected(request)[:4], "little")
             last = await prefill.finish(msgspec.structs.replace(request, stop_token_ids=(first,)))
             assert (last.finish_reason, last.disaggregated_params) == ("stop", None)
-            assert not prefill.engine._kept
+            assert not prefill.engine._requests._kept_legs
 
     asyncio.run(scenario())
 
@@ -244,7 +244,7 @@ def test_a_transfer_that_fails_is_retryable() -> None:
         async with pair() as (prefill, decode):
             request = make_request("r")
             params = await prefilled(prefill, request)
-            found = codec.decode(params, prefill.engine._library.disaggregated_params).params
+            found = codec.decode(params, prefill.engine._calls.library.disaggregated_params).params
             damaged = codec.encode(replace(found, opaque_state=b"x" * 40))
             last = await decode.finish(decode_leg(request, damaged))
             assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
@@ -282,6 +282,6 @@ def test_context_results_without_params_are_no_prefilled_legs() -> None:
             prefill.llm.generate_async = forgetting
             last = await prefill.finish(make_request("r", stage=Stage.PREFILL))
             assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
-            assert not prefill.engine._kept
+            assert not prefill.engine._requests._kept_legs
 
     asyncio.run(scenario())

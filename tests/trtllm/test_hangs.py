@@ -12,8 +12,8 @@ from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import RefusalKind
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.trtllm import engine as trtllm_engine
-from poolgrid.workers.engines.trtllm.engine import EngineLimits
+from poolgrid.workers.engines.trtllm import requests as trtllm_requests
+from poolgrid.workers.engines.trtllm.requests import EngineLimits
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 from tests.trtllm.test_feed import behave
 from tests.workers.builders import fold
@@ -55,7 +55,7 @@ def test_a_stopped_engine_process_loses_its_requests_to_others_and_comes_back_wi
 
 
 def test_the_worker_cancels_while_its_engine_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trtllm_engine, "CANCEL_TIMEOUT_MS", 20.0)
+    monkeypatch.setattr(trtllm_requests, "CANCEL_TIMEOUT_MS", 20.0)
 
     async def scenario() -> None:
         limits = EngineLimits(answer_timeout_ms=60_000.0, health_interval_ms=20.0)
@@ -157,7 +157,7 @@ def test_a_step_without_memory_moves_every_request(count: int) -> None:
 def test_a_stall_is_seen_though_every_client_gives_up_and_a_cancellation_heals_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trtllm_engine, "CANCEL_TIMEOUT_MS", 20.0)
+    monkeypatch.setattr(trtllm_requests, "CANCEL_TIMEOUT_MS", 20.0)
 
     async def scenario() -> None:
         # Far longer than a client waits, also on a busy machine: only together they have waited so long.

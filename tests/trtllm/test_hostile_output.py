@@ -11,7 +11,7 @@ import pytest
 from poolgrid.wire.requests import FinishReason, RefusalKind
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
-from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
+from poolgrid.workers.engines.trtllm.requests import EngineRequests
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 
 
@@ -51,14 +51,14 @@ def test_an_output_is_cut_at_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("place", ["_collect", "_book"])
 def test_a_fault_over_one_output_is_its_own(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = getattr(TrtllmEngine, place)
+    method = getattr(EngineRequests, place)
 
-    def faulty(self: TrtllmEngine, active: Any, *rest: Any) -> Any:
+    def faulty(self: EngineRequests, active: Any, *rest: Any) -> Any:
         if active.request_id == "r2":
             raise RuntimeError("injected")
         return method(self, active, *rest)
 
-    monkeypatch.setattr(TrtllmEngine, place, faulty)
+    monkeypatch.setattr(EngineRequests, place, faulty)
 
     async def scenario() -> None:
         async with running_engine() as told:
@@ -78,7 +78,7 @@ def test_a_report_that_is_lost_breaks_the_engine(monkeypatch: pytest.MonkeyPatch
             def broken(*_: Any) -> Any:
                 raise RuntimeError("injected")
 
-            monkeypatch.setattr(told.engine, "load", broken)
+            monkeypatch.setattr(told.engine._report, "_load", broken)
             told.engine.submit(make_request("r", range(10), 6))
             assert told.running is not None
             with pytest.raises(EngineBrokenError, match="injected"):

@@ -31,7 +31,7 @@ from poolgrid.workers.engines.trtllm.core import media_names
 from poolgrid.workers.engines.trtllm.core.image_rules import image_rule
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames, media_name
 from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
-from poolgrid.workers.engines.trtllm.engine import LoadedEngine
+from poolgrid.workers.engines.trtllm.loading import LoadedEngine
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from tests.fakes import tensorrt_llm_of
@@ -194,7 +194,7 @@ def test_the_card_has_the_rule_only_where_events_will_name_media(model: Path) ->
             settings = TrtllmWorkerSettings.model_validate({**seeing(model), "kv_block_size": BLOCK, **more})
             with tensorrt_llm_of(version):
                 async with running_engine(override_engine_args="", **seeing(model)) as engine:
-                    library = engine.engine._library
+                    library = engine.engine._calls.library
                     named = engine.engine.names_media and library.names_media
                     loaded = LoadedEngine(engine.engine, library.version, read_model_facts(str(model)), named)
                     cards[f"{version}{more}"] = make_card(settings, resolve_files(settings), loaded, 1, 2).media

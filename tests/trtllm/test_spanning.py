@@ -27,7 +27,12 @@ def settings(**given: Any) -> TrtllmWorkerSettings:
 
 def test_an_engine_on_nodes_knows_how_many_gpus_each_has() -> None:
     assert arguments_of(settings(nodes=2, tensor_parallel_size=16)).values["gpus_per_node"] == 8
-    assert arguments_of(settings(nodes=2, tensor_parallel_size=16, gpus_per_node=4)).values["gpus_per_node"] == 4
+    assert (
+        arguments_of(settings(nodes=2, tensor_parallel_size=16, override_engine_args='{"gpus_per_node": 4}')).values[
+            "gpus_per_node"
+        ]
+        == 4
+    )
     assert "gpus_per_node" not in arguments_of(settings(tensor_parallel_size=16)).values
     with pytest.raises(ValueError, match=r"nodes is 3 and the engine has 4 GPUs \(TP 4 x PP 1\)"):
         arguments_of(settings(nodes=3, tensor_parallel_size=4))
@@ -39,7 +44,7 @@ def test_the_span_says_how_many_processes_and_by_which_launcher() -> None:
     span = definition.span(settings(nodes=2, tensor_parallel_size=4, rank_launcher="numactl -m 0 launch"))
     assert span is not None
     assert (span.ranks, span.launcher) == (4, ("numactl", "-m", "0", "launch"))
-    assert definition.shortest_timeout_ms(settings(nodes=2, rank_lease_ms=600)) == 600
+    assert definition.shortest_timeout_ms(settings(nodes=2)) == 5_000
 
 
 @pytest.mark.parametrize(

@@ -80,14 +80,14 @@ def test_log_probabilities_of_the_first_token_travel_to_the_decode_worker(later:
         ):
             request = make_request("r", logprobs=2)
             params = await prefilled(prefill, request)
-            made = prefill.engine._library.disaggregated_params
+            made = prefill.engine._calls.library.disaggregated_params
             calls = hold(decode)
             await decode.finish(decode_leg(request, params))
             assert decode.output("r") == expected(request)
             carried = calls[0]["disaggregated_params"].first_gen_log_probs
             assert carried, "1.3 has them"
             kinds = {type(each) for row in carried for each in (row.values() if isinstance(row, dict) else [row])}
-            assert kinds == {decode.engine._library.logprob}, made
+            assert kinds == {decode.engine._calls.library.logprob}, made
 
     asyncio.run(scenario())
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire.second_counts import SECONDS_KEPT, SecondCounts, added
+from poolgrid.wire.second_counts import SECONDS_KEPT, SecondCounts
 
 
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 9)), max_size=60))
@@ -47,10 +47,3 @@ def test_whole_rows_are_kept_for_five_minutes() -> None:
     for second in range(1000):
         counts.put(second * 1000, (1, 2))
     assert list(counts.rows()) == [str(second) for second in range(1000 - SECONDS_KEPT, 1000)]
-
-
-def test_processes_add_up() -> None:
-    assert added([{"1": (1, 2, 3, 4)}, {"1": (1, 1, 1, 1), "2": (1, 0, 0, 0)}]) == {
-        "1": (2, 3, 4, 5),
-        "2": (1, 0, 0, 0),
-    }

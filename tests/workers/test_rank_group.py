@@ -14,7 +14,7 @@ from poolgrid.workers.core.rank_place import RankPlace, place_of, words_for_laun
 
 LEASE_MS = 1000.0
 LOST = "rank 1 on host h1 was lost: its process was killed by SIGKILL"
-SILENT = "rank 1 on host h1 was lost: it was silent for more than 1000 ms (rank_lease_ms)"
+SILENT = "rank 1 on host h1 was lost: it was silent for more than 1000 ms"
 
 
 def beat(rank: int, ended: str = "", **changed: object) -> Beat:

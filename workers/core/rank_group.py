@@ -85,7 +85,7 @@ class RankGroup:
         """Look for ranks that have been silent for the lease."""
         for rank, known in self._ranks.items():
             if rank not in self._lost and now_ms - known.heard_ms > self._lease_ms:
-                self._lose(rank, f"it was silent for more than {self._lease_ms:.0f} ms (rank_lease_ms)")
+                self._lose(rank, f"it was silent for more than {self._lease_ms:.0f} ms")
 
     def run(self) -> None:
         """Note that the engine does its work."""

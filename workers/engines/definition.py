@@ -114,5 +114,8 @@ class EngineDefinition(Generic[S]):
     span: Callable[[S], EngineSpan | None] = lambda settings: None
     """The processes that it is, where these settings say that it spans nodes; raises ``ValueError`` saying what is
     wrong. ``None`` = it is in one machine, and starts what it needs there by itself."""
+    read_limits: Callable[[Path], dict[str, int]] | None = None
+    """The sizes in an engine file, as options of an engine that pretends to be the file's; raises ``ValueError``.
+    ``None`` = it has no files."""
     start_plan: Callable[[S], StartPlan] | None = None
     """What ``--print-engine-args`` prints; raises ``ValueError`` saying what is wrong. ``None`` = there are none."""

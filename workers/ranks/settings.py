@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -36,20 +36,12 @@ class RankSettings(Settings):
         description="With nodes: port of rank 0 at which ranks say that they are alive. Two such engines with their "
         "rank 0 on one node need different ones.",
     )
-    rank_lease_ms: float = Field(
-        10_000.0,
-        ge=500.0,
-        le=600_000.0,
-        description="With nodes: a rank that is silent this long is lost, and the engine with it; so is a leader. A "
-        "process that dies is noticed at once, so this is for hosts and networks: as long as a router's lease.",
-    )
-    rank_start_timeout_ms: float = Field(
-        300_000.0,
-        ge=1000.0,
-        le=86_400_000.0,
-        description="With nodes: how long all ranks may take to be there, before the engine is loaded. Nodes that boot "
-        "or pull an image take minutes.",
-    )
+    rank_lease_ms: ClassVar[float] = 10_000.0
+    """A rank that is silent this long is lost, and the engine with it; so is a leader. A process that dies is noticed
+    at once, so this is for hosts and networks: as long as a router's lease."""
+    rank_start_timeout_ms: ClassVar[float] = 600_000.0
+    """How long all ranks may take to be there, before the engine is loaded. Nodes that boot or pull an image take
+    minutes."""
 
     @model_validator(mode="after")
     def _check_leader_host(self) -> Self:

@@ -91,7 +91,7 @@ class RankWatch:
                 await self.unless_lost(self._whole.wait(), "the coming of the ranks")
         except TimeoutError:
             missing = named(self._group.missing)
-            reason = f"{missing} of {self._group.size} did not come within {timeout_ms:.0f} ms (rank_start_timeout_ms)"
+            reason = f"{missing} of {self._group.size} did not come within {timeout_ms:.0f} ms"
             self.end(reason)
             raise RankLostError(f"starting the engine: {reason}") from None
         finally:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from poolgrid.workers.settings import WorkerProcessSettings
-
-TIMEOUT_MS_MAX = 3_600_000.0
-"""An hour: longer than anybody waits for embeddings."""
 
 
 class TensorSettings(WorkerProcessSettings):
@@ -22,18 +21,9 @@ class TensorSettings(WorkerProcessSettings):
         le=1_048_576,
         description="Embeddings kept for other workers, in 2^20 bytes; beyond it encode legs are refused as busy.",
     )
-    tensor_lease_ms: float = Field(
-        10_000.0,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="How long embeddings are kept that nobody asks for; as long as a silent router keeps its lease.",
-    )
-    tensor_fetch_timeout_ms: float = Field(
-        2000.0,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="Silence of an encode worker after which a fetch of embeddings ends as broken.",
-    )
-    tensor_chunk_kb: int = Field(
-        1024, ge=1, le=4096, description="Piece of a tensor in one message, in 2^10 bytes, without NIXL."
-    )
+    tensor_lease_ms: ClassVar[float] = 10_000.0
+    """How long embeddings are kept that no worker asks for: as long as a silent router keeps its lease."""
+    tensor_fetch_timeout_ms: ClassVar[float] = 2000.0
+    """Silence of an encode worker after which a fetch of embeddings ends as broken."""
+    tensor_chunk_kb: ClassVar[int] = 1024
+    """Piece of a tensor in one message, in 2^10 bytes, without NIXL."""

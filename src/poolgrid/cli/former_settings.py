@@ -7,7 +7,29 @@ from collections.abc import Iterable, Mapping
 FORMER_SETTINGS: dict[str, str] = {
     # router, global router, admission
     # front end: HTTP, tenants, media, tracing
+    "--http-header-line-bytes": "A line of a head may have a quarter of --http-head-bytes.",
+    "--http-headers": "A request may have 100 header fields.",
+    "--http-header-timeout-ms": "use --http-request-timeout-ms, which is for heads and bodies.",
+    "--http-body-timeout-ms": "use --http-request-timeout-ms, which is for heads and bodies.",
+    "--http-body-bytes-per-s": "Each 10 kB of a body that came add a second to --http-request-timeout-ms.",
+    "--http-pipeline-bytes": "64 KiB of further requests are read while one is in flight.",
     # consolidator, feed, discovery, NATS
+    "--resend-retry-ms": "Missing batches are asked for again every 200 ms.",
+    "--stale-after-ms": "A gap makes a worker's blocks untrusted after 2 s.",
+    "--segment-bytes": "A segment of a journal is closed at 64 MiB; --retention-bytes bounds the journal.",
+    "--snapshot-every-records": "A snapshot is written every 50,000 records.",
+    "--fsync-interval-ms": "With --fsync interval the journal is made durable every 100 ms.",
+    "--append-retry-ms": "A failed append is tried again every 500 ms.",
+    "--memory-journal-bytes": "Without --data-dir 64 MiB of records are kept for replay.",
+    "--feed-interval-ms": "Records that follow each other within 2 ms are published together.",
+    "--feed-keep-alive-ms": "A silent feed announces its offset every 500 ms.",
+    "--feed-high-water-mark": "20,000 messages are queued for a slow router.",
+    "--workers-max": "A pool has at most 4,096 worker ranks; divide a larger one into several pools.",
+    "--sources-per-worker-max": "A worker rank has at most 8 event sources.",
+    "--blocks-per-worker-max": "4,194,304 blocks are remembered for each worker rank.",
+    "--nats-timeout-ms": "An answer of NATS may take 5 s.",
+    "--names-replicas": "Use --nats-replicas, which holds for all that a process makes on NATS.",
+    "--decision-queue-limit": "20,000 inputs of decisions may wait to be written.",
     "--decision-stream-bytes": "Decisions are recorded in the router's --data-dir, also with --event-plane nats.",
     # workers: common
     "--load-interval-ms": "Load reports of a busy worker are at least 100 ms apart.",
@@ -15,6 +37,26 @@ FORMER_SETTINGS: dict[str, str] = {
     "--check-model": "Run poolgrid model fetch MODEL --check before the start.",
     "--no-check-model": "Leave it out: a worker does not read its whole model before the start.",
     # workers: TensorRT-LLM
+    **dict.fromkeys(
+        (
+            "--pipeline-parallel-size",
+            "--expert-parallel-size",
+            "--gpus-per-node",
+            "--max-beam-width",
+            "--load-format",
+            "--event-buffer-max-size",
+        ),
+        "give TensorRT-LLM's own argument in --extra-engine-args or --override-engine-args.",
+    ),
+    "--kept-transfers-max": "at most 256 prefilled requests are kept at a time.",
+    "--max-requests": "at most 8192 requests are in the engine.",
+    "--health-interval-ms": "an idle engine proves itself every 30 s.",
+    "--health-timeout-ms": "the one-token generation of a health check may take 30 s.",
+    "--rank-lease-ms": "a rank that is silent for 10 s is lost.",
+    "--rank-start-timeout-ms": "all ranks have 600 s to come.",
+    "--tensor-lease-ms": "embeddings that no worker asks for are kept for 10 s.",
+    "--tensor-fetch-timeout-ms": "an encode worker that is silent for 2 s has failed the fetch.",
+    "--tensor-chunk-kb": "tensors travel in pieces of 1 MiB.",
     "--backend": "the backend is pytorch; for AutoDeploy use --engine trtllm-serve.",
     "--gpu-interval-ms": "workers show no GPU metrics, run dcgm-exporter.",
     # workers: servers and the simulated engine

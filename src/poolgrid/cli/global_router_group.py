@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from poolgrid.cli.http_group import member, run_group
+from poolgrid.cli.http_group import admin_port, member, run_group, start_members
 from poolgrid.cli.log_options import LogChoice
 from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import Part, stop_parts
@@ -32,10 +32,14 @@ async def serve_global_group(
     """Run the group until ``stop`` is set; ``ready`` gets the URL. Raises ``OSError``, ``PartFailed``."""
 
     def make_group(port: int, directory: Path) -> _Group:
-        own = settings.model_copy(update={"http_workers": 1, "port": port})
-        arguments = ["global-router", *arguments_of(own, frontend), *log.arguments]
-        places = [GroupPlace(directory, index, settings.http_workers) for index in range(settings.http_workers)]
-        return _Group([member("global router", arguments, place, settings.shutdown_timeout_ms) for place in places])
+        parts = []
+        for index in range(settings.http_workers):
+            own = {"http_workers": 1, "port": port, "admin_port": admin_port(settings, index)}
+            arguments = arguments_of(settings.model_copy(update=own), frontend)
+            place = GroupPlace(directory, index, settings.http_workers)
+            words = ["global-router", *arguments, *log.arguments]
+            parts.append(member("global router", words, place, settings.shutdown_timeout_ms))
+        return _Group(parts)
 
     await run_group(settings.host, settings.port, make_group, stop, ready)
 
@@ -45,11 +49,9 @@ class _Group:
         self._parts = parts
 
     async def start(self) -> list[str]:
-        await asyncio.gather(*(part.start() for part in self._parts))
-        for part in self._parts:
-            part.watch()
+        admin = await start_members(self._parts)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
-        return self._parts[0].ready_words
+        return [self._parts[0].ready_words[0], admin]
 
     def _pass_on(self, number: signal.Signals) -> None:
         for part in self._parts:

@@ -3,7 +3,8 @@
 Rules
     1. The kernel spreads connections over the processes (SO_REUSEPORT). The port is fixed by a socket of this process
        that is bound for as long as the group lives, and never listened on.
-    2. Each process knows its place in the group (``poolgrid.process.process_group``), by which it finds the others.
+    2. Each process knows its place in the group (``poolgrid.process.process_group``), and answers for itself alone at
+       an admin port of its own, which it keeps when it is started again.
     3. A process that dies is started again with the same arguments, at growing intervals; the others go on serving.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment
+from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.process_group import GROUP_VARIABLE, GroupPlace
 from poolgrid.process.tasks import unless
 from poolgrid.transport.bound_socket import bind
@@ -38,6 +40,21 @@ def member(name: str, arguments: list[str], place: GroupPlace, shutdown_timeout_
     """Return a process of a group, to be started."""
     environment = {**part_environment(), GROUP_VARIABLE: place.to_environment()}
     return Part(f"{name} {place.index}", arguments, environment, shutdown_timeout_ms / 1000 + STOP_TIMEOUT_S)
+
+
+def admin_port(settings: ServerSettings, index: int) -> int:
+    """Return the admin port of a process."""
+    return settings.admin_port + index if settings.admin_port else 0
+
+
+async def start_members(parts: list[Part]) -> str:
+    """Start all, and return the word of the ready line that names their admin ports; raises ``PartFailed``."""
+    await asyncio.gather(*(part.start() for part in parts))
+    urls = [part.word("admin") for part in parts]
+    for part, url in zip(parts, urls, strict=True):
+        part.arguments += ["--admin-port", url.rpartition(":")[2]]
+        part.watch()
+    return f"admin={','.join(urls)}"
 
 
 async def run_group(

@@ -17,7 +17,6 @@ from poolgrid.cli.options import environment_name
 from poolgrid.consolidator.journal.as_of import NotKept
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
-from poolgrid.consolidator.journal.record_rows import ParquetUnavailable
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.process.nats_settings import SCHEMES
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
@@ -40,7 +39,7 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
     except JournalCorrupt as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    except (NotKept, ParquetUnavailable, PlottingUnavailable) as error:
+    except (NotKept, PlottingUnavailable) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     except (UsageError, NotADirectoryError) as error:

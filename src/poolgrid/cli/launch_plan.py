@@ -164,17 +164,13 @@ def _in_words(error: ValidationError, name: str) -> str:
 
 def simulated_limits(engine_args: Path) -> list[str]:
     """Return options of a simulated worker that is as large as an engine file says."""
-    from poolgrid.workers.engines.trtllm.arguments.contract import look_up
-    from poolgrid.workers.engines.trtllm.arguments.engine_file import read_yaml
+    from poolgrid.workers.engines.registry import engine_definition, engines
 
-    values = read_yaml(engine_args)
-    found = {
-        "block-size": look_up(values, "kv_cache_config.tokens_per_block"),
-        "max-batch-size": look_up(values, "max_batch_size"),
-        "max-num-tokens": look_up(values, "max_num_tokens"),
-        "max-sequence-length": look_up(values, "max_seq_len"),
-    }
-    return [f"--{name}={value}" for name, value in found.items() if value is not None]
+    for name in engines():
+        read = engine_definition(name).read_limits
+        if read is not None:
+            return [f"--{option}={value}" for option, value in read(engine_args).items()]
+    raise OptionProblem(f"{engine_args} is given, and no installed engine has engine files")
 
 
 @dataclass(frozen=True, slots=True)

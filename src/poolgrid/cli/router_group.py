@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from poolgrid.cli.http_group import member, run_group
+from poolgrid.cli.http_group import admin_port, member, run_group, start_members
 from poolgrid.cli.log_options import LogChoice
 from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import Part, part_environment, stop_parts
@@ -77,18 +77,17 @@ class _Group:
             words.append(f"ingest={part.word('ingest')}")
         for index in range(settings.http_workers):
             self._routers.append(self._router(settings, index))
-        await asyncio.gather(*(part.start() for part in self._routers))
+        admin = await start_members(self._routers)
         first = self._routers[0]
         first.arguments += ["--select-port", first.word("select").rpartition(":")[2]]
-        for part in self._routers:
-            part.watch()
         ext_proc = [f"ext-proc={first.word('ext-proc')}"] if settings.ext_proc_port is not None else []
-        return [first.ready_words[0], *words, f"select={first.word('select')}", *ext_proc]
+        return [first.ready_words[0], *words, f"select={first.word('select')}", *ext_proc, admin]
 
     def _router(self, settings: RouterSettings, index: int) -> Part:
         own = {
             "http_workers": 1,
             "port": self._port,
+            "admin_port": admin_port(settings, index),
             "router_id": f"{settings.router_id}.{index}",
             **({"select_port": 0, "ext_proc_port": None} if index else {}),
         }

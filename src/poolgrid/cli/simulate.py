@@ -13,13 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
-from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import Policy
-from poolgrid.router.policy_loading import PolicyError, policy_named
+from poolgrid.router.policy_loading import PolicyError, make_policy
 from poolgrid.tools.bench.trace import TraceError, read_trace
-from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedPool
+from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.settings import SimulationSettings
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
 from poolgrid.tools.simulation.ttft_targets import TargetError, TtftTargets
 from poolgrid.tools.simulation.worker_speeds import SpeedError, WorkerSpeeds
 from poolgrid.tools.simulation.workload import build_workload
@@ -45,7 +45,7 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
             errors.print(f"simulating: policy {name!r} is unknown, allowed are {allowed}", markup=False)
             return 2
         try:
-            chosen[name] = policy_named(name, weights, settings.temperature)
+            chosen[name] = make_policy(name, weights, settings.temperature)
         except PolicyError as error:
             errors.print(f"simulating: {error}", markup=False)
             return 2

@@ -14,9 +14,9 @@ from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.cli.recording import Stage, load_recording
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.tools.simulation.pool import SIMULATED_POLICIES, Retention
-from poolgrid.tools.simulation.settings import WhatIfSettings
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.tools.simulation.pool import Retention
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 from poolgrid.tools.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
 from poolgrid.tools.simulation.variants import Variant, run_variant
 

@@ -19,6 +19,7 @@ from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.http.health_app import HealthApp, Observed
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import Clock, SystemClock
@@ -43,14 +44,17 @@ class Endpoints(NamedTuple):
     http: str
 
 
-def open_journal(settings: ConsolidatorSettings) -> Journal:
+def open_journal(settings: ConsolidatorSettings, tuning: Tuning) -> Journal:
     """Return the journal that the settings name; raises ``OSError`` or ``JournalCorrupt``."""
     if settings.data_dir is None:
-        return MemoryJournal(settings.memory_journal_bytes)
+        return MemoryJournal(tuning.memory_journal_bytes)
     disk = PosixDisk(settings.data_dir)
     try:
         return FileJournal(
-            disk, JournalSettings(settings.segment_bytes, settings.retention_bytes, settings.retention_ms)
+            disk,
+            JournalSettings(
+                tuning.segment_bytes_of(settings.retention_bytes), settings.retention_bytes, settings.retention_ms
+            ),
         )
     except BaseException:
         disk.close()
@@ -58,13 +62,25 @@ def open_journal(settings: ConsolidatorSettings) -> Journal:
 
 
 def create(
-    settings: ConsolidatorSettings, registry: CollectorRegistry, clock: Clock, make_context: MakeContext = zmq.Context
+    settings: ConsolidatorSettings,
+    registry: CollectorRegistry,
+    clock: Clock,
+    make_context: MakeContext = zmq.Context,
+    tuning: Tuning | None = None,
 ) -> ConsolidatorService:
     """Return a consolidator; it holds nothing until ``start``, and its endpoints are known after that."""
-    return ConsolidatorService(settings, registry, clock, lambda: open_journal(settings), make_context=make_context)
+    values = tuning or Tuning()
+    return ConsolidatorService(
+        settings, registry, clock, lambda: open_journal(settings, values), make_context=make_context, tuning=values
+    )
 
 
-async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, ready: Callable[[Endpoints], None]) -> None:
+async def serve(
+    settings: ConsolidatorProcessSettings,
+    stop: asyncio.Event,
+    ready: Callable[[Endpoints], None],
+    tuning: Tuning | None = None,
+) -> None:
     """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers.
 
     With an event plane on NATS it is ready when it stands by, and answers on its planes while it is active.
@@ -85,7 +101,7 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
             from poolgrid.discovery.opening import open_names
 
             names = await open_names(opened, settings, SystemClock(), registry)
-        service = _open_service(opened, settings, registry)
+        service = _open_service(opened, settings, registry, tuning)
         await service.start()
         server = open_server(opened, settings, registry, ConsolidatorHealth(service))
         server.start()
@@ -111,11 +127,14 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
 
 
 def _open_service(
-    opened: AsyncExitStack, settings: ConsolidatorProcessSettings, registry: CollectorRegistry
+    opened: AsyncExitStack,
+    settings: ConsolidatorProcessSettings,
+    registry: CollectorRegistry,
+    tuning: Tuning | None,
 ) -> ConsolidatorService:
     keys = CurveKeys.load(settings)
     metrics = PlaneMetrics(registry)
-    service = create(settings, registry, SystemClock(), lambda: PlaneContext.make(keys, metrics))
+    service = create(settings, registry, SystemClock(), lambda: PlaneContext.make(keys, metrics), tuning)
     opened.push_async_callback(service.stop)
     return service
 

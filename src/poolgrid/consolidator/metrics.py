@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from poolgrid.consolidator.pub_shell import WAITING
-from poolgrid.process.instruments import GaugeFamily
+from poolgrid.consolidator.pub_shell import WAITING, PubShell
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 
 PREFIX = "poolgrid_consolidator_"
@@ -54,7 +53,7 @@ GAUGES: dict[str, str] = {
     "workers": "Worker ranks in the pool.",
     "blocks": "Blocks held in the pool, by tier.",
     "refused_blocks": (
-        "Blocks not taken in because a worker is beyond `blocks_per_worker_max`. Such a worker is known in part only."
+        "Blocks not taken in because a worker is beyond 4,194,304. Such a worker is known in part only."
     ),
     "event_lag_seconds": "Age of the newest batch of a worker rank when it was taken in.",
     "journal_bytes": "Size of the journal's segments.",
@@ -95,60 +94,21 @@ SOURCE_COUNTERS: dict[str, str] = {
 }
 
 
-class MeasuredSource(Protocol):
-    """What is counted of a publisher."""
-
-    @property
-    def name(self) -> str:
-        """Return the name by which the source goes."""
-        ...
-
-    @property
-    def degraded(self) -> bool:
-        """Say whether the publisher's blocks are known in part only, or not at all."""
-        ...
-
-    @property
-    def shown_state(self) -> str:
-        """Return the state of the stream in a word."""
-        ...
-
-    @property
-    def blocks(self) -> int:
-        """Return how many blocks it says its worker holds."""
-        ...
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Return the counters of the source."""
-        ...
-
-
-class Measured(Protocol):
-    """What the metrics are read from."""
-
-    def measure(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Return counters and gauges by name."""
-        ...
-
-    def lags_ms(self) -> Mapping[WorkerKey, int]:
-        """Return the event lag of every worker rank."""
-        ...
-
-    def blocks_by_tier(self) -> Mapping[str, int]:
-        """Return how many blocks the pool holds on each tier."""
-        ...
-
-    def sources(self) -> Sequence[MeasuredSource]:
-        """Return the publishers of the sources file."""
-        ...
-
-
 class ConsolidatorCollector(Collector):
     """Collects the metrics of one service."""
 
-    def __init__(self, service: Measured) -> None:
-        self._service = service
+    def __init__(
+        self,
+        measure: Callable[[], tuple[dict[str, int], dict[str, float]]],
+        lags_ms: Callable[[], Mapping[WorkerKey, int]],
+        blocks_by_tier: Callable[[], Mapping[str, int]],
+        sources: Callable[[], Sequence[PubShell]],
+    ) -> None:
+        """``measure`` returns counters and gauges by name."""
+        self._measure = measure
+        self._lags_ms = lags_ms
+        self._blocks_by_tier = blocks_by_tier
+        self._sources = sources
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: names are fixed, and collecting needs a started service."""
@@ -156,30 +116,30 @@ class ConsolidatorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics as they are now."""
-        counters, gauges = self._service.measure()
+        counters, gauges = self._measure()
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, value=counters[name])
         for name, text in GAUGES.items():
             if name == "event_lag_seconds":
-                family = GaugeFamily(PREFIX + name, text, across="largest", labels=["worker"])
-                for key, lag_ms in sorted(self._service.lags_ms().items()):
+                family = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
+                for key, lag_ms in sorted(self._lags_ms().items()):
                     family.add_metric([str(key)], lag_ms / 1000)
                 yield family
             elif name == "blocks":
-                family = GaugeFamily(PREFIX + name, text, across="largest", labels=["tier"])
-                for tier, count in self._service.blocks_by_tier().items():
+                family = GaugeMetricFamily(PREFIX + name, text, labels=["tier"])
+                for tier, count in self._blocks_by_tier().items():
                     family.add_metric([tier], count)
                 yield family
             else:
-                yield GaugeFamily(PREFIX + name, text, across="largest", value=gauges[name])
-        sources = self._service.sources()
+                yield GaugeMetricFamily(PREFIX + name, text, value=gauges[name])
+        sources = self._sources()
         for name, text in SOURCE_GAUGES.items():
-            family = GaugeFamily(PREFIX + name, text, across="largest", labels=["source"])
+            family = GaugeMetricFamily(PREFIX + name, text, labels=["source"])
             for source in sources:
                 value = source.degraded if name == "source_degraded" else source.blocks
                 family.add_metric([source.name], float(value))
             yield family
-        states = GaugeFamily(PREFIX + "source_state", SOURCE_STATE, across="largest", labels=["source", "state"])
+        states = GaugeMetricFamily(PREFIX + "source_state", SOURCE_STATE, labels=["source", "state"])
         for source in sources:
             for state in SOURCE_STATES:
                 states.add_metric([source.name, state], float(source.shown_state == state))

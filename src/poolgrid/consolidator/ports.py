@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 
@@ -27,7 +29,7 @@ class PoolListener(Protocol):
         ...
 
 
-class Journal(Protocol):
+class Journal(ABC):
     """An append-only log of encoded records with offsets from 0, and snapshots of the state they fold to.
 
     Appends come from one thread; meanwhile others may sync, read, write a snapshot or retain.
@@ -37,79 +39,79 @@ class Journal(Protocol):
     raise ``JournalFenced``: another process writes this journal now.
     """
 
-    @property
-    def in_memory(self) -> bool:
-        """Say whether no disk is waited for: it may then be used on an event loop."""
-        ...
+    in_memory = False
+    """Whether no disk is waited for: it may then be used on an event loop."""
 
     @property
     def report(self) -> list[str]:
         """Return what opening and ``recover`` found and did, for the log."""
-        ...
+        return []
 
     @property
+    @abstractmethod
     def next_offset(self) -> int:
         """Return the offset of the next record."""
-        ...
 
     @property
+    @abstractmethod
     def oldest_offset(self) -> int:
         """Return the offset of the oldest record still kept (``next_offset`` when there is none)."""
-        ...
 
+    @abstractmethod
     def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
         """Append encoded records, all of them or none, in one write."""
-        ...
 
-    def sync(self) -> None:
+    def sync(self) -> None:  # noqa: B027 - nothing to do where appended is durable
         """Make everything appended durable."""
-        ...
 
+    @abstractmethod
     def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
         """Return encoded records from ``from_offset`` on: at most ``limit``, and at least one if there is one."""
-        ...
 
+    @abstractmethod
     def recover(self, blocks_per_worker_max: int) -> PoolState:
         """Return the state after the last record."""
-        ...
 
     def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
         """Yield the content of a snapshot, to be kept; each part is a millisecond or two of work, and no wait."""
-        ...
+        return snapshot_file.parts(frozen, 0)
 
+    @abstractmethod
     def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
-        """Keep a snapshot: all parts of one at that offset, each asked for once."""
-        ...
+        """Keep a snapshot: all parts of one at that offset, each asked for once; remove those before the last two."""
+
+    def write_snapshot(self, frozen: FrozenPool) -> None:
+        self.keep_snapshot(frozen.offset, self.snapshot_parts(frozen))
 
     @property
     def crowded(self) -> bool:
         """Say whether there is much more than retention keeps, so that it is worth a look of its own."""
-        ...
+        return False
 
     @property
     def snapshot_due(self) -> bool:
         """Say whether a crowded journal could be made much smaller by a snapshot of now."""
-        ...
+        return False
 
+    @abstractmethod
     def retain(self, now_ms: int) -> int:
         """Remove what retention allows and return the number of segments removed."""
-        ...
 
     def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
         """Remove what can be removed while nothing can be appended; return the number of segments removed."""
-        ...
+        return self.retain(now_ms)
 
     def drop_lost(self) -> list[str]:
-        """Let go of segments that somebody deleted or cut and return their names; call it where ``append`` is."""
-        ...
+        """Forget segments that somebody deleted or cut and return their names; call it where ``append`` is."""
+        return []
 
+    @abstractmethod
     def sizes(self) -> tuple[int, int]:
         """Return the number of segments and of bytes."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
-        """Make everything durable and let go of the files."""
-        ...
+        """Make everything durable and close the files."""
 
 
 class ReadableDisk(Protocol):

@@ -7,8 +7,6 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.consolidator.core.consolidator import ConsolidatorLimits
-from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.discovery.settings import NamesSettings
 from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
@@ -35,19 +33,6 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, NamesSettings):
     lease_ms: int = Field(
         default=3000, ge=50, le=600_000, description="Silence after which a worker counts as gone (milliseconds)."
     )
-    resend_retry_ms: int = Field(
-        default=200, ge=10, le=60_000, description="Wait before missing batches are asked for again (milliseconds)."
-    )
-    stale_after_ms: int = Field(
-        default=2000,
-        ge=50,
-        le=3_600_000,
-        description="How long missing batches may stay missing before the worker's blocks are not trusted any more "
-        "(milliseconds).",
-    )
-    segment_bytes: int = Field(
-        default=64 * MIB, ge=64 * 1024, le=4096 * MIB, description="Size at which a journal segment is closed."
-    )
     retention_bytes: int = Field(
         default=1024 * MIB, ge=MIB, description="Journal size above which old segments behind a snapshot are removed."
     )
@@ -56,61 +41,15 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, NamesSettings):
         ge=1000,
         description="Age above which old segments behind a snapshot are removed (milliseconds).",
     )
-    snapshot_every_records: int = Field(
-        default=50_000, ge=100, le=100_000_000, description="Records between two snapshots in the journal."
-    )
     fsync: Literal["interval", "always", "never"] = Field(
         default="interval",
-        description="When the journal is made durable: every fsync_interval_ms, before each acknowledgement, or never.",
-    )
-    fsync_interval_ms: int = Field(
-        default=100, ge=1, le=60_000, description="Time between two syncs of the journal (milliseconds)."
-    )
-    append_retry_ms: int = Field(
-        default=500, ge=10, le=60_000, description="Wait before a failed append to the journal is tried again."
-    )
-    memory_journal_bytes: int = Field(
-        default=64 * MIB, ge=MIB, description="Bytes of records kept for replay when there is no data_dir."
-    )
-    feed_interval_ms: float = Field(
-        default=2.0,
-        ge=0,
-        le=1000,
-        description="Shortest time between two messages of the feed (milliseconds): the first record after a silence "
-        "goes out at once, what follows within the interval goes out together; 0 = each at once.",
-    )
-    feed_keep_alive_ms: int = Field(
-        default=500, ge=10, le=60_000, description="Silence of the feed after which the next offset is announced."
-    )
-    feed_high_water_mark: int = Field(
-        default=20_000, ge=10, le=10_000_000, description="Messages queued per slow router before it loses some."
-    )
-    workers_max: int = Field(default=4096, ge=1, le=65_536, description="Worker ranks; a further one is refused.")
-    sources_per_worker_max: int = Field(
-        default=8, ge=1, le=64, description="Event sources of one worker rank; a further one is refused."
-    )
-    blocks_per_worker_max: int = Field(
-        default=BLOCKS_PER_WORKER_MAX,
-        ge=1024,
-        le=BLOCKS_PER_WORKER_MAX,
-        description="Blocks remembered per worker rank over all tiers; further ones are not taken in, and counted.",
+        description="When the journal is made durable: every 100 ms, before each acknowledgement, or never.",
     )
     pub_sources: Path | None = Field(
         default=None,
         description="JSON file that lists who publishes KV events over ZMQ PUB: engines, and further sources of "
         "workers that push.",
     )
-
-    def limits(self) -> ConsolidatorLimits:
-        """Return the bounds of the core."""
-        return ConsolidatorLimits(
-            workers_max=self.workers_max,
-            sources_per_worker_max=self.sources_per_worker_max,
-            blocks_per_worker_max=self.blocks_per_worker_max,
-            lease_ms=self.lease_ms,
-            resend_retry_ms=self.resend_retry_ms,
-            stale_after_ms=self.stale_after_ms,
-        )
 
 
 class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
@@ -125,13 +64,6 @@ class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
         description="With event_plane nats, or names: host that others connect to; empty = the bound one. Needed when "
         "host is 0.0.0.0 or ::.",
     )
-    nats_replicas: int = Field(
-        default=1,
-        ge=1,
-        le=5,
-        description="Servers that keep a copy of the journal's stream, of the snapshots and of the lease: 1, or 3 of a "
-        "cluster, which goes on while 2 of them live.",
-    )
     leader_lease_s: int = Field(
         default=3,
         ge=1,
@@ -143,9 +75,8 @@ class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
     @model_validator(mode="after")
     def _check_plane(self) -> Self:
         if self.event_plane == "zmq":
-            for name in ("nats_replicas", "leader_lease_s"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} is {getattr(self, name)!r} and event_plane is zmq: it is for nats")
+            if self.leader_lease_s != type(self).model_fields["leader_lease_s"].default:
+                raise ValueError(f"leader_lease_s is {self.leader_lease_s!r} and event_plane is zmq: it is for nats")
             return self
         if self.data_dir is not None:
             raise ValueError(f"data_dir is {self.data_dir} and event_plane is nats: the journal is in the stream")
@@ -154,10 +85,3 @@ class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
                 f"host is {self.host!r}, which no worker can connect to: set advertise_host to this machine's address"
             )
         return self
-
-    def advertised(self, endpoint: str) -> str:
-        """Return a bound endpoint as others connect to it."""
-        if not self.advertise_host:
-            return endpoint
-        host = f"[{self.advertise_host}]" if ":" in self.advertise_host else self.advertise_host
-        return f"tcp://{host}:{endpoint.rpartition(':')[2]}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from poolgrid.consolidator.core.consolidator import SOURCES_PER_WORKER_MAX
 from poolgrid.wire.addresses import zmq_endpoint_problem
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.card_check import SHOWN_CHARS_MAX, card_problem, name_problem
@@ -76,13 +77,13 @@ _WORDS = {str: "a string", int: "an integer", dict: "an object", bool: "true or 
 _NEEDED = ("worker_id", "endpoint")
 
 
-def load_sources(path: Path | None, sources_per_worker_max: int) -> list[PubSource | FurtherPub]:
-    """Return the entries of a sources file; raises ``ValueError``. The limit counts a worker's own stream too."""
+def load_sources(path: Path | None) -> list[PubSource | FurtherPub]:
+    """Return the entries of a sources file; raises ``ValueError``."""
     if path is None:
         return []
     try:
         sources = decode_sources(path.read_bytes())
-        _check_together(sources, sources_per_worker_max)
+        _check_together(sources)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise ValueError(f"reading the PUB sources {path}: {error}") from error
     return sources
@@ -176,7 +177,7 @@ def _name_problem(field: str, name: str) -> str | None:
     return name_problem(field, name, needed=True)
 
 
-def _check_together(sources: list[PubSource | FurtherPub], sources_per_worker_max: int) -> None:
+def _check_together(sources: list[PubSource | FurtherPub]) -> None:
     """Raise for entries that are right by themselves and not beside each other."""
     engines: dict[WorkerKey, int] = {}
     named: dict[tuple[WorkerKey, str], int] = {}
@@ -203,10 +204,10 @@ def _check_together(sources: list[PubSource | FurtherPub], sources_per_worker_ma
                 "lists it already; allowed is each name once a worker"
             )
         counted[source.key] = counted.get(source.key, 0) + 1
-        if counted[source.key] >= sources_per_worker_max:
+        if counted[source.key] >= SOURCES_PER_WORKER_MAX:
             raise ValueError(
                 f"entry {position}: source {source.source!r} is number {counted[source.key]} of worker {source.key}, "
-                f"allowed are at most {sources_per_worker_max - 1} beside its own (sources_per_worker_max)"
+                f"allowed are at most {SOURCES_PER_WORKER_MAX - 1} beside its own"
             )
 
 

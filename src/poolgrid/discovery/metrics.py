@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from poolgrid.discovery.registry import Registry
-from poolgrid.process.instruments import Counter, GaugeFamily
+from poolgrid.process.instruments import Counter
 
 
 class _RegistryCollector(Collector):
@@ -17,11 +17,10 @@ class _RegistryCollector(Collector):
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        known = GaugeFamily(
+        known = GaugeMetricFamily(
             "poolgrid_names_instances",
             "Processes that this one follows and that have a name now.",
             labels=["component"],
-            across="largest",
         )
         counts: dict[str, int] = {}
         for each in self._registry.instances():
@@ -29,10 +28,9 @@ class _RegistryCollector(Collector):
         for component in sorted(counts):
             known.add_metric([component], counts[component])
         yield known
-        refused = GaugeFamily(
+        refused = GaugeMetricFamily(
             "poolgrid_names_refused_entries",
             "Registrations that are there and cannot be used; the log names them.",
-            across="largest",
         )
         refused.add_metric([], self._registry.refused_count)
         yield refused

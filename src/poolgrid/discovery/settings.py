@@ -54,13 +54,6 @@ class NamesSettings(NatsSettings):
         "(whole seconds): who is killed has its name for so long.",
     )
 
-    names_replicas: int = Field(
-        1,
-        ge=1,
-        le=5,
-        description="With names nats, for who comes first and makes the bucket: servers that keep a copy of it.",
-    )
-
     kubernetes_api: str = Field(
         "",
         max_length=IDENTIFIER_BYTES_MAX,

@@ -16,15 +16,13 @@ from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.fleet_page.assets import HEADERS, INDEX, asset
-from poolgrid.fleet_page.group_source import GroupFleetSource
-from poolgrid.fleet_page.hub import INTERVAL_MS, FleetHub
-from poolgrid.fleet_page.ports import FleetSource, SharedFleetSource
+from poolgrid.fleet_page.hub import FleetHub
+from poolgrid.fleet_page.ports import FleetSource
 from poolgrid.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
 from poolgrid.frontend.app import BODILESS
 from poolgrid.frontend.errors import RequestError, invalid
 from poolgrid.frontend.openapi import error_answers
 from poolgrid.process.clock import Clock
-from poolgrid.process.process_group import GroupMember, LoopAnswer
 from poolgrid.process.tasks import cancel_all, detached, unless
 
 STREAM_PATH = "/v1/fleet/stream"
@@ -83,23 +81,11 @@ async def _note_leaving(receive: Receive, left: asyncio.Event) -> None:
     left.set()
 
 
-def open_fleet_page(
-    opened: AsyncExitStack,
-    app: FastAPI,
-    source: SharedFleetSource,
-    clock: Clock,
-    member: GroupMember | None = None,
-) -> dict[str, LoopAnswer]:
-    """Add the page to a router's application, and return what the siblings of a ``member`` of a group may ask of it.
-
-    Open it after the server: its streams end before the server waits.
-    """
-    of_group = None if member is None else GroupFleetSource(source, member, INTERVAL_MS)
-    shown: FleetSource = source if of_group is None else of_group
-    hub = FleetHub(shown, clock)
+def open_fleet_page(opened: AsyncExitStack, app: FastAPI, source: FleetSource, clock: Clock) -> None:
+    """Add the page to a router's application; open it after the server: its streams end before the server waits."""
+    hub = FleetHub(source, clock)
     opened.callback(hub.close)
-    add_fleet_page(app, hub, shown)
-    return {} if of_group is None else of_group.answers()
+    add_fleet_page(app, hub, source)
 
 
 def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:

@@ -20,29 +20,6 @@ class Picture(msgspec.Struct):
     """Rows by table and key; rows that differ are sent."""
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A prompt that was sent to a worker, by which its conversation is told."""
-
-    request_id: str
-    path: bytes
-    """Packed sequence hashes of its whole blocks."""
-    block_size: int
-    isl: int
-    time_ms: int
-
-
-class Part(msgspec.Struct):
-    """What one of several processes alone knows of a fleet that all of them see: its own requests, its own queue."""
-
-    values: dict[str, Any]
-    requests: dict[str, Row]
-    """The last ones, as rows of that table."""
-    turns: list[Turn] = []
-    """What came since its turns were asked for last."""
-    next_turn: int = 0
-    """What to ask for next time."""
-
-
 class FleetSource(Protocol):
     """A router, as the fleet page sees it. All calls come from its event loop."""
 
@@ -69,28 +46,4 @@ class FleetSource(Protocol):
 
     async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
         """Return the pool between two wall-clock times as JSON, in so many frames. Raises ``RequestError``."""
-        ...
-
-
-class SharedFleetSource(FleetSource, Protocol):
-    """A router that is one of several processes behind one port."""
-
-    async def look(self, others: Sequence[Part] = ()) -> Picture:
-        """Return what there is to see now, with the parts that others know."""
-        ...
-
-    def part(self, next_turn: int) -> Part:
-        """Return what this process alone knows, with the turns from a number on; below 0 for none."""
-        ...
-
-    def learn(self, turns: Sequence[Turn]) -> None:
-        """Take note of prompts that another process has sent."""
-        ...
-
-    def kept(self, request_id: str) -> bytes | None:
-        """Return what this process keeps of a request; ``None`` when that is nothing."""
-        ...
-
-    async def complete(self, kept: bytes) -> dict[str, Any]:
-        """Return what ``request`` does, of what this process or another one keeps."""
         ...

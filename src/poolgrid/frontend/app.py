@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -31,9 +30,7 @@ from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import PAGE_FOLDER, AccessGate, GateKeys, caller_of, is_path_of_tenants
 from poolgrid.frontend.access.key_file import KeyDocument
 from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
-from poolgrid.frontend.access.meter import Meter
-from poolgrid.frontend.access.shared_cells import SharedCells
-from poolgrid.frontend.access.tenants import Caller, MakeMeter, Tenants
+from poolgrid.frontend.access.tenants import Caller, Tenants
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
@@ -96,14 +93,6 @@ Readiness = Callable[[], str | None]
 
 Endpoints = Callable[[], Sequence[EndpointRow]]
 """Returns who serves which model in which role now."""
-
-
-class Exposed(Protocol):
-    """What ``/metrics`` answers with: a registry, or all of those of a group of processes."""
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield all metrics."""
-        ...
 
 
 def _always_ready() -> str | None:
@@ -229,7 +218,6 @@ def create_app(
     troubles: Callable[[], Sequence[str]] = lambda: (),
     clock: Clock | None = None,
     id_prefix: str | None = None,
-    exposed: Exposed | None = None,
     place: GroupPlace | None = None,
     data_dir: Path | None = None,
     tracing: Tracing | None = None,
@@ -238,10 +226,10 @@ def create_app(
     """Return the application.
 
     ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
-    what ``/metrics`` answers with, unless ``exposed`` is (the metrics of several processes); ``troubles`` says in
+    what ``/metrics`` answers with; ``troubles`` says in
     ``/health`` what is wrong while requests are served; ``id_prefix`` makes request ids unique among processes, and is
-    random by default; ``place`` is this process's among those that share the port, for all of which the limits of
-    tenants then hold; ``data_dir`` is where responses are kept that outlive the process; ``tracing`` keeps traces of
+    random by default; ``place`` is this process's among those that share the port, which divide the limits of
+    tenants; ``data_dir`` is where responses are kept that outlive the process; ``tracing`` keeps traces of
     inference requests; ``shared`` is what the routers of a pool share, in place of
     ``place`` and ``data_dir``.
     """
@@ -281,10 +269,11 @@ def create_app(
     app.state.bodies = bodies
     keys = None
     if settings.api_keys is not None:
-        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, _meter_maker(place, shared, clock))
+        processes = 1 if place is None else place.size
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, shared, processes)
         app.add_middleware(AccessGate, keys=keys)
     if shared is not None:
-        nobody = Tenants(KeyDocument(1, "", {}), clock.monotonic_ms())
+        nobody = Tenants(KeyDocument(1, "", {}))
         shared.limits.start(keys.watched.tenants if keys is not None else lambda: nobody)
     kept = _kept_responses(settings, metrics, clock, place, data_dir, shared)
     owner_of = partial(owner, isolated=settings.isolate_tenants)
@@ -336,7 +325,7 @@ def create_app(
     add_count_endpoints(app, preparation, partial(responses, answered=False), tokenization, bodies, media, domains)
     add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
     _add_health(app, backend, ready, endpoints, troubles)
-    _add_metrics(app, registry if exposed is None else exposed)
+    _add_metrics(app, registry)
     _add_error_shape(app, metrics, settings.isolate_tenants)
     return app
 
@@ -369,30 +358,22 @@ def _kept_responses(
     return KeptResponses(store, settings.max_body_bytes, lambda outcome: metrics.kept_responses.labels(outcome).inc())
 
 
-def _meter_maker(place: GroupPlace | None, shared: SharedState | None, clock: Clock) -> MakeMeter | None:
-    """Return what makes the meters of tenants: of shares, of a group's cells, or ``None``: of this process."""
-    if shared is not None:
-        return shared.limits.meter
-    if place is None:
-        return None
-    cells = SharedCells(place.directory, place.index, place.size, clock)
-    return lambda tenant: Meter(cells.cell(tenant))
-
-
 def _gate_keys(
     path: Path,
     settings: FrontendSettings,
     metrics: FrontendMetrics,
     clock: Clock,
     request_ids: RequestIds,
-    make_meter: MakeMeter | None,
+    shared: SharedState | None,
+    processes: int,
 ) -> GateKeys:
     """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
     watched = WatchedKeyFile(
         path,
         clock,
         lambda outcome: metrics.key_reloads.labels(outcome).inc(),
-        make_meter,
+        None if shared is None else shared.limits.meter,
+        processes if shared is None else 1,
     )
     metrics.keys_stale.set_function(lambda: float(watched.stale))
     return GateKeys(watched, metrics, clock, settings.metrics_need_key or settings.isolate_tenants, request_ids)
@@ -512,7 +493,7 @@ def _without_worker(endpoints: Endpoints, role: str | None, model: str | None) -
     return f"no {'' if role is None else f'{role} '}worker{of_model} takes requests"
 
 
-def _add_metrics(app: FastAPI, registry: Exposed) -> None:
+def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
     turn = asyncio.Lock()
 
     @app.get("/metrics", tags=["metrics"], response_class=Response)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
@@ -141,8 +140,6 @@ class InferenceEndpoint:
         self._tracing = tracing
         self._isolates = settings.isolate_tenants
         self._left_out: set[str] = set()
-        self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
-        """Shortest answer that is compressed."""
         self._body_bytes_max = settings.max_body_bytes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:

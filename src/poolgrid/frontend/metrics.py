@@ -10,13 +10,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from poolgrid.frontend.model_forms import ModelForms
 from poolgrid.frontend.settings import ITL_TARGET_MS, TTFT_TARGET_MS
 from poolgrid.inference.ports import InferenceBackend
-from poolgrid.process.instruments import OTHER, Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.process.instruments import OTHER, Counter, Gauge, Histogram
 
 TTFT_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 30.0, 120.0,
@@ -123,7 +123,6 @@ class FrontendMetrics:
             "poolgrid_frontend_in_flight_requests",
             "Requests being served now, waiting ones included.",
             ["endpoint"],
-            across="sum",
             registry=registry,
         )
         self.ttft = Histogram(
@@ -152,7 +151,6 @@ class FrontendMetrics:
             "poolgrid_frontend_target_seconds",
             "The targets that sequences are judged by: `ttft_target_ms` and `itl_target_ms`.",
             ["target"],
-            across="largest",
             registry=registry,
         )
         target.labels("ttft").set(ttft_target_ms / 1000)
@@ -194,7 +192,6 @@ class FrontendMetrics:
             "poolgrid_frontend_tokenizations_pending",
             "Long prompts in tokenizer threads or waiting for one. At `tokenizer_queue` the next prompt is "
             "answered 429.",
-            across="sum",
             registry=registry,
         )
         self.disconnects = Counter(
@@ -217,7 +214,6 @@ class FrontendMetrics:
         self.keys_stale = Gauge(
             "poolgrid_frontend_api_keys_stale",
             "1 while the file of API keys cannot be used and an older one is in force. Alert on it.",
-            across="largest",
             registry=registry,
         )
         self._tenant_requests = Counter(
@@ -319,17 +315,15 @@ class TokenizationCollector(Collector):
             "`tokenization_cache_bytes`.",
             labels=["model", "source"],
         )
-        used = GaugeFamily(
+        used = GaugeMetricFamily(
             "poolgrid_frontend_tokenization_cache_bytes",
             "Bytes that the cache of prompt segments uses.",
             labels=["model"],
-            across="sum",
         )
-        fast = GaugeFamily(
+        fast = GaugeMetricFamily(
             "poolgrid_frontend_fast_tokenizer",
             "1 when `fastokens` tokenizes the prompts of the model, 0 when `tokenizers` does. The log says why.",
             labels=["model"],
-            across="largest",
         )
         backend, forms = self._shown if self._shown is not None else (None, None)
         for served in list(backend.models()) if backend is not None else ():

@@ -409,15 +409,15 @@ class HttpConnection(asyncio.Protocol):
                 408,
                 "body_timeout",
                 f"reading the request body: {self._parser.payload_bytes} bytes came in time, allowed are "
-                f"{limits.body_timeout_s:g} s and a second for each {limits.body_bytes_per_s:g} bytes (settings "
-                "http_body_timeout_ms, http_body_bytes_per_s)",
+                f"{limits.body_timeout_s:g} s and a second for each {limits.body_bytes_per_s:g} bytes "
+                "(setting http_request_timeout_ms)",
             )
         elif self._parser.head_bytes:
             self._refuse(
                 408,
                 "header_timeout",
                 f"reading a request: its head is not whole after {table.limits.header_timeout_s:g} s, the limit "
-                "(setting http_header_timeout_ms)",
+                "(setting http_request_timeout_ms)",
             )
         else:
             # Browsers connect ahead of need; an answer to no request would be taken for that of the next.

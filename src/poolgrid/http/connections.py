@@ -102,7 +102,6 @@ class HttpConnections:
         opened = Gauge(
             "poolgrid_http_connections",
             "Open connections of the HTTP server. The limit is `http_connections`.",
-            across="sum",
             registry=registry,
         )
         opened.set_function(lambda: float(self._count))
@@ -110,7 +109,6 @@ class HttpConnections:
             "poolgrid_http_unfinished_bytes",
             "Memory held for requests that are not whole yet, and for those behind a request in work. The "
             "limit is `http_unfinished_bytes`.",
-            across="sum",
             registry=registry,
         )
         unfinished.set_function(lambda: float(self.unfinished_bytes))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
@@ -19,6 +19,7 @@ from poolgrid.http.browser_requests import AllowedHosts
 from poolgrid.http.connections import HttpConnections, connections_that_fit
 from poolgrid.http.fair_acceptor import FairAcceptor
 from poolgrid.http.http_settings import HttpLimits, ServerSettings
+from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.transport.bound_socket import bind
 from poolgrid.transport.security import is_loopback
@@ -160,30 +161,57 @@ class HttpServer:
         return self.connections.is_idle()
 
 
+class RouterServers(NamedTuple):
+    """The HTTP server of a router, and with ``--http-workers`` the one at which this process alone answers."""
+
+    shared: HttpServer
+    admin: HttpServer | None
+
+    @property
+    def url(self) -> str:
+        return self.shared.url
+
+    @property
+    def admin_url(self) -> str:
+        """Return where this process alone answers; empty when it shares its port with no other."""
+        return "" if self.admin is None else self.admin.url
+
+    def start(self) -> None:
+        """Begin to answer."""
+        if self.admin is not None:
+            self.admin.start()
+        self.shared.start()
+
+
 def open_server(
     opened: AsyncExitStack,
     settings: ServerSettings,
     registry: CollectorRegistry,
     app: Any,
     end_requests: Callable[[], None],
-    reuse_port: bool,
     has_keys: bool,
-) -> HttpServer:
-    """Return a router's server, bound and not started; ``opened`` stops it, and then has its requests ended.
+    place: GroupPlace | None = None,
+) -> RouterServers:
+    """Return a router's servers, bound and not started; ``opened`` stops them, and then has their requests ended.
 
-    Raises ``OSError`` when the port cannot be bound, ``TlsError``.
+    Raises ``OSError`` when a port cannot be bound, ``TlsError``.
     """
-    server = HttpServer(
-        app,
-        settings.host,
-        settings.port,
-        "port",
-        settings.shutdown_timeout_ms,
-        Tls.load(settings, registry),
-        reuse_port=reuse_port,
-        registry=registry,
-        limits=settings.http_limits(),
-        has_keys=has_keys,
-    )
-    opened.push_async_callback(server.stop, end_requests)
-    return server
+
+    def make(port: int, setting: str, registry: CollectorRegistry | None, reuse_port: bool) -> HttpServer:
+        server = HttpServer(
+            app,
+            settings.host,
+            port,
+            setting,
+            settings.shutdown_timeout_ms,
+            Tls.load(settings, registry),
+            reuse_port=reuse_port,
+            registry=registry,
+            limits=settings.http_limits(),
+            has_keys=has_keys,
+        )
+        opened.push_async_callback(server.stop, end_requests)
+        return server
+
+    admin = None if place is None else make(settings.admin_port, "admin_port", None, False)
+    return RouterServers(make(settings.port, "port", registry, place is not None), admin)

@@ -1,15 +1,13 @@
 """What one HTTP server lets anybody do before it knows who that is: settings of every process that has one.
 
-Each limit holds for one process; those of a group (``--http-workers``) share the kernel's spread of connections, and
-each has limits of its own.
+Each limit holds for one process, also for each of those that share a port (``--http-workers``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from poolgrid.transport.security import SecuritySettings
 
@@ -18,17 +16,23 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """The limits of one server, times in seconds; ``HttpSettings`` says what each is and why it is so."""
+    """The limits of one server, times in seconds. ``HttpSettings`` has the help of those that operators may set."""
 
     head_bytes: int = 32 * 1024
     header_line_bytes: int = 8 * 1024
+    """Longest line of a head: what nginx and Apache take, and a quarter of the head where that is set."""
     headers: int = 100
+    """Most header fields; Apache's limit. Clients send some 20."""
     header_timeout_s: float = 20.0
+    """From a connection, or the first byte of a further request, to the end of the head; Apache's 20 s."""
     body_timeout_s: float = 20.0
+    """For a body, to which each ``body_bytes_per_s`` that came add a second; Apache's 20 s."""
     body_bytes_per_s: float = 10_000.0
+    """A bad mobile connection. Slower bodies hold memory that others need."""
     keep_alive_timeout_s: float = 5.0
     write_timeout_s: float = 60.0
     pipeline_bytes: int = 64 * 1024
+    """What is read of further requests while one is in flight."""
     connections: int = 16_384
     connections_per_address: int = 0
     unfinished_bytes: int = 512 * MIB
@@ -49,88 +53,50 @@ class HttpSettings(SecuritySettings):
         _DEFAULTS.head_bytes,
         ge=1024,
         le=16 * MIB,
-        description="Largest head of a request, all lines together; answered 431. Four lines of the largest size, as "
-        "nginx has it.",
+        description="Largest head of a request, and four times its longest line; answered 431. Raise it when a proxy "
+        "in front adds large tokens or cookies.",
     )
-    http_header_line_bytes: int = Field(
-        _DEFAULTS.header_line_bytes,
-        ge=256,
-        le=16 * MIB,
-        description="Longest line of a request's head; answered 431. What nginx and Apache take.",
-    )
-    http_headers: int = Field(
-        _DEFAULTS.headers,
-        ge=8,
-        le=10_000,
-        description="Most header fields of a request; answered 431. Apache's limit; clients send some 20.",
-    )
-    http_header_timeout_ms: float = Field(
+    http_request_timeout_ms: float = Field(
         _DEFAULTS.header_timeout_s * 1000,
         gt=0,
         le=3_600_000,
-        description="Longest time from a connection (with TLS: its handshake, then as long again), or from the first "
-        "byte of a further request, to the end of the head; answered 408. Apache's 20 s: a head fits into a few "
-        "packets.",
-    )
-    http_body_timeout_ms: float = Field(
-        _DEFAULTS.body_timeout_s * 1000,
-        gt=0,
-        le=3_600_000,
-        description="Longest time for a body, to which each http_body_bytes_per_s that came add a second; answered "
-        "408. Apache's 20 s.",
-    )
-    http_body_bytes_per_s: float = Field(
-        _DEFAULTS.body_bytes_per_s,
-        ge=1,
-        le=1e12,
-        description="Slowest body after http_body_timeout_ms, in bytes per second: a bad mobile connection. Slower "
-        "ones hold memory that others need.",
+        description="Longest time for a head, and for a body, to which each 10 kB that came add a second; answered "
+        "408. Raise it for clients behind slow links, lower it under attack.",
     )
     http_keep_alive_timeout_ms: float = Field(
         _DEFAULTS.keep_alive_timeout_s * 1000,
         gt=0,
         le=86_400_000,
-        description="How long a connection may wait for its next request; uvicorn's 5 s. Set it above that of a "
-        "proxy in front, else the proxy now and then sends a request into a connection that just closes.",
+        description="How long a connection may wait for its next request. Set it above that of a proxy in front, else "
+        "the proxy now and then sends a request into a connection that just closes.",
     )
     http_write_timeout_ms: float = Field(
         _DEFAULTS.write_timeout_s * 1000,
         gt=0,
         le=86_400_000,
-        description="How long a client may take nothing of an answer that waits for it before the connection is cut; "
-        "nginx's send_timeout.",
-    )
-    http_pipeline_bytes: int = Field(
-        _DEFAULTS.pipeline_bytes,
-        ge=1024,
-        le=64 * MIB,
-        description="Bytes of further requests that are read of a connection whose request is in work; then nothing "
-        "more is read until it has its answer. One request of a connection is in work at a time, the rest is not "
-        "even parsed.",
+        description="Cut the connection of a client that takes nothing of an answer for so long; nginx's send_timeout.",
     )
     http_connections: int = Field(
         _DEFAULTS.connections,
         ge=1,
         le=1_000_000,
-        description="Most connections of one process. At the limit the one that has waited longest for a request gives "
-        "way to a new one; when all have a request in work, the new one is answered 503. The limit of open files is "
-        "raised for it as far as it goes, else the limit is lowered, which the log says. An idle connection holds "
-        "some 10 kB.",
+        description="Most connections of one process. At the limit the one that has waited longest for a request is "
+        "closed for a new one; when all have a request in flight, the new one is answered 503. The limit of open files "
+        "is raised for it as far as it goes. An idle connection holds some 10 kB.",
     )
     http_connections_per_address: int = Field(
         _DEFAULTS.connections_per_address,
         ge=0,
         le=1_000_000,
         description="Most connections from one IPv4 address or IPv6 /64 network; one more is answered 503. 0 = three "
-        "quarters of http_connections: a proxy or load generator has one address for everybody, and what it leaves "
-        "keeps the door open to others. Where clients come themselves, a few hundred is enough.",
+        "quarters of http_connections, for proxies; where clients come themselves, a few hundred is enough.",
     )
     http_unfinished_bytes: int = Field(
         _DEFAULTS.unfinished_bytes,
         ge=1024,
         le=2**40,
-        description="Memory for what has come of requests that are not whole yet, over all connections; beyond it the "
-        "body that began first is answered 503, for it has had the most time. Sixteen of the largest bodies.",
+        description="Memory for requests that are not whole yet, over all connections; beyond it the body that began "
+        "first is answered 503. Sixteen of the largest bodies.",
     )
     http_hosts: tuple[str, ...] = Field(
         (),
@@ -139,27 +105,15 @@ class HttpSettings(SecuritySettings):
         "get 403: a web page can give its own name this machine's address. Repeat for more.",
     )
 
-    @model_validator(mode="after")
-    def _line_fits(self) -> Self:
-        if self.http_header_line_bytes > self.http_head_bytes:
-            raise ValueError(
-                f"http_header_line_bytes is {self.http_header_line_bytes}, allowed is at most http_head_bytes "
-                f"({self.http_head_bytes}): a line is part of the head"
-            )
-        return self
-
     def http_limits(self) -> HttpLimits:
         """Return the limits as the server wants them."""
         return HttpLimits(
             head_bytes=self.http_head_bytes,
-            header_line_bytes=self.http_header_line_bytes,
-            headers=self.http_headers,
-            header_timeout_s=self.http_header_timeout_ms / 1000,
-            body_timeout_s=self.http_body_timeout_ms / 1000,
-            body_bytes_per_s=self.http_body_bytes_per_s,
+            header_line_bytes=self.http_head_bytes // 4,
+            header_timeout_s=self.http_request_timeout_ms / 1000,
+            body_timeout_s=self.http_request_timeout_ms / 1000,
             keep_alive_timeout_s=self.http_keep_alive_timeout_ms / 1000,
             write_timeout_s=self.http_write_timeout_ms / 1000,
-            pipeline_bytes=self.http_pipeline_bytes,
             connections=self.http_connections,
             connections_per_address=self.http_connections_per_address,
             unfinished_bytes=self.http_unfinished_bytes,
@@ -172,6 +126,21 @@ class ServerSettings(HttpSettings):
 
     host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
+    http_workers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Processes that share the HTTP port, each with its own queue and caches. One uses one core; take "
+        "as many as there are cores to spare.",
+    )
+    admin_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="With http_workers, the port at which the first process answers for itself alone: its metrics, "
+        "decisions, fleet page. Each further process takes the next port; 0 takes any free ones, and the ready line "
+        "names them.",
+    )
     shutdown_timeout_ms: float = Field(
         5_000, ge=0, le=600_000, description="How long open responses may finish after SIGINT or SIGTERM."
     )

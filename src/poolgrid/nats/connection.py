@@ -46,6 +46,10 @@ CONNECT_TIMEOUT_S = 2
 OLDEST_SERVER = (2, 11)
 """The first that reads many messages with one question, and forgets single ones in time."""
 
+ANSWER_TIMEOUT_S = 5.0
+"""How long an answer of NATS may take until it counts as not given: an election of a leader takes four to nine seconds,
+and what was asked before it is answered by no server."""
+
 ASK_AGAIN_S = 0.5
 """Silence after which a reading question is asked again, within its time. The servers hand it to any replica, and go on
 to hand it to one whose host is gone until they have noticed, which takes them up to 90 s by their defaults."""
@@ -97,7 +101,7 @@ class NatsConnection:
         """Since when there has been no connection, while there is none."""
         self._complained_ms = float("-inf")
         self._closing = False
-        self.timeout_s = settings.nats_timeout_ms / 1000
+        self.timeout_s = ANSWER_TIMEOUT_S
         self.reconnects = 0
         self.foreign = ForeignMessages(clock)
         """What was found in streams of poolgrid's that poolgrid did not write."""

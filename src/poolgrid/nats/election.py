@@ -45,7 +45,6 @@ class SuccessionMetrics:
             "1 while this consolidator writes the pool's journal, 0 while it stands by. Alert when none of a pool is "
             "active.",
             registry=registry,
-            across="largest",
         )
         self.lives = Counter(
             "poolgrid_consolidator_lives",
@@ -126,7 +125,7 @@ class Succession:
             await unless(lease.lost, service.start(), "start of the consolidator")
             if lease.lost.is_set():
                 return
-            await lease.announce(self._settings.advertised(service.ingest_endpoint))
+            await lease.announce(self._settings.reachable(service.ingest_endpoint))
             self._metrics.active.set(1)
             self._metrics.lives.inc()
             log.info("consolidator %s is the active one of pool %s", consolidator_id, self._journal.connection.pool)

@@ -22,18 +22,19 @@ Rules
        records, and no writer that was killed, leaves a stream that nobody can write any more.
     7. Foreign messages (``stream.message``) are skipped: the writer goes on behind them as long as its own last message
        is where it was.
-    8. Where it is durable is the matter of whoever stores it: ``sync`` has nothing to do.
+    8. Where it is durable is the matter of the servers: ``sync`` has nothing to do.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.consolidator.ports import Journal
 from poolgrid.nats.history import StreamHistory, corrupt
 from poolgrid.nats.message import (
     BODY_BYTES,
@@ -101,7 +102,109 @@ class StreamJournalSettings:
     unless told otherwise, and each at its own time."""
 
 
-class StreamJournal:
+class KeptSnapshots:
+    """The snapshots of a stream, as its writer keeps them."""
+
+    def __init__(self, stream: RecordStream, history: StreamHistory, clock: Clock, durable_after_ms: float) -> None:
+        self._stream = stream
+        self._history = history
+        self._clock = clock
+        self._durable_after_ms = durable_after_ms
+        self._kept: list[Anchor] = []
+        self._kept_since_ms: dict[Anchor, float] = {}
+        """By snapshot: since when this life knows it."""
+        self._whole: set[Anchor] = set()
+        """Snapshots that were read back, and whole, after they had become durable by their age."""
+
+    def recover(self, facts: StreamFacts) -> None:
+        """Know the snapshots that belong to the stream, and remove all others."""
+        usable = self._history.usable_snapshots(facts)
+        for anchor in self._stream.snapshots():
+            if anchor not in usable:
+                self._stream.remove_snapshot(anchor)
+                self._history.report.append(
+                    f"{snapshot_file.name_of(anchor.offset)} is of a history that the stream lost; it was removed"
+                )
+        self._kept = usable
+        self._whole = set()
+        self._kept_since_ms = dict.fromkeys(usable, self._clock.monotonic_ms())
+
+    @property
+    def newest(self) -> Anchor | None:
+        return self._kept[-1] if self._kept else None
+
+    def is_old(self, anchor: Anchor) -> bool:
+        """Say whether a snapshot is durable by its age."""
+        return self._kept_since_ms[anchor] <= self._clock.monotonic_ms() - self._durable_after_ms
+
+    def keep(self, anchor: Anchor, content: bytes) -> None:
+        """Store a snapshot, in place of one of the same offset, and remove those that are not needed any more."""
+        self._stream.put_snapshot(anchor, content)
+        known = [each for each in self._kept if each.offset != anchor.offset]
+        self._kept_since_ms[anchor] = self._clock.monotonic_ms()
+        self._kept = sorted([*known, anchor], key=lambda each: each.offset)
+        self._whole.discard(anchor)
+        self._whole.intersection_update(self._kept)
+        self.thin_out()
+
+    def read_back(self, anchor: Anchor, blocks_per_worker_max: int) -> None:
+        """Raise ``JournalCorrupt`` when a snapshot is damaged, which then is none any more."""
+        try:
+            self._history.snapshot(anchor, blocks_per_worker_max)
+        except JournalCorrupt:
+            self._forget(anchor)
+            raise
+
+    def thin_out(self) -> None:
+        """Remove the snapshots that nobody needs: kept are the durable one, the next to become it, and the newest."""
+        base = self.durable()
+        after = self._kept if base is None else self._kept[self._kept.index(base) + 1 :]
+        needed = {base, *after[:1], *after[-1:]}
+        for each in list(self._kept):
+            if each not in needed:
+                self._forget(each)
+
+    def durable(self) -> Anchor | None:
+        """Return the newest snapshot that is durable and has a newer one beside it, or the only one."""
+        while True:
+            candidates = self._kept[:-1] or self._kept
+            durable = [each for each in candidates if self.is_old(each)]
+            if not durable or self._is_there(durable[-1]):
+                return durable[-1] if durable else None
+
+    def _is_there(self, anchor: Anchor) -> bool:
+        """Tell whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
+        if anchor in self._whole:
+            return True
+        name = snapshot_file.name_of(anchor.offset)
+        lost = "" if anchor in self._stream.snapshots() else "it is not there any more"
+        if not lost:
+            try:
+                snapshot_file.check(name, self._stream.get_snapshot(anchor))
+            except JournalCorrupt as error:
+                lost = str(error)
+        if lost:
+            log.warning(
+                "snapshot %s of stream %s was kept and lost before it was durable, by a power failure perhaps: %s; "
+                "nothing is removed because of it",
+                name,
+                self._stream.name,
+                lost,
+            )
+            self._forget(anchor)
+            return False
+        self._whole.add(anchor)
+        return True
+
+    def _forget(self, anchor: Anchor) -> None:
+        """Remove a snapshot, from the stream as well if it is there."""
+        self._stream.remove_snapshot(anchor)
+        self._kept = [each for each in self._kept if each != anchor]
+        self._kept_since_ms.pop(anchor, None)
+        self._whole.discard(anchor)
+
+
+class StreamJournal(Journal):
     """A journal in a stream, written by one process at a time."""
 
     def __init__(
@@ -115,11 +218,7 @@ class StreamJournal:
         self._number = 0
         """Of the next message: a name is never used again, also for the same records."""
         self._history = StreamHistory(stream)
-        self._snapshots: list[Anchor] = []
-        self._kept_since_ms: dict[Anchor, float] = {}
-        """By snapshot: since when this life knows it."""
-        self._whole: set[Anchor] = set()
-        """Snapshots that were read back, and whole, after they had become durable by their age."""
+        self._snapshots = KeptSnapshots(stream, self._history, clock, self._settings.durable_after_ms)
         self._next = 0
         """Offset behind the last record that is stored."""
         self._done = 0
@@ -200,21 +299,8 @@ class StreamJournal:
     def recover(self, blocks_per_worker_max: int) -> PoolState:
         """Return the state after the last record: the newest sound snapshot, and the records after it."""
         facts = StreamFacts(self._facts.first_sequence, self._end[0], self._facts.messages, self._facts.bytes)
-        usable = self._history.usable_snapshots(facts)
-        for anchor in self._stream.snapshots():
-            if anchor not in usable:
-                self._stream.remove_snapshot(anchor)
-                self._history.report.append(
-                    f"{snapshot_file.name_of(anchor.offset)} is of a history that the stream lost; it was removed"
-                )
-        self._snapshots = usable
-        self._whole = set()
-        self._kept_since_ms = dict.fromkeys(usable, self._clock.monotonic_ms())
+        self._snapshots.recover(facts)
         return self._history.recover(blocks_per_worker_max, facts).pool
-
-    @property
-    def in_memory(self) -> bool:
-        return False
 
     @property
     def report(self) -> list[str]:
@@ -355,9 +441,6 @@ class StreamJournal:
         if self._fenced:
             raise JournalFenced(self._fenced)
 
-    def sync(self) -> None:
-        """Do nothing: what was appended is as durable as the stream's servers make it."""
-
     # Reading
 
     def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
@@ -386,10 +469,6 @@ class StreamJournal:
 
     # Snapshots and retention
 
-    def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
-        """Return the content of a snapshot, as ``snapshot_file.parts`` yields it."""
-        return snapshot_file.parts(frozen, 0)
-
     def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
         """Keep a snapshot and remove those before the newest two; may be called from another thread."""
         self._check()
@@ -402,66 +481,7 @@ class StreamJournal:
                 f"keeping a snapshot at offset {offset}: stream {self._stream.name} does not hold the record before it"
             )
         anchor = Anchor(offset, last.sequence, last.message_id)
-        self._stream.put_snapshot(anchor, b"".join(parts))
-        # One of the same offset was replaced.
-        known = [each for each in self._snapshots if each.offset != offset]
-        self._kept_since_ms[anchor] = self._clock.monotonic_ms()
-        self._snapshots = sorted([*known, anchor], key=lambda each: each.offset)
-        self._whole.discard(anchor)
-        self._whole.intersection_update(self._snapshots)
-        self._thin_out()
-
-    def _thin_out(self) -> None:
-        """Remove the snapshots that nobody needs: kept are the durable one, the next to become it, and the newest."""
-        base = self._durable_snapshot()
-        after = self._snapshots if base is None else self._snapshots[self._snapshots.index(base) + 1 :]
-        needed = {base, *after[:1], *after[-1:]}
-        for each in list(self._snapshots):
-            if each not in needed:
-                self._forget(each)
-
-    def _durable_snapshot(self) -> Anchor | None:
-        """Return the newest snapshot that is durable and has a newer one beside it, or the only one."""
-        since_ms = self._clock.monotonic_ms() - self._settings.durable_after_ms
-        while True:
-            candidates = self._snapshots[:-1] or self._snapshots
-            durable = [each for each in candidates if self._kept_since_ms[each] <= since_ms]
-            if not durable or self._is_there(durable[-1]):
-                return durable[-1] if durable else None
-
-    def _is_there(self, anchor: Anchor) -> bool:
-        """Tell whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
-        if anchor in self._whole:
-            return True
-        name = snapshot_file.name_of(anchor.offset)
-        lost = "" if anchor in self._stream.snapshots() else "it is not there any more"
-        if not lost:
-            try:
-                snapshot_file.check(name, self._stream.get_snapshot(anchor))
-            except JournalCorrupt as error:
-                lost = str(error)
-        if lost:
-            log.warning(
-                "snapshot %s of stream %s was kept and lost before it was durable, by a power failure perhaps: %s; "
-                "nothing is removed because of it",
-                name,
-                self._stream.name,
-                lost,
-            )
-            self._forget(anchor)
-            return False
-        self._whole.add(anchor)
-        return True
-
-    def _forget(self, anchor: Anchor) -> None:
-        """Remove a snapshot, from the stream as well if it is there."""
-        self._stream.remove_snapshot(anchor)
-        self._snapshots = [each for each in self._snapshots if each != anchor]
-        self._kept_since_ms.pop(anchor, None)
-        self._whole.discard(anchor)
-
-    def write_snapshot(self, frozen: FrozenPool) -> None:
-        self.keep_snapshot(frozen.offset, list(self.snapshot_parts(frozen)))
+        self._snapshots.keep(anchor, b"".join(parts))
 
     @property
     def crowded(self) -> bool:
@@ -474,9 +494,10 @@ class StreamJournal:
         if not self.crowded:
             return False
         last = self._end[0]
-        newest = self._snapshots[-1].sequence if self._snapshots else self._facts.first_sequence - 1
+        newest = self._snapshots.newest
+        behind = last - (self._facts.first_sequence - 1 if newest is None else newest.sequence)
         messages = max(1, last - self._facts.first_sequence + 1)
-        return SNAPSHOT_SHARE * (last - newest) * self._bytes >= messages * self._settings.retention_bytes
+        return SNAPSHOT_SHARE * behind * self._bytes >= messages * self._settings.retention_bytes
 
     def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
         """Remove messages while no records are taken; return their number. Raises ``JournalCorrupt``.
@@ -490,27 +511,19 @@ class StreamJournal:
             return removed
         end = self._end[0]
         known = StreamFacts(facts.first_sequence, min(facts.last_sequence, end), facts.messages, facts.bytes)
-        newest = self._snapshots[-1] if self._snapshots else None
+        newest = self._snapshots.newest
         if newest is None or newest.offset < self._next:
             self.write_snapshot(StreamHistory(self._stream).recover(blocks_per_worker_max, known).pool.freeze())
-        elif self._kept_since_ms[newest] <= self._clock.monotonic_ms() - self._settings.durable_after_ms:
+        elif self._snapshots.is_old(newest):
             # Everything is behind it, and no newer one can come beside it.
-            self._read_back(newest, blocks_per_worker_max)
+            self._snapshots.read_back(newest, blocks_per_worker_max)
             return self._retain(newest, now_ms)
         return self.retain(now_ms)
-
-    def _read_back(self, anchor: Anchor, blocks_per_worker_max: int) -> None:
-        """Raise ``JournalCorrupt`` when a snapshot is damaged, which then is none any more."""
-        try:
-            self._history.snapshot(anchor, blocks_per_worker_max)
-        except JournalCorrupt:
-            self._forget(anchor)
-            raise
 
     def retain(self, now_ms: int) -> int:
         """Remove messages that are too many or too old and that nobody needs; return their number."""
         self._check()
-        base = self._durable_snapshot()
+        base = self._snapshots.durable()
         return 0 if base is None else self._retain(base, now_ms)
 
     def _retain(self, base: Anchor, now_ms: int) -> int:

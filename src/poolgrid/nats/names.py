@@ -159,4 +159,4 @@ class NatsNames:
 
 def open_store(settings: NamesSettings, clock: Clock) -> NatsNames:
     """Return the registrations in NATS (entry point of ``poolgrid.discovery``)."""
-    return NatsNames(settings, settings.names_lease_s, settings.names_replicas, clock)
+    return NatsNames(settings, settings.names_lease_s, settings.nats_replicas, clock)

@@ -22,7 +22,6 @@ class LoopMetrics:
             "poolgrid_event_loop_tasks",
             "Tasks of the event loop that have not ended: some dozen, and one for each HTTP request in flight. "
             "If it grows without load, that is a leak: report it.",
-            across="sum",
             registry=registry,
         )
         Gauge(
@@ -30,14 +29,12 @@ class LoopMetrics:
             "1, with the versions of poolgrid and Python as labels. Two versions at a time mean an upgrade in "
             "progress or one left half done.",
             ["version", "python"],
-            across="largest",
             registry=registry,
         ).labels(__version__, platform.python_version()).set(1)
         Gauge(
             "poolgrid_wall_clock_seconds",
             "Unix time by the clock of the process's host, at the scrape. Less the time of the scrape, as Prometheus "
             "knows it, it is by how much that clock is off; between hosts it should be some milliseconds.",
-            across="largest",
             registry=registry,
         ).set_function(time.time)
         faults = Counter(

@@ -10,12 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from time import time
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
-    GaugeMetricFamily,  # noqa: TID251
+    GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
@@ -29,26 +29,6 @@ DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2
 
 OTHER: Final = "other"
 """The value of a label for all that have no series of their own any more."""
-
-Across = Literal["sum", "largest"]
-"""What several processes that share a port say together of a gauge: *sum*, what each has for itself adds up; *largest*,
-each mirrors the same thing (the pool, a file), and one that is late or unwell must be seen."""
-
-
-class GaugeFamily(GaugeMetricFamily):
-    """The family of a gauge, which says what becomes of it across the processes of a group."""
-
-    def __init__(
-        self,
-        name: str,
-        documentation: str,
-        *,
-        across: Across,
-        value: float | None = None,
-        labels: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(name, documentation, value, labels)
-        self.across = across
 
 
 class _Instrument(Collector):
@@ -130,18 +110,6 @@ class Gauge(_Instrument):
     value = 0.0
     _function: Callable[[], float] | None = None
 
-    def __init__(
-        self,
-        name: str,
-        documentation: str,
-        labelnames: Sequence[str] = (),
-        *,
-        across: Across,
-        registry: CollectorRegistry | None,
-    ) -> None:
-        self._across = across
-        super().__init__(name, documentation, labelnames, registry=registry)
-
     def inc(self, amount: float = 1) -> None:
         self.value += amount
 
@@ -156,13 +124,13 @@ class Gauge(_Instrument):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family."""
-        family = GaugeFamily(self._name, self._documentation, across=self._across, labels=self._labelnames)
+        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for values, child in self._shown():
             family.add_metric(values, child.value if child._function is None else child._function())
         yield family
 
     def _child(self) -> Self:
-        return type(self)(self._name, "", across=self._across, registry=None)
+        return type(self)(self._name, "", registry=None)
 
 
 class Histogram(_Instrument):

@@ -49,12 +49,12 @@ class NatsSettings(Settings):
         None, description="PEM file with this process's certificate for NATS servers that ask for one."
     )
     nats_tls_key: Path | None = Field(None, description="PEM file with the private key of that certificate.")
-    nats_timeout_ms: int = Field(
-        5000,
-        ge=100,
-        le=600_000,
-        description="How long an answer of NATS may take until it counts as not given, and is asked for again "
-        "(milliseconds).",
+    nats_replicas: int = Field(
+        1,
+        ge=1,
+        le=5,
+        description="Servers that keep a copy of what this process makes on NATS: 1, or 3 of a cluster, which goes on "
+        "while 2 of them live.",
     )
 
     @model_validator(mode="after")
@@ -65,6 +65,8 @@ class NatsSettings(Settings):
             raise ValueError(f"{said} and nats_url is not given: name at least one server")
         if "nats" not in users.values() and self.nats_url:
             raise ValueError(f"nats_url is given and {said}: nothing would connect there")
+        if self.nats_replicas != 1 and not self.nats_url:
+            raise ValueError(f"nats_replicas is {self.nats_replicas} and {said}: it is for nats")
         if (self.nats_tls_certificate is None) != (self.nats_tls_key is None):
             raise ValueError("nats_tls_certificate and nats_tls_key go together: give both, or neither")
         if self.nats_credentials is not None and self.nats_nkey is not None:

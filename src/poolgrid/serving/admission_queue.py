@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.figures import counted
-from poolgrid.process.instruments import Across, GaugeFamily
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
 from poolgrid.serving.metrics import ServingMetrics
 
@@ -179,34 +178,30 @@ class AdmissionQueue(Generic[T]):
 def queue_metrics(prefix: str, active: int, queue: AdmissionQueue[Any]) -> Iterator[Metric]:
     """Yield what a router's requests and queue are at a scrape."""
     view = queue.view()
-    gauges: tuple[tuple[str, str, float, Across], ...] = (
-        ("active_requests", "Requests on workers, or on their way to one.", active, "sum"),
+    gauges: tuple[tuple[str, str, float], ...] = (
+        ("active_requests", "Requests on workers, or on their way to one.", active),
         (
             "queued_requests",
             "Requests waiting for room. At `queue_limit` the next one is refused.",
             view.requests,
-            "sum",
         ),
         (
             "queued_prompt_tokens",
             "Prompt tokens of the waiting requests. At `queue_prompt_tokens` the lowest priority is answered 429.",
             view.prompt_tokens,
-            "sum",
         ),
         (
             "queue_fill_ratio",
             "How full the queue is: the larger share of `queue_limit` and of `queue_prompt_tokens` that is used. "
             "At 1 the lowest priority is answered 429.",
             view.fill,
-            "largest",
         ),
         (
             "backlog_seconds",
             "Time that the waiting requests will take, at the rate at which requests finished lately. Above some "
             "seconds for longer than a burst there are too few workers: scale by it.",
             queue.backlog_s(),
-            "largest",
         ),
     )
-    for name, text, value, across in gauges:
-        yield GaugeFamily(f"{prefix}_{name}", text, across=across, value=value)
+    for name, text, value in gauges:
+        yield GaugeMetricFamily(f"{prefix}_{name}", text, value=value)

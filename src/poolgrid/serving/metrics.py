@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.instruments import Counter, Gauge, Histogram
+from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.serving.leg_times import LegTimes
 
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -19,13 +19,6 @@ class ServingMetrics:
     def __init__(self, prefix: str, wait_causes: str, registry: CollectorRegistry) -> None:
         """``wait_causes`` describes the values of the label ``cause`` of the waiting times."""
         self.leg_times = LegTimes(f"{prefix}_leg_seconds", registry)
-        Gauge(
-            f"{prefix}_http_workers",
-            "HTTP processes whose figures are in this answer. If there are fewer than `http_workers`, one is "
-            "restarting or stuck.",
-            across="sum",
-            registry=registry,
-        ).set(1)
         self.queue_seconds = Histogram(
             f"{prefix}_queue_seconds",
             f"Time that requests waited for room, by cause: {wait_causes} It is part of TTFT.",

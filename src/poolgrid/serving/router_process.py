@@ -8,34 +8,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fastapi import FastAPI, Query
-from fastapi import Path as PathParameter
 from prometheus_client import CollectorRegistry
 
 from poolgrid.fleet_page.endpoints import open_fleet_page
-from poolgrid.fleet_page.ports import SharedFleetSource
+from poolgrid.fleet_page.ports import FleetSource
 from poolgrid.fleet_page.served_seconds import ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
-from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.fleet_list import add_fleet_list
-from poolgrid.frontend.group_decisions import GroupDecisions
-from poolgrid.frontend.openapi import error_answers
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.frontend.traffic import open_report
-from poolgrid.http.http_server import HttpServer, open_server
+from poolgrid.http.http_server import RouterServers, open_server
 from poolgrid.inference.ports import InferenceBackend
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.event_loop import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
-from poolgrid.process.process_group import Answer, GroupMember, GroupMetrics, GroupPlace, LoopAnswer
+from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.process.tracing.tracing import Tracing
@@ -50,8 +45,6 @@ if TYPE_CHECKING:
     from poolgrid.discovery.names import Names
 
 log = logging.getLogger(__name__)
-
-DECISIONS_LISTED_MAX = 1000
 
 
 class Service(InferenceBackend, Protocol):
@@ -87,9 +80,6 @@ class RouterProcess:
         self.names: Names | None = None
         self.tracing: Tracing | None = None
         self.shared: SharedState | None = None
-        self.member = None if place is None else GroupMember(place)
-        self._group_metrics = None if self.member is None else GroupMetrics(self.registry, self.member)
-        self._page_answers: Mapping[str, LoopAnswer] = {}
 
     # -- below HTTP ------------------------------------------------------------------------------------------------
 
@@ -135,7 +125,7 @@ class RouterProcess:
         # A port that is given has one process at a time; one of the system's choice may have been anybody's.
         address = settings.advertise_host or settings.host
         where = f"{socket.gethostname()} {address}:{settings.port} {instance}" if settings.port else ""
-        sharing = Sharing(scope, where, settings.names_lease_s, settings.names_replicas)
+        sharing = Sharing(scope, where, settings.names_lease_s, settings.nats_replicas)
         plane = load_plugin(EVENT_PLANES, settings.share_state)
         shared = plane.open_shared_state(self.opened, settings, self.frontend, sharing, self.clock, self.registry)
         self.shared = cast(SharedState, shared)
@@ -150,14 +140,12 @@ class RouterProcess:
     def open_app(
         self,
         service: Service,
-        decisions: GroupDecisions,
-        tag: str,
         ready: Readiness,
         endpoints: Endpoints,
         troubles: Callable[[], list[str]] = list,
         data_dir: Path | None = None,
     ) -> Application:
-        """Make the application, with ``/v1/decisions``; it closes with the process."""
+        """Make the application, which closes with the process."""
         app = create_app(
             service,
             {self.prompt_model.name: self.prompt_model},
@@ -167,7 +155,6 @@ class RouterProcess:
             endpoints=endpoints,
             troubles=troubles,
             clock=self.clock,
-            exposed=self._group_metrics,
             place=self.place,
             data_dir=data_dir,
             tracing=self.tracing,
@@ -176,62 +163,30 @@ class RouterProcess:
         self.opened.push_async_callback(app.close)
         if self.shared is not None:
             self.shared.limits.on_routers = service.queue.divide
-        add_decision_endpoints(app, decisions, tag)
         if self.names is not None:
             add_fleet_list(app, self.names.fleet)
         open_report(self.opened, app.traffic, lambda: service.queue.view().requests, self.clock)
         return app
 
-    def open_server(self, app: Application, end_requests: Callable[[], None]) -> HttpServer:
+    def open_server(self, app: Application, end_requests: Callable[[], None]) -> RouterServers:
         return open_server(
             self.opened,
             self.settings,
             self.registry,
             app,
             end_requests,
-            reuse_port=self.place is not None,
             has_keys=self.frontend.api_keys is not None,
+            place=self.place,
         )
 
-    def open_page(self, app: Application, source: Callable[[ServedSeconds], SharedFleetSource]) -> None:
+    def open_page(self, app: Application, source: Callable[[ServedSeconds], FleetSource]) -> None:
         """Add the fleet page, if it is on; after the server: its streams end before the server waits."""
         if self.frontend.fleet_page:
             served = open_served_seconds(self.opened, app.served, self.clock)
-            self._page_answers = open_fleet_page(self.opened, app, source(served), self.clock, self.member)
-
-    async def join_group(self, decisions: GroupDecisions, answers: Mapping[str, Answer] = {}) -> None:
-        """Answer the processes that share the port, if there are any."""
-        if self.member is not None and self._group_metrics is not None:
-            self.opened.push_async_callback(self.member.stop)
-            loop_answers = {**self._page_answers, **decisions.answers()}
-            await self.member.start({"metrics": self._group_metrics.text, **answers}, loop_answers)
+            open_fleet_page(self.opened, app, source(served), self.clock)
 
     async def serve_requests(self, app: Application, service: Service, stop: asyncio.Event) -> None:
         """Make ready for the models that are served, and wait for the first shares of limits."""
         app.state.preparation.forms.make_ready(service.models())
         if self.shared is not None:
             await unless(stop, self.shared.limits.first_shares(), "first shares of limits")
-
-    def set_ready(self) -> None:
-        if self.member is not None:
-            self.member.set_ready(True)
-
-
-def add_decision_endpoints(app: FastAPI, decisions: GroupDecisions, tag: str) -> None:
-    """Add ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
-
-    @app.get("/v1/decisions", tags=[tag])
-    async def list_decisions(
-        limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
-    ) -> dict[str, Any]:
-        """List the last routing decisions, newest first."""
-        return await decisions.newest(limit)
-
-    @app.get("/v1/decisions/{request_id}", tags=[tag], responses=error_answers({"404": "Not kept (any more)"}))
-    async def explain(request_id: Annotated[str, PathParameter(max_length=256)]) -> dict[str, Any]:
-        """Explain one request's decisions: candidates and their cost, or cells and pools, and who was filtered out."""
-        known = await decisions.about(request_id)
-        if known is None:
-            message = f"no decision about request {request_id!r} is kept"
-            raise RequestError(404, "decision_not_found", message, param="request_id")
-        return known

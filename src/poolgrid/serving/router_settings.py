@@ -14,13 +14,6 @@ from poolgrid.process.tracing.settings import TraceSettings
 class ServingSettings(ServerSettings, TraceSettings, NamesSettings):
     """HTTP, admission and dispatch of one router, of a pool or of pools."""
 
-    http_workers: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Processes that share the HTTP port, each a router of its own with its own admission queue and "
-        "caches. One uses one core; take as many as there are cores to spare.",
-    )
     queue_limit: int = Field(
         1024, ge=0, le=1_000_000, description="Requests that may wait for room; one more is answered 429."
     )

@@ -60,7 +60,6 @@ class Tls:
             "poolgrid_http_certificate_stale",
             "1 while the files of the HTTP server's certificate cannot be used and an older certificate is in "
             "use. Mend the files before it expires.",
-            across="largest",
             registry=registry,
         )
         expiry = Gauge(
@@ -69,7 +68,6 @@ class Tls:
             "Without TLS there is no series. Replace the files some weeks before; they are read again while the "
             "process runs.",
             ["file"],
-            across="largest",
             registry=registry,
         )
         if settings.tls_certificate is None or settings.tls_key is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import add
 
 SECONDS_KEPT = 300
@@ -45,12 +45,3 @@ class SecondCounts:
     def rows(self) -> dict[str, Counts]:
         """Return the counts by second, as rows of a table; seconds without any are left out."""
         return {str(second): tuple(counts) for second, counts in self._by_second.items()}
-
-
-def added(tables: Iterable[dict[str, Counts]]) -> dict[str, Counts]:
-    """Return the counts of several processes as one table."""
-    total: dict[str, Counts] = {}
-    for table in tables:
-        for second, counts in table.items():
-            total[second] = tuple(map(add, total[second], counts) if second in total else counts)
-    return total

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.policies.retention.learner import RetentionLearner
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import KvRetention
@@ -36,8 +36,8 @@ def mixed(learner: RetentionLearner, minutes: int, seed: int = 0, since: int = 0
         path, request = prompt(f"{seed} {number}", 8), asked(f"r{seed} {now_ms}", 4_200, seed)
         said = learner.advise(request, path, now_ms)
         learner.begin(WORKER, BLOCKS, request.request_id, request, path, now_ms)
-        learner.started(WORKER, request.request_id, 0)
-        learner.end(WORKER, request.request_id, now_ms + 500.0)
+        learner.on_started(WORKER, request.request_id, 0)
+        learner.on_finished(WORKER, request.request_id, None, now_ms + 500.0)
         yield number, said
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.retention.ghost_cache import GhostCache, Kept
+from poolgrid.router.policies.retention.ghost_cache import GhostCache, Kept
 from poolgrid.wire.requests import RETENTION_DEFAULT
 
 LEVELS = st.lists(st.sampled_from(((90, 50), (60, 20), (35, 0), (20, 0))), min_size=1, max_size=3)

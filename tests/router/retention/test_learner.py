@@ -7,8 +7,9 @@ from itertools import islice
 import msgspec
 import pytest
 
-from poolgrid.router.core.retention.learner import SPENT, USUAL_OUTPUT_TOKENS, LearnerState, RetentionLearner
 from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.policies.retention.ghosts import SPENT
+from poolgrid.router.policies.retention.learner import USUAL_OUTPUT_TOKENS, LearnerState, RetentionLearner
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
 from tests.router.retention.mixed_prompts import BLOCKS, WORKER, asked, mixed, prompt
@@ -16,7 +17,7 @@ from tests.router.retention.mixed_prompts import BLOCKS, WORKER, asked, mixed, p
 
 def _decisive(learner: RetentionLearner) -> LearnerState:
     """All that advice depends on: what would be there without priorities is only counted."""
-    state = learner.state()
+    state = learner.checkpoint()
     held = [(name, rank, each, msgspec.structs.replace(one, found=-1)) for name, rank, each, one in state.held]
     return msgspec.structs.replace(state, held=held)
 
@@ -43,7 +44,7 @@ def test_where_everything_fits_nothing_is_said() -> None:
         path, request = prompt(str(second % 4), 8), asked(f"r{second}", 4_200)
         assert learner.advise(request, path, second * 1000.0) is None
         learner.begin(WORKER, BLOCKS, request.request_id, request, path, second * 1000.0)
-        learner.end(WORKER, request.request_id, second * 1000.0 + 500.0)
+        learner.on_finished(WORKER, request.request_id, None, second * 1000.0 + 500.0)
 
 
 def test_what_a_seed_does_is_not_said_of_another() -> None:
@@ -79,7 +80,7 @@ def test_what_paid_once_is_said_no_more_when_lru_finds_as_much() -> None:
     for second in range(600, 3_000):
         path, request = prompt("both", 8), asked(f"b{second}", 4_200)
         learner.begin(WORKER, BLOCKS, request.request_id, request, path, second * 1000.0)
-        learner.end(WORKER, request.request_id, second * 1000.0 + 500.0)
+        learner.on_finished(WORKER, request.request_id, None, second * 1000.0 + 500.0)
     assert not learner.pays
 
 
@@ -89,11 +90,11 @@ def test_a_learner_that_is_given_anothers_state_says_what_that_one_says() -> Non
         pass
     request, path = asked("under way", 4_200), prompt("under way", 8)
     one.begin(WORKER, BLOCKS, "under way", request, path, 480_000.0)
-    kept = msgspec.msgpack.encode(one.state())
+    kept = msgspec.msgpack.encode(one.checkpoint())
     other = RetentionLearner()
     other.restore(msgspec.msgpack.decode(kept, type=LearnerState))
     for each in (one, other):
-        each.end(WORKER, "under way", 480_500.0)
+        each.on_finished(WORKER, "under way", None, 480_500.0)
     expected, found = list(mixed(one, 5, since=9)), list(mixed(other, 5, since=9))
     assert found == expected
     assert any(said is not None for _, said in found)
@@ -107,7 +108,7 @@ def test_a_state_of_other_kinds_is_refused() -> None:
     learner = RetentionLearner()
     for _ in mixed(learner, 1):
         pass
-    state = learner.state()
+    state = learner.checkpoint()
     chapter = msgspec.structs.replace(state.chapters[0], visits=[0.0])
     with pytest.raises(ValueError, match="1 kinds, this version has"):
         RetentionLearner().restore(msgspec.structs.replace(state, chapters=[chapter]))
@@ -121,9 +122,8 @@ def test_after_a_snapshot_only_what_is_there_is_known() -> None:
             request = asked(f"{name} {request_id}", 4_200)
             learner.begin(worker, BLOCKS, request.request_id, request, prompt(request.request_id, 8), 0.0)
     here = WorkerKey(WorkerId("here"))
-    learner.keep_only([here])
-    learner.hold_only(lambda worker, dispatch_id: dispatch_id == "here 2")
-    state = learner.state()
+    learner.on_snapshot([here], lambda worker, dispatch_id: dispatch_id == "here 2")
+    state = learner.checkpoint()
     assert state.room == [("here", 0, BLOCKS)]
     assert [(name, dispatch_id) for name, _, dispatch_id, _ in state.held] == [("here", "here 2")]
 
@@ -131,12 +131,12 @@ def test_after_a_snapshot_only_what_is_there_is_known() -> None:
 def test_short_prompts_and_lost_workers_leave_nothing_behind() -> None:
     learner = RetentionLearner()
     learner.begin(WORKER, BLOCKS, "short", asked("short", 300), [], 0.0)
-    learner.end(WORKER, "short", 1.0)
+    learner.on_finished(WORKER, "short", None, 1.0)
     assert len(learner) == 0
     learner.begin(WORKER, BLOCKS, "long", asked("long", 4_200), prompt("x", 8), 2.0)
-    learner.drop(WORKER)
-    learner.end(WORKER, "long", 3.0)
-    learner.started(WORKER, "long", 512)
+    learner.on_left(WORKER)
+    learner.on_finished(WORKER, "long", None, 3.0)
+    learner.on_started(WORKER, "long", 512)
     assert (learner.gained_tokens, learner.lost_tokens) == (0, 0)
 
 
@@ -154,7 +154,7 @@ def test_the_end_of_a_prompt_that_never_comes_again_is_spent_and_one_that_does_i
             request = RoutingRequest(f"c{turn}", "m", 64 * len(path), 64, len(path))
             said = learner.advise(request, path, now_ms) or said
             learner.begin(WORKER, BLOCKS * 8, request.request_id, request, path, now_ms)
-            learner.end(WORKER, request.request_id, now_ms + 500.0)
+            learner.on_finished(WORKER, request.request_id, None, now_ms + 500.0)
         assert said is not None
         return said
 
@@ -170,7 +170,7 @@ def test_what_begins_to_harm_is_said_no_more_at_once_and_then_blocks_get_back_th
     for _ in mixed(learner, 10):
         pass
     assert learner.pays
-    found = learner.state()
+    found = learner.checkpoint()
     assert found.kept_lately > found.plain_lately
     lost = msgspec.structs.replace(found, kept_lately=0.9 * found.kept_hits, plain_lately=found.kept_hits)
     learner.restore(lost)
@@ -179,7 +179,7 @@ def test_what_begins_to_harm_is_said_no_more_at_once_and_then_blocks_get_back_th
         pass
 
     assert not learner.pays
-    assert learner.kept_hits <= learner.plain_hits + 16, "what it gained before says nothing of now"
+    assert learner.ghosts.kept_hits <= learner.ghosts.plain_hits + 16, "what it gained before says nothing of now"
     usual = learner.advise(asked("x", 4_200), prompt("0 0", 8), 602_000.0)
     assert usual == KvRetention((RetainedTokens(0, 4_200, RETENTION_DEFAULT),))
 
@@ -188,13 +188,13 @@ def test_the_next_turn_of_a_conversation_has_the_last_word_on_its_blocks() -> No
     learner = RetentionLearner()
     for _ in mixed(learner, 10):
         pass
-    state = learner.state()
+    state = learner.checkpoint()
     (chapter,) = state.chapters
     run = next(each for each in chapter.runs if each.turn == 1 and each.visits == 1)
     standing = msgspec.structs.replace(run, priority=99, duration_ms=10_000_000, until_ms=1e12)
     runs = [standing if each is run else each for each in chapter.runs]
     learner.restore(msgspec.structs.replace(state, chapters=[msgspec.structs.replace(chapter, runs=runs)]))
-    learner.pays = True
+    learner.ghosts.pays = True
 
     follow_up = list(run.granules) + prompt("more", 2)
     said = learner.advise(asked("next", 512 * len(follow_up)), follow_up, 600_000.0)
@@ -214,8 +214,8 @@ def test_what_requests_leave_beside_their_prompts_is_learnt_and_goes_with_what_i
             request = asked(f"r{second}", 4_200)
             learner.begin(WORKER, BLOCKS, request.request_id, request, prompt(str(second), 8), second * 1000.0)
             blocks = None if output_blocks is None else request.blocks + output_blocks
-            learner.end(WORKER, request.request_id, second * 1000.0 + 500.0, blocks)
-        return learner.state().output_tokens / learner.state().outputs, learner.state()
+            learner.on_finished(WORKER, request.request_id, blocks, second * 1000.0 + 500.0)
+        return learner.checkpoint().output_tokens / learner.checkpoint().outputs, learner.checkpoint()
 
     unknown, _ = cells_of(None)
     none, state = cells_of(0)
@@ -226,4 +226,4 @@ def test_what_requests_leave_beside_their_prompts_is_learnt_and_goes_with_what_i
     assert many == pytest.approx(5_120, rel=0.05)
     restored = RetentionLearner()
     restored.restore(state)
-    assert restored.state() == state
+    assert restored.checkpoint() == state

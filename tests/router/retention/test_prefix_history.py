@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.retention.prefix_history import PrefixHistory, Run
+from poolgrid.router.policies.retention.prefix_history import PrefixHistory, Run
 
 PATHS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=7).map(tuple), max_size=30)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.retention.return_times import (
+from poolgrid.router.policies.retention.return_times import (
     BINS,
     EDGES_MS,
     NOTHING,

@@ -78,9 +78,12 @@ class TrtllmCalls:
         facts: ModelFacts,
         processors: ProcessorsOfRequests,
     ) -> None:
-        self._library = library
+        self.library = library
+        self.llm = llm
+        self.arguments = arguments
+        self.transfers_kv = bool((arguments.values.get("cache_transceiver_config") or {}).get("backend"))
+        """Whether prefill and decode legs can run."""
         self._processors = processors
-        self._llm = llm
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._vocabulary_size = facts.vocabulary_size
         self._measures = bool(arguments.values.get("enable_iter_perf_stats"))
@@ -101,7 +104,7 @@ class TrtllmCalls:
 
     @property
     def takes_retention(self) -> bool:
-        return self._library.kv_cache_retention is not None and "kv_cache_retention_config" in self._accepted
+        return self.library.kv_cache_retention is not None and "kv_cache_retention_config" in self._accepted
 
     def plan(self, request: Generate) -> Plan | None:
         """Return what a request becomes, ``None`` for an encode leg; raises ``RefusedError``."""
@@ -143,7 +146,7 @@ class TrtllmCalls:
             except DecodeError:
                 return None  # it is refused where its media are loaded
             self.media.note(digests, [item.media_hash for item in items], seed)
-        return seed if self._library.names_media else None
+        return seed if self.library.names_media else None
 
     def generate(
         self,
@@ -160,7 +163,7 @@ class TrtllmCalls:
         Raises ``RefusedError``, and what TensorRT-LLM raises.
         """
         if plan is None:
-            return self._llm.generate_async(inputs)
+            return self.llm.generate_async(inputs)
         routing = request.routing
         given: dict[str, Any] = {"sampling_params": self.sampling_params(request, plan), "streaming": not context_only}
         params, prompt = self._disaggregated_params(request, context_only, handles)
@@ -170,7 +173,7 @@ class TrtllmCalls:
             inputs = list(unpack_tokens(prompt))
         adapter = plan.adapter
         if adapter is not None:
-            given["lora_request"] = self._library.lora_request(
+            given["lora_request"] = self.library.lora_request(
                 adapter.name, adapter.number, adapter.path, adapter.checkpoint_source
             )
         if plan.cache_salt:
@@ -182,17 +185,17 @@ class TrtllmCalls:
             given["kv_cache_retention_config"] = self._retention(request.retention, request)
         if request.trace is not None and "trace_headers" in self._accepted:
             given["trace_headers"] = request.trace.headers
-        return self._llm.generate_async(inputs, **given)
+        return self.llm.generate_async(inputs, **given)
 
     async def generate_one(self, rank: int) -> None:
         """Let a rank generate one token of the worker's own."""
         given = self._scheduling(rank)
         if "cache_salt" in self._accepted:
             given["cache_salt"] = HEALTH_SALT
-        sampling = self._library.sampling_params(
+        sampling = self.library.sampling_params(
             end_id=-1, pad_id=0, max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
         )
-        result = self._llm.generate_async([HEALTH_TOKEN], sampling_params=sampling, streaming=False, **given)
+        result = self.llm.generate_async([HEALTH_TOKEN], sampling_params=sampling, streaming=False, **given)
         try:
             # Not ``result(timeout)``: it has no effect.
             await result.aresult()
@@ -203,7 +206,7 @@ class TrtllmCalls:
 
     def text_of(self, tokens: bytes) -> str:
         """Return the text of tokens (u32 little-endian); raises ``RefusedError`` where nobody can tell."""
-        tokenizer = getattr(self._llm, "tokenizer", None)
+        tokenizer = getattr(self.llm, "tokenizer", None)
         if tokenizer is None:
             raise UnableError("an output with media goes on as text, and this engine has no tokenizer")
         text: str = tokenizer.decode(list(unpack_tokens(tokens)))
@@ -211,7 +214,7 @@ class TrtllmCalls:
 
     def _retention(self, retention: KvRetention, request: Generate) -> Any:
         """Return how long a request's blocks stay, as TensorRT-LLM takes it; durations are ``timedelta``."""
-        made = self._library.kv_cache_retention
+        made = self.library.kv_cache_retention
         assert made is not None, "a plan was made, so the version has it"
         length = len(request.token_ids) // 4
         emitted = request.routing.emitted_tokens
@@ -235,7 +238,7 @@ class TrtllmCalls:
     def _scheduling(self, rank: int) -> dict[str, Any]:
         if "scheduling_params" not in self._accepted:
             return {}
-        return {"scheduling_params": self._library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
+        return {"scheduling_params": self.library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
 
     def sampling_params(self, request: Generate, made: Plan) -> Any:
         """Return a request's own ``SamplingParams``; raises ``RefusedError``."""
@@ -245,13 +248,13 @@ class TrtllmCalls:
             # What TensorRT-LLM's own metrics are made of.
             arguments["return_perf_metrics"] = True
         if plan.guide is not None:
-            arguments["guided_decoding"] = self._library.guided_decoding_params(**plan.guide)
+            arguments["guided_decoding"] = self.library.guided_decoding_params(**plan.guide)
         if plan.logit_bias:
             arguments["embedding_bias"] = embedding_bias(plan.logit_bias, self._vocabulary_size)
         processor = self._processors.make(request, self._vocabulary_size)
         if processor is not None:
             arguments["logits_processor"] = processor
-        return self._library.sampling_params(**arguments)
+        return self.library.sampling_params(**arguments)
 
     def _disaggregated_params(
         self, request: Generate, context_only: bool, handles: Sequence[tuple[codec.HandleField, dict[str, Any]]]
@@ -265,7 +268,7 @@ class TrtllmCalls:
         if request.disaggregated_params is not None:
             try:
                 decoded = codec.decode(
-                    request.disaggregated_params, self._library.disaggregated_params, self._library.logprob
+                    request.disaggregated_params, self.library.disaggregated_params, self.library.logprob
                 )
             except DecodeError as error:
                 raise RefusedError(f"disaggregated_params: {error}") from None
@@ -290,7 +293,7 @@ class TrtllmCalls:
             made.request_type = codec.GENERATION_ONLY
         elif context_only:
             if made is None:
-                made = self._library.disaggregated_params()
+                made = self.library.disaggregated_params()
             made.request_type = codec.CONTEXT_ONLY
         elif made is not None:
             made.request_type = codec.WHOLE

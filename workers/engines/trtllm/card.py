@@ -11,7 +11,7 @@ from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
 from poolgrid.workers.engines.trtllm.core.model_abilities import abilities_of
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
-from poolgrid.workers.engines.trtllm.engine import LoadedEngine
+from poolgrid.workers.engines.trtllm.loading import LoadedEngine
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 
 

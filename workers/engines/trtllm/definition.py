@@ -51,6 +51,20 @@ def _with_model(settings: TrtllmWorkerSettings, path: Path) -> TrtllmWorkerSetti
     )
 
 
+def _read_limits(path: Path) -> dict[str, int]:
+    from poolgrid.workers.engines.trtllm.arguments.contract import look_up
+    from poolgrid.workers.engines.trtllm.arguments.engine_file import read_yaml
+
+    values = read_yaml(path)
+    found = {
+        "block-size": look_up(values, "kv_cache_config.tokens_per_block"),
+        "max-batch-size": look_up(values, "max_batch_size"),
+        "max-num-tokens": look_up(values, "max_num_tokens"),
+        "max-sequence-length": look_up(values, "max_seq_len"),
+    }
+    return {option: value for option, value in found.items() if value is not None}
+
+
 ENGINE = EngineDefinition(
     title="TensorRT-LLM",
     settings=TrtllmWorkerSettings,
@@ -63,5 +77,6 @@ ENGINE = EngineDefinition(
     loads=lambda settings: settings.model_path,
     with_model=_with_model,
     span=_span,
+    read_limits=_read_limits,
     start_plan=_start_plan,
 )

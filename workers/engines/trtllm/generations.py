@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Everything but the constructor and ``take`` is called in the engine's thread. What its results bring waits, as
+1. The results live in the engine's thread. What its results bring waits, as
    values, until it is taken on the worker's loop: one wake-up for all that came meanwhile, and one value for each
    request. The results themselves never leave the thread.
 2. A request has one task, which does nothing but notice that its result has grown. ``OutputCursor`` remembers what was
@@ -38,7 +38,7 @@ from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.trtllm.calls import Plan, TrtllmCalls
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.outputs import GOES_ON, OutputCursor, prompt_logprobs
-from poolgrid.workers.engines.trtllm.library import REQUEST_ERRORS, TrtllmLibrary, is_alive
+from poolgrid.workers.engines.trtllm.library import REQUEST_ERRORS, is_alive
 from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor, SharedHandles, SharedTensors
 from poolgrid.workers.tensor_transfer.port import Tensor
 
@@ -97,7 +97,8 @@ class _Leg:
 
     serial: int
     request: Generate
-    plan: Plan
+    plan: Plan | None
+    """``None`` of an encode leg."""
     context_only: bool
     cursor: OutputCursor
     fetched: Sequence[Tensor] = ()
@@ -120,15 +121,12 @@ class _Leg:
 
 
 class Generations:
-    """The requests of one engine; ``grown`` is called on the worker's loop when there is something to take."""
+    """The requests of one engine."""
 
     def __init__(
         self,
         thread: EngineThread,
-        library: TrtllmLibrary,
-        llm: Any,
         calls: TrtllmCalls,
-        grown: Callable[[], None],
         load_media: MediaLoader | None,
         miscounted: Callable[[int, int], None],
         shared_tensors: SharedTensors | None = None,
@@ -139,19 +137,41 @@ class Generations:
         """
         self._shared_tensors = shared_tensors
         self._thread = thread
-        self._library = library
-        self._llm = llm
         self._calls = calls
-        self._grown = grown
+        self._grown: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._untaken: dict[int, Growth] = {}
         """What was not taken yet, by serial; guarded by the lock."""
         self._load_media = load_media
         self._miscounted = miscounted
-        self._preprocess = getattr(llm, "preprocess", None)
+        self._preprocess = getattr(calls.llm, "preprocess", None)
         self._legs: dict[int, _Leg] = {}
         self._touched: dict[_Leg, None] = {}
         self._flushing = False
+
+    # -- from the worker's loop ----------------------------------------------------------------------------------------
+
+    @property
+    def takes_media(self) -> bool:
+        return self._load_media is not None
+
+    def observe(self, grown: Callable[[], None]) -> None:
+        """Call ``grown`` on the worker's loop when there is something to take."""
+        self._grown = grown
+
+    def submit(
+        self, serial: int, request: Generate, plan: Plan | None, context_only: bool, fetched: Sequence[Tensor] = ()
+    ) -> None:
+        """Give a request to the engine; its growth and its end are told under ``serial``."""
+        self._thread.post(self._begin, serial, request, plan, context_only, fetched)
+
+    def abort(self, serial: int) -> None:
+        """Stop a request as soon as the engine allows it; its end is told. What has ended is left alone."""
+        self._thread.post(self._abort_leg, serial)
+
+    async def close(self) -> None:
+        """End every request."""
+        await self._thread.run(self._close, "end of the requests")
 
     def take(self) -> list[Growth]:
         """Return what is new since the last call; from any thread."""
@@ -159,10 +179,11 @@ class Generations:
             untaken, self._untaken = self._untaken, {}
         return list(untaken.values())
 
-    def begin(
-        self, serial: int, request: Generate, plan: Plan, context_only: bool, fetched: Sequence[Tensor] = ()
+    # -- in the engine's thread ----------------------------------------------------------------------------------------
+
+    def _begin(
+        self, serial: int, request: Generate, plan: Plan | None, context_only: bool, fetched: Sequence[Tensor]
     ) -> None:
-        """Give a request to the engine; its growth and its end are told under ``serial``."""
         leg = _Leg(serial, request, plan, context_only, OutputCursor(request.sampling.logprobs), fetched)
         self._legs[serial] = leg
         if request.multimodal is not None:
@@ -175,8 +196,7 @@ class Generations:
         else:
             leg.task = detached(self._follow(leg), f"request {request.request_id}")
 
-    def abort(self, serial: int) -> None:
-        """Stop a request as soon as the engine allows it; its end is told. What has ended is left alone."""
+    def _abort_leg(self, serial: int) -> None:
         leg = self._legs.get(serial)
         if leg is None or leg.aborting:
             return
@@ -188,8 +208,7 @@ class Generations:
         elif leg.began or not leg.transfers:
             self._abort(leg)
 
-    async def close(self) -> None:
-        """End every task."""
+    async def _close(self) -> None:
         tasks = [leg.task for leg in self._legs.values() if leg.task is not None]
         for task in tasks:
             task.cancel()
@@ -203,7 +222,7 @@ class Generations:
         handles = () if leg.shared is None else leg.shared.handles
         try:
             leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only, handles)
-        except self._library.request_error:
+        except self._calls.library.request_error:
             # A fault of the engine's own threads is raised at whichever request comes next; one that is the request's
             # own is raised again.
             leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only, handles)
@@ -215,13 +234,13 @@ class Generations:
         emitted = _emitted(request)
         try:
             has_handles = request.disaggregated_params is not None and request.stage is not Stage.ENCODE
-            seed = None if request.stage is Stage.ENCODE else leg.plan.hash_seed
+            seed = None if leg.plan is None else leg.plan.hash_seed
             inputs = await asyncio.to_thread(self._load_media, request, has_handles, seed)
             if leg.fetched:
                 leg.shared = await asyncio.to_thread(self._share, leg)
             if emitted:
                 inputs["prompt"] += self._calls.text_of(emitted)
-            if self._preprocess is not None and request.stage is not Stage.ENCODE and not has_handles:
+            if self._preprocess is not None and leg.plan is not None and not has_handles:
                 sampling = self._calls.sampling_params(request, leg.plan)
                 inputs = await asyncio.to_thread(self._preprocess, inputs, sampling)
             self._start(leg, inputs)
@@ -339,8 +358,8 @@ class Generations:
 
     def _ending(self, leg: _Leg, output: Any) -> End:
         if leg.error is not None:
-            request_error = isinstance(leg.error, (RefusedError, self._library.request_error, *REQUEST_ERRORS))
-            alive = True if isinstance(leg.error, RefusedError) else is_alive(self._llm)
+            request_error = isinstance(leg.error, (RefusedError, self._calls.library.request_error, *REQUEST_ERRORS))
+            alive = True if isinstance(leg.error, RefusedError) else is_alive(self._calls.llm)
             return End(error=leg.error, at_call=leg.result is None and request_error, alive=alive)
         reason = None if output is None else output.finish_reason
         metrics = dict(getattr(leg.result, "metrics_dict", None) or {})

@@ -14,7 +14,8 @@ from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
-from poolgrid.workers.engines.trtllm.engine import EngineLimits, LoadedEngine, load_engine
+from poolgrid.workers.engines.trtllm.loading import LoadedEngine, load_engine
+from poolgrid.workers.engines.trtllm.requests import EngineLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from poolgrid.workers.engines.trtllm.spanning import arguments_of, watched_ranks
 from poolgrid.workers.ranks.watch import RankWatch

@@ -22,12 +22,10 @@ DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"
 
 Name = Annotated[str, StringConstraints(max_length=IDENTIFIER_BYTES_MAX)]
 
-EVENT_BUFFER_DEFAULT = 100_000
-"""Events are small; TensorRT-LLM's reader may be late by seconds when a long prefill holds the interpreter, and an
-overflow costs the whole index of a rank. 1024 overflowed in the field (dynamo #711)."""
-
-KEPT_TRANSFERS_MAX_DEFAULT = 256
-"""Prefilled requests that are kept at a time; far more than decode workers are behind by."""
+EVENT_BUFFER_MAX_SIZE = 100_000
+"""KV events that the engine keeps until they are read. Events are small; TensorRT-LLM's reader may be late by seconds
+when a long prefill holds the interpreter, and an overflow costs the whole index of a rank. 1024 overflowed in the field
+(dynamo #711)."""
 
 TIMEOUT_MS_MAX = 3_600_000.0
 """An hour: longer than anybody waits for KV."""
@@ -59,15 +57,8 @@ class TrtllmSettings(Settings):
     )
     served_model_name: Name = Field("", description="Model name as clients write it; empty = the model path.")
     tensor_parallel_size: int = Field(1, ge=1, le=4096, description="GPUs that share each layer.")
-    pipeline_parallel_size: int = Field(1, ge=1, le=4096, description="Stages that the layers are divided into.")
-    expert_parallel_size: int | None = Field(
-        None, ge=1, le=4096, description="GPUs that experts are spread over; empty = TensorRT-LLM decides."
-    )
     enable_attention_dp: bool = Field(
         False, description="Attention is data parallel: each rank has its own KV cache and is its own routing target."
-    )
-    gpus_per_node: int | None = Field(
-        None, ge=1, le=1024, description="GPUs of a node; empty = those that are visible."
     )
     kv_block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block; all workers of a pool must agree.")
     free_gpu_memory_fraction: float = Field(
@@ -78,7 +69,6 @@ class TrtllmSettings(Settings):
     max_seq_len: int | None = Field(
         None, ge=2, le=16_777_216, description="Prompt and output tokens of one request; empty = the model's own limit."
     )
-    max_beam_width: int = Field(1, ge=1, le=256, description="Beams of one request; disaggregation allows only 1.")
     disaggregation_mode: DisaggregationMode = Field(
         "prefill_and_decode", description="Which part of a request this worker does."
     )
@@ -103,12 +93,6 @@ class TrtllmSettings(Settings):
         True,
         description="Publish KV cache events and engine statistics; without them a router knows only what it sent.",
     )
-    event_buffer_max_size: int = Field(
-        EVENT_BUFFER_DEFAULT,
-        ge=1,
-        le=10_000_000,
-        description="KV events that the engine keeps until they are read; beyond it the oldest are lost.",
-    )
     connector: Literal["none", "kvbm"] = Field(
         "none", description="KV cache connector; kvbm offloads blocks to host and disk through Dynamo's block manager."
     )
@@ -128,9 +112,6 @@ class TrtllmSettings(Settings):
         "NAME=package.module:factory; the modules are imported at the start.",
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
-    load_format: Literal["auto", "dummy", "vision_only"] = Field(
-        "auto", description="How weights are loaded; dummy = none, random weights."
-    )
     namespace: Name = Field(
         "poolgrid", min_length=1, description="First part of the endpoint name; dyn:// before it is fine."
     )
@@ -225,24 +206,15 @@ class TrtllmWorkerSettings(RankSettings, TensorSettings, StepTimesSettings, Trtl
         "bytes in messages, or read from their host memory with NIXL (poolgrid[nixl]). Encode workers and the workers "
         "that compute their prompts need the same, except that zmq and nixl go together.",
     )
-    kept_transfers_max: int = Field(
-        KEPT_TRANSFERS_MAX_DEFAULT,
-        ge=1,
-        le=65_536,
-        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy.",
-    )
-    max_requests: int = Field(
-        8192, ge=1, le=1_048_576, description="Requests in the engine, waiting ones included; one more is refused."
-    )
-    health_interval_ms: float = Field(
-        30_000.0,
-        ge=10.0,
-        le=86_400_000.0,
-        description="Time between two one-token generations that prove an idle engine; a busy one proves itself.",
-    )
-    health_timeout_ms: float = Field(
-        30_000.0, ge=10.0, le=86_400_000.0, description="How long such a generation may take."
-    )
+    kept_transfers_max: ClassVar[int] = 256
+    """Prefilled requests whose KV is kept at a time, far more than decode workers are behind by; at the bound prefill
+    legs are refused as busy."""
+    max_requests: ClassVar[int] = 8192
+    """Requests in the engine, waiting ones included: more than any engine runs. One more is refused."""
+    health_interval_ms: ClassVar[float] = 30_000.0
+    """Time between two one-token generations that prove an idle engine; a busy one proves itself."""
+    health_timeout_ms: ClassVar[float] = 30_000.0
+    """How long such a generation may take."""
     answer_timeout_ms: float = Field(
         5_000.0,
         ge=10.0,

@@ -83,7 +83,7 @@ yes
 {{- if eq .names.kind "nats" }}
 - --names=nats
 - --namespace={{ include "poolgrid.namespace" $.root }}
-- --names-replicas={{ int .nats.replicas }}
+- --nats-replicas={{ int .nats.replicas }}
 {{- if not $.advertised }}
 - --advertise-host=$(POD_IP)
 {{- end }}

@@ -8,10 +8,9 @@ not in it; 2 for wrong arguments.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,11 +48,11 @@ from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk, 
 from poolgrid.consolidator.journal.record_rows import (
     chosen_events,
     record_row,
-    write_parquet,
 )
 from poolgrid.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process.figures import UNKNOWN, counted, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.decision_journal.reader import DIRECTORY, ReadRemarks, stored_entries
@@ -299,7 +298,9 @@ def compact(
             typer.echo(f"{error}; nothing was changed", err=True)
             raise typer.Exit(1) from None
         try:
-            journal = FileJournal(disk, JournalSettings(_SETTINGS.segment_bytes, retention_bytes, retention_ms))
+            journal = FileJournal(
+                disk, JournalSettings(Tuning().segment_bytes_of(retention_bytes), retention_bytes, retention_ms)
+            )
             with progress_bar("folding", 1, as_bytes=False):
                 pool = journal.recover(BLOCKS_PER_WORKER_MAX)
             for line in journal.report:
@@ -326,68 +327,6 @@ def compact(
     typer.echo(
         f"{counted(removed, 'segment')} removed, {size(before)} before, {size(after)} after, offset {pool.offset}"
     )
-
-
-FORMATS = ("jsonl", "parquet")
-
-
-def _formats(incomplete: str) -> list[str]:
-    return [name for name in FORMATS if name.startswith(incomplete)]
-
-
-@app.command()
-def export(
-    directory: Directory,
-    out: Annotated[Path, typer.Option(help="File to write.")],
-    format_: Annotated[
-        str,
-        typer.Option("--format", help="jsonl (a record a line) or parquet (an event a row).", autocompletion=_formats),
-    ],
-    first: From = None,
-    to: To = None,
-    worker: WorkerOption = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write records to a file for other tools; the file appears when it is whole."""
-    if format_ not in FORMATS:
-        typer.echo(f"--format: {format_!r} is unknown, allowed are {' and '.join(FORMATS)}", err=True)
-        raise typer.Exit(2)
-    unfinished = out.with_name(out.name + ".unfinished")
-    with journal_errors():
-        disk = open_journal(directory)
-        try:
-            with progress_bar("exporting", survey_bytes(disk)) as on_progress:
-                stored = _told(_chosen(disk, first, to, worker), on_progress)
-                if format_ == "parquet":
-                    count, what = write_parquet(stored, unfinished), "event"
-                else:
-                    count, what = _write_lines(stored, unfinished), "record"
-            os.replace(unfinished, out)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    written = out.stat().st_size
-    if as_json:
-        print_json({"out": str(out), "format": format_, f"{what}s": count, "bytes": written})
-        return
-    typer.echo(f"{counted(count, what)} in {out}, {size(written)}")
-
-
-def _told(stored: Iterable[StoredRecord], on_progress: Callable[[int], None]) -> Iterator[StoredRecord]:
-    done = 0
-    for number, each in enumerate(stored):
-        done += each.size
-        if number % 1000 == 0:
-            on_progress(done)
-        yield each
-
-
-def _write_lines(stored: Iterable[StoredRecord], out: Path) -> int:
-    count = 0
-    with out.open("w", encoding="utf-8") as file:
-        for each in stored:
-            file.write(json.dumps(record_row(each)) + "\n")
-            count += 1
-    return count
 
 
 @app.command()

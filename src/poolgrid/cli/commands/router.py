@@ -32,7 +32,8 @@ def router(
     def ready(endpoints: Endpoints) -> None:
         ingest = [f"ingest={endpoints.ingest}"] if endpoints.ingest else []
         ext_proc = [f"ext-proc={endpoints.ext_proc}"] if endpoints.ext_proc else []
-        say_ready(endpoints.http, *ingest, f"select={endpoints.select}", *ext_proc)
+        admin = [f"admin={endpoints.admin}"] if endpoints.admin else []
+        say_ready(endpoints.http, *ingest, f"select={endpoints.select}", *ext_proc, *admin)
 
     chosen = LogChoice(log_level, log_format)
 

@@ -19,15 +19,16 @@ Rules for this file:
    is held while any of them says so; the first to say it and the last to take it back are told to readers. Gaps, leases
    and acknowledgements are the business of the rank's own stream alone.
 
-What may join: see ``_objection``. Limits: ``ConsolidatorLimits``.
+What may join: see ``compatibility``. Limits: ``ConsolidatorLimits``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
+from poolgrid.consolidator.core.compatibility import incompatibility
 from poolgrid.consolidator.core.cursor import Cursor, Verdict
 from poolgrid.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
@@ -35,29 +36,17 @@ from poolgrid.consolidator.core.pool_state import (
     WorkerRank,
 )
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.card_check import card_problem, name_problem
 from poolgrid.wire.events import (
     AnyEvent,
-    BlocksReleased,
-    BlocksRemoved,
-    BlocksShared,
-    BlocksStored,
     CacheCleared,
     EventBatch,
     JournalRecord,
-    LoadReported,
-    PrefillCompleted,
     RequestFinished,
-    RequestProgressed,
-    RequestStarted,
     SnapshotBegan,
-    SnapshotEnded,
     StreamStateChanged,
-    WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import HASH_SPEC
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.ingest import (
     Acknowledged,
@@ -71,7 +60,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, POOL_TEMPLATES_CHARS_MAX, TEXT_CHARS_MAX
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 LIVE = StreamState.LIVE
@@ -84,6 +73,9 @@ ones (a snapshot in one piece) a stored chain stays one event, blocks that reade
 EVENTS_BESIDE_OTHERS_MAX = EVENTS_PER_BATCH_MAX // 2 - 1024
 """Events of a batch of a worker with several sources: a removed event may become two, one for the blocks that another
 source still holds; the rest is room for what a restatement takes back."""
+
+SOURCES_PER_WORKER_MAX = 8
+"""Event sources of one worker rank, its own stream included; engines and block managers have two or three."""
 
 NAME_CHARS_IN_REASON_MAX = 200
 """Characters of a refused value that are repeated in the reason."""
@@ -104,7 +96,7 @@ class ConsolidatorLimits:
 
     workers_max: int = 4096
     """WorkerRank ranks in the pool; a further one is refused."""
-    sources_per_worker_max: int = 8
+    sources_per_worker_max: int = SOURCES_PER_WORKER_MAX
     """Sources of one rank; a further one is refused."""
     blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX
     """Blocks remembered per rank; further chains are not taken in and counted."""
@@ -199,9 +191,6 @@ class Consolidator:
 
     # Turns
 
-    def begin(self, now: Now) -> Turn:
-        return Turn(now)
-
     def finish(self, turn: Turn) -> None:
         """Close a turn: one acknowledgement per rank whose batches were taken in."""
         for key, peer in turn.acknowledge.items():
@@ -271,7 +260,7 @@ class Consolidator:
         if worker is not None and hello.epoch < worker.epoch:
             self._refuse(peer, key, _older(key, hello.epoch, worker.epoch), turn)
             return
-        objection = self._objection(key, hello.card)
+        objection = incompatibility(self.pool.workers, self.limits.workers_max, key, hello.card)
         if objection is not None:
             self._refuse(peer, key, objection, turn)
             return
@@ -339,7 +328,7 @@ class Consolidator:
     def attach(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> str | None:
         """Make a rank a member by configuration, under a new epoch; return why not when it may not."""
         worker = self.pool.workers.get(key)
-        objection = self._objection(key, card)
+        objection = incompatibility(self.pool.workers, self.limits.workers_max, key, card)
         if objection is None and worker is not None and epoch <= worker.epoch:
             objection = _older(key, epoch, worker.epoch)
         if objection is not None:
@@ -489,7 +478,8 @@ class Consolidator:
             return False
         known = worker.streams.get(source)
         is_live = known is not None and known.state is LIVE
-        events, tells = self._consolidate(worker, batch, is_live, whole=len(batch.events) > EVENTS_TO_SPLIT_MAX)
+        events, tells, ignored = worker.take(batch, is_live, whole=len(batch.events) > EVENTS_TO_SPLIT_MAX)
+        tally.ignored_events += ignored
         if before:
             events[:0] = before
         cursor.next_seq += 1
@@ -513,61 +503,6 @@ class Consolidator:
             link.lag_ms = lag_ms if lag_ms > 0 else 0
             turn.acknowledge[key] = peer
         return True
-
-    def _consolidate(
-        self, worker: WorkerRank, batch: EventBatch, is_live: bool, whole: bool
-    ) -> tuple[list[AnyEvent], bool]:
-        """Change the worker's state as the batch says; return what the journal and the readers get, and whether any of
-        it says how far a stream can be trusted."""
-        out: list[AnyEvent] = []
-        presence = worker.presence
-        source = batch.source
-        tells = False
-        restating = worker.restating or (not is_live and worker.stream(source).state is StreamState.SNAPSHOTTING)
-        for event in batch.events:
-            if (
-                type(event) is RequestStarted
-                or type(event) is PrefillCompleted
-                or type(event) is RequestProgressed
-                or type(event) is RequestFinished
-                or type(event) is LoadReported
-                or type(event) is WorkerDraining
-            ):
-                worker.note(event)
-                out.append(event)
-            elif type(event) is BlocksStored:
-                before = len(out)
-                presence.store(source, event, out)
-                if whole and len(out) - before > 1:
-                    out[before:] = [event]
-            elif type(event) is BlocksRemoved:
-                presence.remove(source, event, out)
-            elif type(event) is CacheCleared:
-                presence.clear(source, out)
-            elif type(event) is SnapshotBegan:
-                tells = True
-                if presence.restate(source, event, out):
-                    worker.restating = True
-                else:
-                    # To readers it would mean that nothing at all is held; they are told what is gone.
-                    out.append(StreamStateChanged(source, StreamState.SNAPSHOTTING, "its cache is restated"))
-                restating = True
-            elif type(event) is SnapshotEnded:
-                if restating:
-                    tells = True
-                    restating = worker.restating = False
-                    out.append(event)
-            elif (
-                type(event) is WorkerJoined
-                or type(event) is WorkerLeft
-                or type(event) is BlocksShared
-                or type(event) is BlocksReleased
-                or type(event) is StreamStateChanged
-            ):
-                self.tally.ignored_events += 1  # the consolidator says these, never a source
-            else:
-                assert_never(event)
-        return out, tells
 
     def _lose_requests(self, worker: WorkerRank, batch: EventBatch, turn: Turn) -> None:
         if not worker.requests or batch.source != WORKER_SOURCE:
@@ -603,44 +538,6 @@ class Consolidator:
             turn.replies.append((peer, Resend(*worker.key, epoch=worker.epoch, from_seq=wanted)))
 
     # Membership
-
-    def _objection(self, key: WorkerKey, card: WorkerCard) -> str | None:
-        """Say why a rank with this card may not join, or ``None``."""
-        members = self.pool.workers
-        if key not in members and len(members) >= self.limits.workers_max:
-            return f"the pool has {len(members)} worker ranks, allowed are at most {self.limits.workers_max}"
-        problem = name_problem("worker_id", key.worker_id, needed=True) or card_problem(card)
-        if problem is not None:
-            return problem
-        if card.dp_size < 1 or key.dp_rank >= card.dp_size:
-            return f"dp_rank is {key.dp_rank}, the card's dp_size {card.dp_size} allows 0 to {card.dp_size - 1}"
-        if card.hash_spec != HASH_SPEC:
-            return (
-                f"the card's hash_spec is {card.hash_spec!r}, this pool hashes blocks with {HASH_SPEC!r}: "
-                "its blocks would never be found"
-            )
-        templates = len(card.chat.chat_template)
-        for other_key, other in members.items():
-            if other_key == key:
-                continue
-            if other_key.worker_id == key.worker_id and other.card.dp_size != card.dp_size:
-                return f"the card's dp_size is {card.dp_size}, rank {other_key} of the worker has {other.card.dp_size}"
-            if other.card.model == card.model and other.card.block_size != card.block_size:
-                return (
-                    f"the card's block_size is {card.block_size}, worker {other_key} serves model {card.model!r} with "
-                    f"{other.card.block_size}; all workers of a model in a pool must agree"
-                )
-            if other.card.model == card.model:
-                contradiction = _contradiction(card, other_key, other.card)
-                if contradiction is not None:
-                    return contradiction
-            templates += len(other.card.chat.chat_template)
-        if card.chat.chat_template and templates > POOL_TEMPLATES_CHARS_MAX:
-            return (
-                f"with the card's chat.chat_template those of the pool have {templates} characters, allowed are "
-                f"{POOL_TEMPLATES_CHARS_MAX}: give the template to the routers"
-            )
-        return None
 
     def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> WorkerRank:
         worker = self.pool.workers[key] = self.pool.new_worker(key, epoch, card)
@@ -679,21 +576,6 @@ class Consolidator:
         turn.remarks.append(f"refused worker {key}: {reason}")
         if peer:
             turn.replies.append((peer, JoinRefused(*key, reason=reason[:TEXT_CHARS_MAX])))
-
-
-def _contradiction(card: WorkerCard, other_key: WorkerKey, other: WorkerCard) -> str | None:
-    """Say what two workers of a model tell routers differently, or ``None``."""
-    told = [(f"chat.{field}", own, others) for field, own, others in card.chat.contradictions(other.chat)]
-    largest, others = card.media.item_bytes_max, other.media.item_bytes_max
-    if largest and others and largest != others:
-        told.append(("media.item_bytes_max", str(largest), str(others)))
-    if not told:
-        return None
-    field, own_value, other_value = told[0]
-    return (
-        f"the card's {field} is {own_value}, worker {other_key} serves model {card.model!r} with {other_value}; all "
-        "workers of a model in a pool must agree, or say nothing"
-    )
 
 
 def _older(key: WorkerKey, epoch: int, current: int) -> str:

@@ -45,6 +45,7 @@ from poolgrid.wire.events import (
     BlocksShared,
     BlocksStored,
     CacheCleared,
+    EventBatch,
     JournalRecord,
     LoadReported,
     PrefillCompleted,
@@ -103,55 +104,90 @@ class WorkerRank:
 
     def apply(self, source: str, event: AnyEvent) -> None:
         """Apply one event of a journal record that is about this worker."""
-        if (
-            type(event) is BlocksStored
-            or type(event) is BlocksRemoved
-            or type(event) is BlocksShared
-            or type(event) is BlocksReleased
-            or type(event) is CacheCleared
-        ):
-            self.presence.apply(source, event)
-        elif type(event) is SnapshotBegan:
-            self.restating = True
-            self.presence.apply(source, event)
-        elif type(event) is SnapshotEnded:
-            self.restating = False
-        elif type(event) is StreamStateChanged:
-            pass  # of the record, which ``poolgrid.wire.streams.fold`` takes whole
-        elif type(event) is WorkerJoined or type(event) is WorkerLeft:
-            pass  # of the pool, which has begun or ended this worker
-        else:
-            self.note(event)
+        match event:
+            case BlocksStored() | BlocksRemoved() | BlocksShared() | BlocksReleased() | CacheCleared():
+                self.presence.apply(source, event)
+            case SnapshotBegan():
+                self.restating = True
+                self.presence.apply(source, event)
+            case SnapshotEnded():
+                self.restating = False
+            case StreamStateChanged() | WorkerJoined() | WorkerLeft():
+                pass  # of the stream, which ``poolgrid.wire.streams.fold`` takes, or of the pool
+            case _:
+                self.note(event)
+
+    def take(self, batch: EventBatch, is_live: bool, whole: bool) -> tuple[list[AnyEvent], bool, int]:
+        """Change the state as a batch of a source says.
+
+        Return what the journal and the readers get, whether any of it says how far a stream can be trusted, and how
+        many events were ignored. With ``whole`` a stored chain stays one event.
+        """
+        out: list[AnyEvent] = []
+        presence, source = self.presence, batch.source
+        tells, ignored = False, 0
+        restating = self.restating or (not is_live and self.stream(source).state is StreamState.SNAPSHOTTING)
+        for event in batch.events:
+            match event:
+                case BlocksStored():
+                    before = len(out)
+                    presence.store(source, event, out)
+                    if whole and len(out) - before > 1:
+                        out[before:] = [event]
+                case BlocksRemoved():
+                    presence.remove(source, event, out)
+                case CacheCleared():
+                    presence.clear(source, out)
+                case SnapshotBegan():
+                    tells = True
+                    if presence.restate(source, event, out):
+                        self.restating = True
+                    else:
+                        # To readers it would mean that nothing at all is held; they are told what is gone.
+                        out.append(StreamStateChanged(source, StreamState.SNAPSHOTTING, "its cache is restated"))
+                    restating = True
+                case SnapshotEnded():
+                    if restating:
+                        tells = True
+                        restating = self.restating = False
+                        out.append(event)
+                case WorkerJoined() | WorkerLeft() | BlocksShared() | BlocksReleased() | StreamStateChanged():
+                    ignored += 1  # the consolidator writes these, never a source
+                case _:
+                    self.note(event)
+                    out.append(event)
+        return out, tells, ignored
 
     def note(self, event: WorkerEvent) -> None:
         """Apply an event that is about the worker and its requests, and not about blocks."""
-        if type(event) is RequestStarted:
-            self.requests.pop(event.request_id, None)
-            if len(self.requests) >= REQUESTS_PER_WORKER_MAX:
-                del self.requests[next(iter(self.requests))]
-            self.requests[event.request_id] = RequestState(
-                event.request_id, event.isl, event.cached_tokens, event.active_blocks, prefilling=True
-            )
-        elif type(event) is RequestProgressed:
-            request = self.requests.get(event.request_id)
-            if request is not None:
+        match event:
+            case RequestStarted():
+                self.requests.pop(event.request_id, None)
+                if len(self.requests) >= REQUESTS_PER_WORKER_MAX:
+                    del self.requests[next(iter(self.requests))]
                 self.requests[event.request_id] = RequestState(
-                    request.request_id, request.isl, request.cached_tokens, event.active_blocks, request.prefilling
+                    event.request_id, event.isl, event.cached_tokens, event.active_blocks, prefilling=True
                 )
-        elif type(event) is PrefillCompleted:
-            request = self.requests.get(event.request_id)
-            if request is not None:
-                self.requests[event.request_id] = RequestState(
-                    request.request_id, request.isl, request.cached_tokens, request.active_blocks, prefilling=False
-                )
-        elif type(event) is RequestFinished:
-            self.requests.pop(event.request_id, None)
-        elif type(event) is LoadReported:
-            self.load = event
-        elif type(event) is WorkerDraining:
-            self.draining = True
-        else:
-            assert_never(event)
+            case RequestProgressed():
+                request = self.requests.get(event.request_id)
+                if request is not None:
+                    self.requests[event.request_id] = RequestState(
+                        request.request_id, request.isl, request.cached_tokens, event.active_blocks, request.prefilling
+                    )
+            case PrefillCompleted():
+                request = self.requests.get(event.request_id)
+                if request is not None:
+                    self.requests[event.request_id] = RequestState(
+                        request.request_id, request.isl, request.cached_tokens, request.active_blocks, prefilling=False
+                    )
+            case RequestFinished():
+                self.requests.pop(event.request_id, None)
+            case LoadReported():
+                self.load = event
+            case WorkerDraining():
+                self.draining = True
+            case _:
+                assert_never(event)
 
     def state(self) -> WorkerState:
         """Return the worker without its blocks, as readers get it."""

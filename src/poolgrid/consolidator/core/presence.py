@@ -199,26 +199,27 @@ class Presence:
 
     def apply(self, source: str, event: BlockEvent) -> None:
         """Apply an event of the journal."""
-        if type(event) is BlocksStored:
-            hashes = unpack_hashes(event.sequence_hashes)
-            held = self._of(event.tier, source)
-            if not held.add(event.parent, hashes):
-                previous = event.parent
-                for sequence_hash in hashes:
-                    held.setdefault(sequence_hash, previous)
-                    previous = sequence_hash
-        elif type(event) is BlocksRemoved:
-            tier = self._tiers[event.tier]
-            for name in list(tier):
-                self._drop(tier, name, unpack_hashes(event.sequence_hashes))
-        elif type(event) is BlocksShared:
-            self._share(source, event)
-        elif type(event) is BlocksReleased:
-            self._drop(self._tiers[event.tier], source, unpack_hashes(event.sequence_hashes))
-        elif type(event) is CacheCleared or type(event) is SnapshotBegan:
-            self.forget_all()
-        else:
-            assert_never(event)
+        match event:
+            case BlocksStored():
+                hashes = unpack_hashes(event.sequence_hashes)
+                held = self._of(event.tier, source)
+                if not held.add(event.parent, hashes):
+                    previous = event.parent
+                    for sequence_hash in hashes:
+                        held.setdefault(sequence_hash, previous)
+                        previous = sequence_hash
+            case BlocksRemoved():
+                tier = self._tiers[event.tier]
+                for name in list(tier):
+                    self._drop(tier, name, unpack_hashes(event.sequence_hashes))
+            case BlocksShared():
+                self._share(source, event)
+            case BlocksReleased():
+                self._drop(self._tiers[event.tier], source, unpack_hashes(event.sequence_hashes))
+            case CacheCleared() | SnapshotBegan():
+                self.forget_all()
+            case _:
+                assert_never(event)
 
     @staticmethod
     def _drop(tier: dict[str, Blocks], source: str, hashes: Iterable[int]) -> None:

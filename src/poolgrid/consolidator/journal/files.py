@@ -40,7 +40,7 @@ from poolgrid.consolidator.journal.stored_records import (
     stored_records,
     understand,
 )
-from poolgrid.consolidator.ports import Disk, ReadableDisk
+from poolgrid.consolidator.ports import Disk, Journal, ReadableDisk
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
 
@@ -72,7 +72,7 @@ class _Segment:
     """Where each record begins: 8 bytes a record, for a pool of small records has millions within its retention."""
 
 
-class FileJournal:
+class FileJournal(Journal):
     """A journal in one directory, written by one process."""
 
     def __init__(self, disk: Disk, settings: JournalSettings | None = None) -> None:
@@ -197,10 +197,6 @@ class FileJournal:
         for kind in understood.unknown:
             self.unknown[kind] = self.unknown.get(kind, 0) + 1
         return understood.record
-
-    @property
-    def in_memory(self) -> bool:
-        return False
 
     @property
     def report(self) -> list[str]:
@@ -358,9 +354,6 @@ class FileJournal:
         for offset in old:
             self._remove(snapshot_file.name_of(offset))
 
-    def write_snapshot(self, frozen: FrozenPool) -> None:
-        self.keep_snapshot(frozen.offset, self.snapshot_parts(frozen))
-
     def keep_newest_snapshot(self) -> None:
         """Remove the snapshots before the newest, so that ``retain`` may drop what only they needed.
 
@@ -381,10 +374,6 @@ class FileJournal:
         newest = self._snapshots[-1] if self._snapshots else 0
         later = sum(segment.size for segment in list(self._segments) if segment.first >= newest)
         return self.crowded and later > self._settings.retention_bytes
-
-    def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
-        """Remove what retention allows: there is no room on the disk for anything else."""
-        return self.retain(now_ms)
 
     def retain(self, now_ms: int) -> int:
         """Remove closed segments that are too many or too old and that no kept snapshot needs."""

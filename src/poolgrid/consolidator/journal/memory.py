@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.consolidator.core.pool_state import PoolState
+from poolgrid.consolidator.ports import Journal
 
 
-class MemoryJournal:
+class MemoryJournal(Journal):
     """The newest records, up to a number of bytes; the oldest give way.
 
     A router that needs older ones takes a snapshot, as with a journal on disk.
     """
+
+    in_memory = True
 
     def __init__(self, bytes_max: int = 64 * 1024 * 1024) -> None:
         self._records: deque[bytes] = deque()
         self._bytes_max = bytes_max
         self._bytes = 0
         self._next = 0
-
-    @property
-    def in_memory(self) -> bool:
-        return True
-
-    @property
-    def report(self) -> list[str]:
-        """Return nothing: there is nothing to find."""
-        return []
 
     @property
     def next_offset(self) -> int:
@@ -48,9 +42,6 @@ class MemoryJournal:
         while self._bytes > self._bytes_max and len(records) > 1:
             self._bytes -= len(records.popleft())
 
-    def sync(self) -> None:
-        """Do nothing: memory is as durable as it gets."""
-
     def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
         """Return encoded records from ``from_offset`` on."""
         first = from_offset - self.oldest_offset
@@ -69,33 +60,12 @@ class MemoryJournal:
         """Return an empty pool: nothing outlives the process."""
         return PoolState(blocks_per_worker_max)
 
-    def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
-        """Yield nothing: there is no restart to be quick at."""
-        return iter(())
-
     def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
-        """Do nothing."""
-
-    @property
-    def crowded(self) -> bool:
-        """Return False: ``append`` keeps the bound."""
-        return False
-
-    @property
-    def snapshot_due(self) -> bool:
-        return False
+        """Do nothing: there is no restart to be quick at."""
 
     def retain(self, now_ms: int) -> int:
         """Remove nothing: ``append`` keeps the bound."""
         return 0
-
-    def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
-        """Remove nothing."""
-        return 0
-
-    def drop_lost(self) -> list[str]:
-        """Return nothing: there are no files."""
-        return []
 
     def sizes(self) -> tuple[int, int]:
         """Return one segment and the bytes kept."""

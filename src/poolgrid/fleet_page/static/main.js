@@ -215,7 +215,7 @@ class Page {
     const legend = [["accent", "found in caches"], ["quiet", "not found"], ["cell", "not known"]].slice(this.kind === "router" ? 0 : 2);
     byId("strip-legend").replaceChildren(...legend.map(([colour, words]) => el("span", {}, el("i", { style: { background: `var(--${colour})` } }), words)));
     document.title = `poolgrid ${about.name === "router" ? "fleet" : about.name}`;
-    const processes = about.processes > 1 ? ` · ${about.processes} processes, all of them are shown` : "";
+    const processes = about.processes > 1 ? ` · process ${about.process + 1} of ${about.processes}, each has its page at its admin port` : "";
     this.heading(NONE);
     setText(byId("foot"), `poolgrid ${about.version}${processes} · this page only shows, it changes nothing`);
     if (this.kind !== "router") setText(byId("strip-hint"), "click a moment to see the grid as it was then; each pool's own page plays its pool back");

@@ -10,7 +10,7 @@ const HEIGHT = 76;
 const FOOT = 16;
 const FONT = "10.5px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif";
 
-// The counts of a second only grow. Smaller ones come when a process was started again or does not answer its siblings.
+// The counts of a second only grow. Smaller ones come when the process was started again.
 export const grown = (known, counts) => known.map((each, at) => Math.max(each, counts[at]));
 
 // Seconds of which nobody knows anything, in grey: those before the router began to count.

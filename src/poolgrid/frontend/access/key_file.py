@@ -62,6 +62,9 @@ class Key(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, frozen
         return self.hash.removeprefix(HASH_PREFIX)[:KEY_ID_DIGITS]
 
 
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
+
+
 class Tenant(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, frozen=True):
     """What one tenant may do; ``None`` = no limit."""
 
@@ -83,6 +86,12 @@ class Tenant(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, fro
     operator: bool = False
     """Whether its keys open the endpoints that show and change the router."""
 
+    def divided(self, processes: int) -> Tenant:
+        """Return what one of several processes that share a port allows, rounded up."""
+        limits = {name: getattr(self, name) for name in LIMITS}
+        parts = {name: None if limit is None else -(-limit // processes) for name, limit in limits.items()}
+        return msgspec.structs.replace(self, **parts)
+
 
 class KeyDocument(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The whole file."""
@@ -90,6 +99,13 @@ class KeyDocument(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     version: Literal[1]
     salt_secret: str
     tenants: dict[str, Tenant]
+
+    def divided(self, processes: int) -> KeyDocument:
+        """Return the document as one of several processes that share a port goes by it."""
+        if processes == 1:
+            return self
+        tenants = {name: tenant.divided(processes) for name, tenant in self.tenants.items()}
+        return msgspec.structs.replace(self, tenants=tenants)
 
 
 class KeyFileError(ValueError):

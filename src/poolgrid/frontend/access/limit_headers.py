@@ -13,11 +13,11 @@ _KINDS = (b"limit", b"remaining", b"reset")
 LIMIT_HEADERS = tuple(f"x-ratelimit-{kind.decode()}-{_NAMES[rate].decode()}" for rate in Rate for kind in _KINDS)
 """All of them, by name."""
 
-LegState = Sequence[tuple[Rate, Bucket, float]]
+Standing = Sequence[tuple[Rate, Bucket, float]]
 """Each limit of a tenant, with its bucket and the time (ms) at which it was looked at."""
 
 
-def limit_headers(standing: LegState) -> list[tuple[bytes, bytes]]:
+def limit_headers(standing: Standing) -> list[tuple[bytes, bytes]]:
     """Return the headers: the limit of a minute, what is left of it, and the time until all of it is there again."""
     headers: list[tuple[bytes, bytes]] = []
     for rate, bucket, now_ms in standing:

@@ -1,87 +1,29 @@
-"""What one tenant has used, and whether it may use more.
+"""What one tenant has used, and whether it may use more, in one process.
 
-The figures are in a *cell*: of this process alone (``OwnCell``), or of several that share a port
-(``poolgrid.frontend.access.shared_cells``). A tenant without limits never touches its cell. Rates come with each call,
-so that changed ones count from then on; what was used stays used. Times are arguments.
+Rates come with each call, so that changed ones count from then on; what was used stays used. Times are arguments.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from poolgrid.frontend.access.key_file import Tenant
 from poolgrid.frontend.access.token_bucket import Bucket
 
 
 class Rate(IntEnum):
-    """The buckets of a tenant; the value is the place in its cell."""
+    """The buckets of a tenant; the value is the place of each."""
 
     REQUESTS = 0
     TOKENS = 1
-
-
-class Cell(Protocol):
-    """Where a tenant's figures are. Everything but ``lock`` is called between ``lock`` and ``unlock`` only."""
-
-    def lock(self, now_ms: float) -> None:
-        """Have the cell for oneself; nobody keeps it for longer than a few calls."""
-        ...
-
-    def unlock(self) -> None:
-        """Let others have it."""
-        ...
-
-    def bucket(self, rate: Rate) -> Bucket:
-        """Return a bucket as it is."""
-        ...
-
-    def store(self, rate: Rate, bucket: Bucket) -> None:
-        """Replace a bucket."""
-        ...
-
-    def elsewhere(self) -> int:
-        """Return the requests in flight in other processes."""
-        ...
-
-    def publish(self, in_flight: int) -> None:
-        """Tell other processes how many requests are in flight in this one."""
-        ...
-
-
-class OwnCell:
-    """The cell of a process that is alone."""
-
-    __slots__ = ("_buckets",)
-
-    def __init__(self) -> None:
-        self._buckets = [Bucket() for _ in Rate]
-
-    def lock(self, now_ms: float) -> None:
-        """Do nothing: all is done from one event loop."""
-
-    def unlock(self) -> None:
-        """Do nothing."""
-
-    def bucket(self, rate: Rate) -> Bucket:
-        return self._buckets[rate]
-
-    def store(self, rate: Rate, bucket: Bucket) -> None:
-        self._buckets[rate] = bucket
-
-    def elsewhere(self) -> int:
-        """Return 0: there is no other process."""
-        return 0
-
-    def publish(self, in_flight: int) -> None:
-        """Do nothing: nobody asks."""
 
 
 class Verdict(NamedTuple):
     """Whether a request may begin: it was counted when there was room and nothing to wait for."""
 
     in_flight: int
-    """Requests in flight before it; where they are not limited, those of this process."""
+    """Requests in flight before it."""
     wait_s: float
     """Time until the next request is due; 0.0 = now."""
     is_full: bool = False
@@ -91,109 +33,59 @@ class Verdict(NamedTuple):
 
 
 class Meter:
-    """The figures of one tenant; what is left in flight in this process is kept here, whatever the limits."""
+    """The figures of one tenant in this process."""
 
-    __slots__ = ("_cell", "_shown", "in_flight")
+    __slots__ = ("_buckets", "in_flight")
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self) -> None:
         self.in_flight = 0
-        """Requests in flight in this process."""
-        self._cell = cell
-        self._shown = False
-        """Whether other processes are told of them: only a limit makes them ask."""
-
-    def use(self, rules: Tenant, now_ms: float) -> None:
-        """Go by new rules: a limit of the requests in flight counts those that began before it too."""
-        shown = rules.concurrent_requests is not None
-        if shown != self._shown:
-            self._shown = shown
-            if self.in_flight:
-                self._cell.lock(now_ms)
-                try:
-                    self._cell.publish(self.in_flight if shown else 0)
-                finally:
-                    self._cell.unlock()
+        self._buckets = [Bucket() for _ in Rate]
 
     def begin(self, rules: Tenant, now_ms: float) -> Verdict:
         """Count a request in, unless it would be one too many at a time or in its minute."""
-        limit, per_minute = rules.concurrent_requests, rules.requests_per_minute
-        if limit is None and per_minute is None:
+        before = self.in_flight
+        if rules.concurrent_requests is not None and before >= rules.concurrent_requests:
+            return Verdict(before, 0.0, True)
+        per_minute = rules.requests_per_minute
+        wait_s = 0.0 if per_minute is None else self._take(Rate.REQUESTS, 1, per_minute, now_ms)
+        if wait_s == 0.0:
             self.in_flight += 1
-            return Verdict(self.in_flight - 1, 0.0)
-        cell = self._cell
-        cell.lock(now_ms)
-        try:
-            there = self.in_flight + (cell.elsewhere() if limit is not None else 0)
-            if limit is not None and there >= limit:
-                return Verdict(there, 0.0, True)
-            wait_s = 0.0 if per_minute is None else self._take(Rate.REQUESTS, 1, per_minute, now_ms)
-            if wait_s == 0.0:
-                self.in_flight += 1
-                if self._shown:
-                    cell.publish(self.in_flight)
-            return Verdict(there, wait_s)
-        finally:
-            cell.unlock()
+        return Verdict(before, wait_s)
 
     def end(self, rules: Tenant, output_tokens: int, now_ms: float) -> None:
         """Count a request out, and charge its output."""
         self.in_flight -= 1
-        charged = rules.tokens_per_minute is not None and output_tokens > 0
-        if not charged and not self._shown:
-            return
-        cell = self._cell
-        cell.lock(now_ms)
-        try:
-            if self._shown:
-                cell.publish(self.in_flight)
-            if charged:
-                self._charge(rules, output_tokens, now_ms)
-        finally:
-            cell.unlock()
+        if rules.tokens_per_minute is not None and output_tokens > 0:
+            self._charge(rules, output_tokens, now_ms)
 
     def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, Bucket, float]]:
-        """Return the bucket of each rate that is limited, as it is now; nothing is looked at where none is."""
+        """Return the bucket of each rate that is limited, as it is now."""
         limits = (rules.requests_per_minute, rules.tokens_per_minute)
-        if limits == (None, None):
-            return []
-        self._cell.lock(now_ms)
-        try:
-            return [
-                (rate, self._cell.bucket(rate).resized(limit, now_ms), now_ms)
-                for rate, limit in zip(Rate, limits, strict=True)
-                if limit is not None
-            ]
-        finally:
-            self._cell.unlock()
+        return [
+            (rate, self._buckets[rate].resized(limit, now_ms), now_ms)
+            for rate, limit in zip(Rate, limits, strict=True)
+            if limit is not None
+        ]
 
     def take_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> float:
         """Take tokens and return 0.0; or take nothing, and return in how many seconds they are due."""
         if rules.tokens_per_minute is None:
             return 0.0
-        self._cell.lock(now_ms)
-        try:
-            return self._take(Rate.TOKENS, tokens, rules.tokens_per_minute, now_ms)
-        finally:
-            self._cell.unlock()
+        return self._take(Rate.TOKENS, tokens, rules.tokens_per_minute, now_ms)
 
     def give_back_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> None:
         """Undo ``take_tokens``."""
         if rules.tokens_per_minute is not None and tokens > 0:
-            self._cell.lock(now_ms)
-            try:
-                self._charge(rules, -tokens, now_ms)
-            finally:
-                self._cell.unlock()
+            self._charge(rules, -tokens, now_ms)
 
     def _take(self, rate: Rate, amount: float, per_minute: int, now_ms: float) -> float:
-        bucket = self._cell.bucket(rate).resized(per_minute, now_ms)
+        bucket = self._buckets[rate].resized(per_minute, now_ms)
         wait_s = bucket.wait_s(amount, now_ms)
         if wait_s == 0.0:
-            self._cell.store(rate, bucket.charged(amount, now_ms))
+            self._buckets[rate] = bucket.charged(amount, now_ms)
         return wait_s
 
     def _charge(self, rules: Tenant, tokens: int, now_ms: float) -> None:
         per_minute = rules.tokens_per_minute
         assert per_minute is not None, "only a limit is charged"
-        bucket = self._cell.bucket(Rate.TOKENS).resized(per_minute, now_ms)
-        self._cell.store(Rate.TOKENS, bucket.charged(tokens, now_ms))
+        self._buckets[Rate.TOKENS] = self._buckets[Rate.TOKENS].resized(per_minute, now_ms).charged(tokens, now_ms)

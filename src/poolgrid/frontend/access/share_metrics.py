@@ -26,13 +26,11 @@ class ShareMetrics:
         Gauge(
             "poolgrid_frontend_limit_division_routers",
             "Routers among whom tenants' limits are divided, this one included, as it sees it.",
-            across="largest",
             registry=registry,
         ).set_function(routers)
         Gauge(
             "poolgrid_frontend_limit_division_age_seconds",
             "Time since this router last saw the shares of all. Above the lease, others may have taken its shares, "
             "which it still grants.",
-            across="largest",
             registry=registry,
         ).set_function(age_s)

@@ -17,7 +17,7 @@ import msgspec
 
 from poolgrid.frontend.access.key_file import Tenant
 from poolgrid.frontend.access.limit_shares import IN_FLIGHT, KINDS, NOTHING, Amounts, Use, limits_of
-from poolgrid.frontend.access.meter import Meter, OwnCell, Rate, Verdict
+from poolgrid.frontend.access.meter import Meter, Rate, Verdict
 from poolgrid.frontend.access.token_bucket import MINUTE_MS, Bucket
 
 WINDOW_MS = 5_000.0
@@ -35,7 +35,7 @@ class SharedMeter(Meter):
     __slots__ = ("_before", "_limited", "_note", "_now", "_owed", "_rules", "_since_ms", "shares")
 
     def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__(OwnCell())
+        super().__init__()
         self.shares: Amounts = NOTHING
         self._note = note
         self._rules: Tenant | None = None
@@ -54,16 +54,16 @@ class SharedMeter(Meter):
         self.shares, self._rules = shares, None
         for rate in Rate:
             share, more = shares[_KIND[rate]], float(charged[_KIND[rate]])
-            bucket = self._cell.bucket(rate)
+            bucket = self._buckets[rate]
             if rate is Rate.TOKENS:
                 more += self._owed
                 self._owed = 0.0 if share else more
             if not share:
-                self._cell.store(rate, Bucket())
+                self._buckets[rate] = Bucket()
                 continue
             bucket = bucket.resized(share, now_ms)
             # What is given back is never more than was used.
-            self._cell.store(rate, bucket.charged(max(more, -bucket.used(now_ms)), now_ms))
+            self._buckets[rate] = bucket.charged(max(more, -bucket.used(now_ms)), now_ms)
 
     def use_of(self, rules: Tenant, now_ms: float) -> Use:
         """Return what is used and wanted now."""
@@ -83,7 +83,7 @@ class SharedMeter(Meter):
             else min(limits[kind], needed[kind])
             for kind in KINDS
         ]
-        used = [int(self._cell.bucket(rate).used(now_ms)) for rate in Rate]
+        used = [int(self._buckets[rate].used(now_ms)) for rate in Rate]
         return Use(self.in_flight, (wants[0], wants[1], wants[2]), (0, used[0], used[1]))
 
     @property
@@ -112,7 +112,7 @@ class SharedMeter(Meter):
         limited = self._of_share(rules)
         limits = (limited.requests_per_minute, limited.tokens_per_minute)
         return [
-            (rate, self._cell.bucket(rate).resized(limit, now_ms), now_ms)
+            (rate, self._buckets[rate].resized(limit, now_ms), now_ms)
             for rate, limit in zip(Rate, limits, strict=True)
             if limit
         ]

@@ -10,9 +10,8 @@ Rules
        than the last begins with empty caches.
     4. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
        tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
-    5. Limits hold for what shares the cells: one process, or all HTTP processes of one router
-       (``poolgrid.frontend.access.shared_cells``). Several routers of a pool each allow the whole of them, unless each
-       has a share of them (``poolgrid.frontend.access.shared_meter``).
+    5. Limits hold for one process; processes that share a port allow an equal part of them each. Several routers of a
+       pool each allow the whole of them, unless each has a share (``poolgrid.frontend.access.shared_meter``).
 
 Nothing here waits or knows of HTTP; times are arguments.
 """
@@ -27,8 +26,8 @@ from typing import NamedTuple
 
 from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
-from poolgrid.frontend.access.limit_headers import LegState
-from poolgrid.frontend.access.meter import Meter, OwnCell
+from poolgrid.frontend.access.limit_headers import Standing
+from poolgrid.frontend.access.meter import Meter
 from poolgrid.inference.cache_domain import WHOLE, CacheDomain, CacheShares
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
@@ -59,12 +58,11 @@ class Account:
     cache_shares: CacheShares
     """Among how many tenants caches are divided."""
 
-    def use(self, tenant: Tenant, secret: bytes, cache_shares: CacheShares, now_ms: float) -> None:
+    def use(self, tenant: Tenant, secret: bytes, cache_shares: CacheShares) -> None:
         """Go by new rules from now on."""
         self.tenant = tenant
         self.secret = secret
         self.cache_shares = cache_shares
-        self.meter.use(tenant, now_ms)
 
 
 MakeMeter = Callable[[str], Meter]
@@ -72,26 +70,26 @@ MakeMeter = Callable[[str], Meter]
 
 
 def _own_meter(_: str) -> Meter:
-    return Meter(OwnCell())
+    return Meter()
 
 
 class Tenants:
     """All accounts, and the keys that lead to them."""
 
-    def __init__(self, document: KeyDocument, now_ms: float, make_meter: MakeMeter = _own_meter) -> None:
+    def __init__(self, document: KeyDocument, make_meter: MakeMeter = _own_meter) -> None:
         self._make_meter = make_meter
         self._accounts: dict[str, Account] = {}
         self._leaving: dict[str, Account] = {}
         """Tenants that are in the document no more, and were asked something when they went."""
         self._keys: dict[bytes, list[KnownKey]] = {}
         self._cache_shares = WHOLE
-        self.use(document, now_ms)
+        self.use(document)
 
     @property
     def accounts(self) -> dict[str, Account]:
         return self._accounts
 
-    def use(self, document: KeyDocument, now_ms: float) -> None:
+    def use(self, document: KeyDocument) -> None:
         """Go by a new document from now on."""
         secret = bytes.fromhex(document.salt_secret)
         known = {**self._leaving, **self._accounts}
@@ -102,7 +100,7 @@ class Tenants:
         keys: dict[bytes, list[KnownKey]] = {}
         for name, tenant in document.tenants.items():
             account = known.pop(name, None) or Account(name, tenant, secret, self._make_meter(name), shares)
-            account.use(tenant, secret, shares, now_ms)
+            account.use(tenant, secret, shares)
             accounts[name] = account
             for key in tenant.keys:
                 digest = bytes.fromhex(key.hash.removeprefix(HASH_PREFIX))
@@ -178,7 +176,7 @@ class Caller:
                 verdict.wait_s,
             )
 
-    def standing(self, now_ms: float) -> LegState:
+    def standing(self, now_ms: float) -> Standing:
         """Return how much of the tenant's rates is used, for the headers of its answer."""
         return self.account.meter.standing(self._rules, now_ms)
 

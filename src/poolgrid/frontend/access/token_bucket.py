@@ -5,8 +5,6 @@ Rules
        when the bucket is full; the bucket then owes the rest, and nobody gets anything until that is made up for.
     2. ``charged`` takes what was used already (output tokens); it may leave a debt too.
     3. A bucket holds one minute's worth: a client that was quiet may use its minute at once.
-    4. A bucket is two numbers, of which one changes when something is taken. So a bucket in memory that processes share
-       is whole after every store, whoever dies between two (``poolgrid.frontend.access.shared_cells``).
 """
 
 from __future__ import annotations

@@ -33,10 +33,12 @@ class WatchedKeyFile:
         clock: Clock,
         on_reload: Callable[[str], None],
         make_meter: MakeMeter | None = None,
+        processes: int = 1,
     ) -> None:
         """Read the file; raises ``OSError`` or ``KeyFileError``.
 
         ``make_meter`` makes what keeps a tenant's figures; by default they are this process's alone.
+        Of ``processes`` that share a port each allows an equal part of the limits.
         """
         self._path = path
         self._clock = clock
@@ -47,9 +49,9 @@ class WatchedKeyFile:
             log.warning("%s can be read by others than its owner: chmod 600 it, its salt_secret is a secret", path)
         self._seen = self._signature()
         self._checked_ms = clock.monotonic_ms()
-        document = key_file.read(path)
-        now_ms = self._checked_ms
-        self._tenants = Tenants(document, now_ms) if make_meter is None else Tenants(document, now_ms, make_meter)
+        self._processes = processes
+        document = key_file.read(path).divided(processes)
+        self._tenants = Tenants(document) if make_meter is None else Tenants(document, make_meter)
 
     def tenants(self) -> Tenants:
         """Return the tenants as the file says now, or said before it broke."""
@@ -59,7 +61,7 @@ class WatchedKeyFile:
             signature = self._signature()
             if signature != self._seen:
                 self._seen = signature
-                self._reload(now_ms)
+                self._reload()
         return self._tenants
 
     def _signature(self) -> Signature | None:
@@ -69,15 +71,15 @@ class WatchedKeyFile:
             return None
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
-    def _reload(self, now_ms: float) -> None:
+    def _reload(self) -> None:
         try:
-            document = key_file.read(self._path)
+            document = key_file.read(self._path).divided(self._processes)
         except (OSError, KeyFileError) as error:
             self.stale = True
             log.error("reading API keys: %s. What was in force stays in force: mend the file", error)
             self._on_reload("refused")
             return
         self.stale = False
-        self._tenants.use(document, now_ms)
+        self._tenants.use(document)
         log.info("read API keys of %d tenants from %s", len(document.tenants), self._path)
         self._on_reload("loaded")

@@ -48,11 +48,10 @@ class MediaMetrics:
         self.held_bytes = Gauge(
             "poolgrid_frontend_media_held_bytes",
             "Bytes of the media of requests in flight. At `media_memory_mb` the next request is answered 429.",
-            across="sum",
             registry=registry,
         )
         self.cached_bytes = Gauge(
-            "poolgrid_frontend_media_cached_bytes", "Bytes of the media kept by URL.", across="sum", registry=registry
+            "poolgrid_frontend_media_cached_bytes", "Bytes of the media kept by URL.", registry=registry
         )
         self.cache_lookups = Counter(
             "poolgrid_frontend_media_cache_lookups",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 
 COMPARISON_ROUNDS = 3
@@ -38,7 +39,7 @@ class BenchSettings(Settings):
     )
     policies: Words = Field(
         (),
-        examples=["kv", "approximate", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
+        examples=list(policy_names()),
         description="In place of url: compare these routing policies, each in a pool of simulated workers that is "
         "started for it.",
     )

@@ -24,7 +24,7 @@ from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
 from poolgrid.global_router.core.document.axis import AXIS
 from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import SimulatedPool, play_workload
 from poolgrid.tools.simulation.report import latency_summary
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload

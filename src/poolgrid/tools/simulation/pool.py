@@ -23,16 +23,16 @@ from typing import Literal
 import msgspec
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.candidates import EXPECTED_MS
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.hold_plan import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
-from poolgrid.router.core.policy import EXPECTED_MS, POLICY_NAMES, Policy
+from poolgrid.router.core.policy import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
+from poolgrid.router.policy_loading import make_retention
 from poolgrid.tools.simulation.ttft_targets import TtftTargets
 from poolgrid.tools.simulation.worker_speeds import WorkerSpeeds, changing
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
@@ -56,7 +56,6 @@ Retention = Literal["off", "learned"]
 
 MODEL = "simulated"
 ROLES = (Role.AGGREGATED,)
-SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
 UNLIMITED_QUEUE = 10**9
 """Nothing is refused in a simulation: how requests pile up is what it measures."""
 
@@ -122,8 +121,13 @@ class RouterFleet:
         """Return what one more router knows at the start."""
         index = PrefixIndex()
         ledger = LoadLedger(reservation_ttl_ms=float("inf"))
-        approximate = ApproximateIndex(index, APPROXIMATE_TTL_MS) if self.separate else None
-        return Projection(index, ledger, approximate, RetentionLearner() if self.retention == "learned" else None)
+        projection = Projection(index, ledger)
+        if self.separate:
+            projection.attach(ApproximateIndex(index, APPROXIMATE_TTL_MS))
+        learner = make_retention(self.retention)
+        if learner is not None:
+            projection.attach(learner)
+        return projection
 
 
 class SimulatedPool:
@@ -228,7 +232,8 @@ class SimulatedPool:
         self._deliver(now)
         router = self._turn % len(self._selectors)
         self._turn += 1
-        if self._hold_limit_ms and self._selectors[router].plans:
+        planner = self._selectors[router].planner
+        if self._hold_limit_ms and planner is not None and planner.is_active:
             self._held[router][request.request_id] = request
             return None
         return self._place(router, request, now, {})
@@ -253,19 +258,20 @@ class SimulatedPool:
         self, router: int, held: dict[str, SimulatedRequest], now: float
     ) -> Iterator[tuple[SimulatedRequest, Mapping[WorkerKey, int]]]:
         """Yield who of those that wait at a router goes now, and take them out."""
-        selector = self._selectors[router]
+        planner = self._selectors[router].planner
+        assert planner is not None, "only a policy that plans has requests wait"
         while held:
             oldest = next(iter(held.values()))
-            if len(held) <= HELD_MAX and now - oldest.arrival_ms < self._hold_limit_ms and selector.plans:
+            if len(held) <= HELD_MAX and now - oldest.arrival_ms < self._hold_limit_ms and planner.is_active:
                 break
             del held[oldest.request_id]
             yield oldest, {}
-        while held and selector.takes_held(MODEL, ROLES):
+        while held and planner.has_room(MODEL, ROLES):
             wanted = [
                 WorkerWanted(self._routing(each), each.path, now, int(now))
                 for each in islice(held.values(), PLANNED_MAX)
             ]
-            planned = selector.plan(wanted)
+            planned = planner.plan(wanted)
             if not planned:
                 break
             for row, behind in planned:
@@ -291,7 +297,7 @@ class SimulatedPool:
         ledger = selector.projection.ledger
         ledger.expire(now)
         for remaining in reversed(range(self._crowding_retries + 1)):
-            found = selector.select(routing, request.path, now, int(now), behind=behind)
+            found = selector.select(WorkerWanted(routing, request.path, now, int(now), behind=behind))
             if not isinstance(found, Decision):
                 raise RuntimeError(f"simulating request {request.request_id}: {found}")
             decision = found
@@ -304,10 +310,8 @@ class SimulatedPool:
                 decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
             )
         generate = request.generate
-        if selector.projection.retention is not None:
-            selector.advise(decision, request.path, now)
-            if decision.retention is not None:
-                generate = msgspec.structs.replace(generate, retention=decision.retention)
+        if decision.retention is not None:
+            generate = msgspec.structs.replace(generate, retention=decision.retention)
         selector.book(decision, request.path, now)
         expected = decision.choice.terms.get(EXPECTED_MS)
         if expected is not None:

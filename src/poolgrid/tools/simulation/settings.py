@@ -7,10 +7,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
-from poolgrid.router.core.hold_plan import HOLD_LIMIT_MS
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
+from poolgrid.router.core.policy import HOLD_LIMIT_MS
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
+
+SIMULATED_POLICIES = tuple(name for name in policy_names() if name != "approximate")
 
 
 class SimulationSettings(Settings):
@@ -19,7 +22,7 @@ class SimulationSettings(Settings):
     workers: int = Field(8, ge=1, le=4096, description="Simulated workers.")
     policy: str = Field(
         "kv,round-robin,least-loaded",
-        examples=["kv", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
+        examples=list(SIMULATED_POLICIES),
         description="Policies to compare, separated by commas: known ones, or module:Class of your own.",
     )
     speed: float = Field(1.0, gt=0, le=10_000, description="How many times faster than recorded the trace arrives.")
@@ -119,7 +122,7 @@ class WhatIfSettings(EngineSettings):
 
     policy: str | None = Field(
         None,
-        examples=["kv", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
+        examples=list(SIMULATED_POLICIES),
         description="Policies; by default the recorded one.",
     )
     overlap_weight: str | None = Field(

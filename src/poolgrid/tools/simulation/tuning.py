@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from poolgrid.router.core.cost_weights import CostWeights
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.tools.simulation.variants import Variant, VariantResult
 
 WORTHWHILE = 0.01

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from poolgrid.router.core.cost_weights import CostWeights
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import Retention, RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload

@@ -120,7 +120,7 @@ class Contract:
             names[name] = _model(name, fields, {}, all_optional=name == TOP)
         for name, union in self._unions.items():
             kinds = [
-                _model(kind, fields, union["aliases"], **{union["discriminator"]: (Literal[kind], ...)})
+                _model(kind, fields, union["aliases"], more={union["discriminator"]: (Literal[kind], ...)})
                 for kind, fields in union["variants"].items()
             ]
             names |= {kind.__name__: kind for kind in kinds}
@@ -215,10 +215,15 @@ def shown(value: Any) -> str:
 
 
 def _model(
-    name: str, fields: Mapping[str, Any], aliases: Mapping[str, str], all_optional: bool = False, **more: Any
+    name: str,
+    fields: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    *,
+    all_optional: bool = False,
+    more: Mapping[str, Any] | None = None,
 ) -> type[BaseModel]:
     """Return the model of a section; a name may be written as its alias too."""
-    made: dict[str, Any] = dict(more)
+    made: dict[str, Any] = dict(more or {})
     for field, facts in fields.items():
         spelled = facts["type"].replace("dict[int,", "dict[NumberKey,")
         # Words that Python has with another meaning.

@@ -30,7 +30,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, re
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine
 from poolgrid.workers.engines.trtllm.arguments.event_stream import PATH as STREAM
 from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStream, event_stream, stream_faults
-from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, TrtllmSettings
+from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, EVENT_BUFFER_MAX_SIZE, TrtllmSettings
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -49,25 +49,19 @@ DISCRIMINATORS = ("decoding_type", "algorithm")
 _ARGUMENT_OF_SETTING = {
     "model_path": "model",
     "tensor_parallel_size": "tensor_parallel_size",
-    "pipeline_parallel_size": "pipeline_parallel_size",
-    "expert_parallel_size": "moe_expert_parallel_size",
     "enable_attention_dp": "enable_attention_dp",
-    "gpus_per_node": "gpus_per_node",
     "kv_block_size": "kv_cache_config.tokens_per_block",
     "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
     "max_batch_size": "max_batch_size",
     "max_num_tokens": "max_num_tokens",
     "max_seq_len": "max_seq_len",
-    "max_beam_width": "max_beam_width",
     "guided_decoding_backend": "guided_decoding_backend",
     "trust_remote_code": "trust_remote_code",
-    "load_format": "load_format",
 }
 
 
 _ARGUMENT_OF_OTHER_SETTING = {
     "kv_transfer_timeout_ms": "cache_transceiver_config.kv_transfer_timeout_ms",
-    "event_buffer_max_size": "kv_cache_config.event_buffer_max_size",
 }
 """Settings that become arguments in some modes only."""
 
@@ -201,8 +195,7 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
         # MultimodalEncoder has a default of its own (16384), larger than LLM's.
         defaults.pop("max_num_tokens", None)
     if settings.publish_events_and_metrics and settings.disaggregation_mode != "encode":
-        layer = given if "event_buffer_max_size" in settings.model_fields_set else defaults
-        _put(layer, "kv_cache_config.event_buffer_max_size", settings.event_buffer_max_size)
+        _put(defaults, "kv_cache_config.event_buffer_max_size", EVENT_BUFFER_MAX_SIZE)
     return Layer(DEFAULT, defaults), Layer(COMMAND_LINE, given)
 
 
@@ -285,7 +278,7 @@ def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[s
         elif not look_up(values, "kv_cache_config.event_buffer_max_size"):
             need(
                 "kv_cache_config.event_buffer_max_size",
-                settings.event_buffer_max_size,
+                EVENT_BUFFER_MAX_SIZE,
                 "0 means no events, and --publish-events-and-metrics is on",
             )
     elif event_stream(values) is not None:

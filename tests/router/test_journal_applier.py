@@ -15,16 +15,16 @@ from poolgrid.process import bulk_work
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import journal_applier
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.hole import Hole
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
+from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.journal_applier import ARRIVED_RECORDS_MAX, RECORD_BYTES, SLICE_BYTES
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.links import link_opener
@@ -115,7 +115,9 @@ class Scene:
     def decide(self, number: int) -> Decision:
         request = RoutingRequest("r", "m", 16 * BLOCKS_PER_CHAIN, 16, BLOCKS_PER_CHAIN)
         return decided(
-            self.selector.select(request, a_path(number), 0.0, 0, behind_records=self.service.behind_records)
+            self.selector.select(
+                WorkerWanted(request, a_path(number), 0.0, 0, behind_records=self.service.behind_records)
+            )
         )
 
     async def turns(self, done: Callable[[], bool]) -> int:

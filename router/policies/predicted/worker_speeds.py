@@ -16,11 +16,30 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.router.core.candidates import EXPECTED_MS, IndexArray
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.observers import IsOpen, Observer
+from poolgrid.router.policies.predicted.engine_times import EngineColumns, Engines
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+
+PACE: Final = "pace"
+OWN_MS: Final = "own_ms"
+"""Terms that choices are learned from, beside ``EXPECTED_MS``: the pace that was reckoned with, and what the request's
+own prompt takes at pace 1."""
+
+GROUPS_MAX: Final = 64
+"""Groups of workers of which it is kept what their cards say."""
+
+_POOL: Final = WorkerKey(WorkerId(""), 0)
+"""Whose pace is that of the pool; no worker has an empty name."""
 
 AWAITED_MAX = 16_384
 """Chosen requests whose first token is awaited; one more is not learned from."""
@@ -101,6 +120,27 @@ class WorkerPace(msgspec.Struct):
         return (self.observed_ms * kept + filled_ms * prior) / (self.unit_ms * kept + filled_ms)
 
 
+class SpeedEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What was learned of the speed of one worker, or of the pool as a whole."""
+
+    worker_id: str
+    """Empty for the pool."""
+    dp_rank: int
+    observed_ms: float
+    unit_ms: float
+    seen_ms: float
+    served_ms: float
+    awaited: list[tuple[str, Awaited]]
+
+
+class SpeedsState(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a router had learned of its workers' speeds, and of how requests come, for a checkpoint."""
+
+    arrivals: Arrivals
+    workers: list[SpeedEntry]
+    """The pool's as the first."""
+
+
 def _remembered(age_ms: float, memory_ms: float = MEMORY_MS) -> float:
     """Return how much of what was seen counts after a time; a quotient, because powers differ between machines."""
     return memory_ms / (memory_ms + max(0.0, age_ms))
@@ -117,8 +157,10 @@ def _told_apart(pace: float, prior: float) -> float:
     return prior * times if pace > prior else prior / times
 
 
-class Paces:
+class WorkerSpeeds(Observer):
     """The paces of all workers of a pool."""
+
+    name = "paces"
 
     def __init__(self) -> None:
         self._workers: dict[WorkerKey, WorkerPace] = {}
@@ -127,12 +169,23 @@ class Paces:
         self._awaited = 0
         self._latest_ms = 0.0
         """Of the moments that it was told."""
-        self.on_first_token: Callable[[str, float, float], None] | None = None
-        """Told the dispatch, the expected and the real time to its first token, in milliseconds; changes nothing."""
+        self._columns: dict[int, tuple[Sequence[Worker], EngineColumns]] = {}
+        """Of groups of workers, by the identity of the group: what their cards say."""
 
     # -- choices and facts -----------------------------------------------------------------------------------------
 
-    def chosen(
+    def on_chosen(
+        self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
+    ) -> None:
+        row, terms = decision.choice.row, decision.choice.terms
+        expected = terms.get(EXPECTED_MS)
+        if expected is not None:
+            pace = float(terms[PACE][row])
+            self.expect(
+                decision.worker, dispatch_id, float(expected[row]) / pace, float(terms[OWN_MS][row]), pace, now_ms
+            )
+
+    def expect(
         self, worker: WorkerKey, dispatch_id: str, unit_ms: float, own_ms: float, pace: float, now_ms: float
     ) -> None:
         """Await the first token of a choice that reckoned with a pace; both predictions are at pace 1."""
@@ -146,7 +199,7 @@ class Paces:
         self._awaited += dispatch_id not in known.awaited
         known.awaited[dispatch_id] = Awaited(now_ms, unit_ms, own_ms, pace)
 
-    def first_token(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
+    def on_first_token(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
         """Learn from a first token; one that was not chosen here teaches nothing but that the engine is at the next."""
         self._latest_ms = now_ms
         known = self._workers.get(worker)
@@ -157,38 +210,41 @@ class Paces:
         if awaited is not None:
             self._awaited -= 1
             self._learn(known, awaited, now_ms)
-            if self.on_first_token is not None:
-                self.on_first_token(dispatch_id, awaited.unit_ms * awaited.pace, now_ms - awaited.chosen_ms)
+            if self.report_ttft is not None:
+                self.report_ttft(dispatch_id, awaited.unit_ms * awaited.pace, now_ms - awaited.chosen_ms)
 
-    def ended(self, worker: WorkerKey, dispatch_id: str) -> None:
-        """Await a request no longer: it ended, or was taken away, and had no first token."""
+    def on_released(self, worker: WorkerKey, request_id: str, blocks: int | None) -> None:
+        """Await a request no longer that had no first token."""
         now_ms = self._latest_ms
         known = self._workers.get(worker)
-        awaited = None if known is None else known.awaited.pop(dispatch_id, None)
+        awaited = None if known is None else known.awaited.pop(request_id, None)
         if known is None or awaited is None:
             return
         self._awaited -= 1
         if now_ms - awaited.chosen_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
             self._learn(known, awaited, now_ms)
 
-    def await_only(self, is_open: Callable[[WorkerKey, str], bool]) -> None:
+    def on_finished(self, worker: WorkerKey, request_id: str, blocks: int | None, now_ms: float) -> None:
+        self.on_released(worker, request_id, blocks)
+
+    def on_expired(self, is_open: IsOpen) -> None:
         """Await no request that the ledger does not have any more: nobody will speak of it."""
         for worker, known in self._workers.items():
             for dispatch_id in [each for each in known.awaited if not is_open(worker, each)]:
                 del known.awaited[dispatch_id]
                 self._awaited -= 1
 
-    def forget(self, worker: WorkerKey) -> None:
+    def on_left(self, worker: WorkerKey) -> None:
         """Forget a worker that left, or whose life ended."""
         known = self._workers.pop(worker, None)
         if known is not None:
             self._awaited -= len(known.awaited)
 
-    def keep_only(self, workers: Collection[WorkerKey]) -> None:
+    def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
         """Go on after a snapshot, which tells of workers and not of first tokens: await none, keep who is there."""
         for worker in [each for each in self._workers if each not in workers]:
-            self.forget(worker)
-        self.await_only(lambda worker, dispatch_id: False)
+            self.on_left(worker)
+        self.on_expired(lambda worker, dispatch_id: False)
 
     def _learn(self, known: WorkerPace, awaited: Awaited, now_ms: float) -> None:
         observed_ms = max(0.0, now_ms - awaited.chosen_ms)
@@ -239,25 +295,60 @@ class Paces:
             waiting.append(len(known.awaited))
         return paces, done, waiting
 
-    # -- for a state that goes on elsewhere ------------------------------------------------------------------------
-
-    def state(self) -> tuple[Arrivals, WorkerPace, list[tuple[WorkerKey, WorkerPace]]]:
-        """Return copies of what is known of requests, of the pool (``served_ms`` is the latest moment), of workers."""
-        pool = msgspec.structs.replace(self._pool, served_ms=self._latest_ms)
-        return (
-            msgspec.structs.replace(self._arrivals),
-            pool,
-            [(worker, _copied(known)) for worker, known in self._workers.items()],
+    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
+        known = self._columns.get(id(workers))
+        if known is None or known[0] is not workers:
+            if len(self._columns) >= GROUPS_MAX:
+                self._columns.clear()
+            known = self._columns[id(workers)] = (workers, EngineColumns.of(workers))
+        columns = known[1]
+        paces, done_ms, waiting = self.believed([workers[row].key for row in rows], now_ms)
+        choices_per_ms, typical_ms = self.arrivals(now_ms)
+        return Engines(
+            columns.curves,
+            columns.curve[rows],
+            columns.step_tokens[rows],
+            columns.total_blocks[rows],
+            np.array(paces, np.float64),
+            np.array(done_ms, np.float64),
+            np.array(waiting, np.float64),
+            choices_per_ms,
+            typical_ms,
         )
 
-    def restore(self, arrivals: Arrivals, pool: WorkerPace, workers: Iterable[tuple[WorkerKey, WorkerPace]]) -> None:
-        """Go on from what another one knew."""
-        self._arrivals = msgspec.structs.replace(arrivals)
-        self._pool = _copied(pool)
-        self._latest_ms = pool.served_ms
-        self._workers = {worker: _copied(known) for worker, known in workers}
-        self._awaited = sum(len(known.awaited) for known in self._workers.values())
+    # -- for a state that goes on elsewhere ------------------------------------------------------------------------
 
+    def checkpoint(self) -> SpeedsState:
+        """Return what is known of requests, of the pool (``served_ms`` is the latest moment), and of workers."""
+        pool = msgspec.structs.replace(self._pool, served_ms=self._latest_ms)
+        return SpeedsState(
+            msgspec.structs.replace(self._arrivals),
+            [
+                SpeedEntry(
+                    worker.worker_id,
+                    worker.dp_rank,
+                    pace.observed_ms,
+                    pace.unit_ms,
+                    pace.seen_ms,
+                    pace.served_ms,
+                    list(pace.awaited.items()),
+                )
+                for worker, pace in [(_POOL, pool), *self._workers.items()]
+            ],
+        )
 
-def _copied(known: WorkerPace) -> WorkerPace:
-    return msgspec.structs.replace(known, awaited=dict(known.awaited))
+    def restore(self, state: Any) -> None:
+        known = msgspec.convert(state, SpeedsState)
+        if not known.workers:
+            return
+        paces = {
+            WorkerKey(WorkerId(each.worker_id), each.dp_rank): WorkerPace(
+                each.observed_ms, each.unit_ms, each.seen_ms, each.served_ms, dict(each.awaited)
+            )
+            for each in known.workers
+        }
+        self._arrivals = msgspec.structs.replace(known.arrivals)
+        self._pool = paces.pop(_POOL)
+        self._latest_ms = self._pool.served_ms
+        self._workers = paces
+        self._awaited = sum(len(each.awaited) for each in paces.values())

@@ -31,7 +31,7 @@ class Run(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Prompts that had it."""
     last_ms: float = 0.0
     kind: int = 0
-    """What it was taken for at its last visit (``poolgrid.router.core.retention.return_times``)."""
+    """What it was taken for at its last visit (``poolgrid.router.policies.retention.return_times``)."""
     turn: int = 0
     """Of the last prompt that ended with this run: which turn of its conversation it was; 0 = none ended here."""
     end_block: int = 0

@@ -30,26 +30,87 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from poolgrid.router.core.candidates import Candidates, FloatArray
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
-from poolgrid.router.core.step_curve import FloatArray
-
-PLANNED_MAX = 32
-"""Requests that are planned together: it takes a millisecond with 8 workers. Others wait their turn."""
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
+from poolgrid.router.policies.predicted.worker_speeds import OWN_MS
+from poolgrid.wire.identifiers import Role, WorkerKey
 
 SMALL_STEPS = 2.0
 """Up to so many times the smallest step a prompt is small: half of its time or more is the step's own."""
-
-HELD_MAX = 256
-"""Requests that wait for a better worker. Beyond, those whose turn it is go to workers as they are: waiting is for
-choosing well, and the queues of workers are there for more."""
 
 OTHERS_SHARE_MAX = 0.1
 """Up to this share of requests may come to workers from other routers, or nobody waits here: routers that do not know
 who waits at the others all count on the same workers."""
 
-HOLD_LIMIT_MS = 4000.0
-"""How long a request waits for a better worker by default: longer than nearly all prompts take, so only in overload
-does anybody wait that long; and then long prompts would wait without end for shorter ones."""
+
+Estimate = Callable[[FloatArray, FloatArray, Candidates], tuple[FloatArray, dict[str, FloatArray]]]
+"""``Predicted.estimate``."""
+
+
+class BatchPlanner:
+    """Plans the requests that wait at one router."""
+
+    def __init__(self, selector: Selector, estimate: Estimate) -> None:
+        self._selector = selector
+        self._estimate = estimate
+
+    @property
+    def is_active(self) -> bool:
+        """Tell whether requests should wait here: where workers have few requests of other routers."""
+        return self._selector.projection.ledger.others_share <= OTHERS_SHARE_MAX
+
+    def has_room(self, model: str, roles: tuple[Role, ...]) -> bool:
+        """Tell whether any worker of these roles has so few prompt tokens to compute that one may be placed there."""
+        group = self._selector.groups.of(model, roles)
+        queued = self._selector.projection.ledger.prefill_tokens[group.slots].tolist()
+        return any(
+            tokens < max(1, worker.card.limits.max_num_tokens)
+            for tokens, worker in zip(queued, group.members, strict=True)
+        )
+
+    def can_plan(self, wanted: WorkerWanted) -> bool:
+        """Tell whether any worker could serve a request now."""
+        group = self._selector.groups.of(wanted.request.model, wanted.roles)
+        return bool(len(group.eligible(wanted.request, wanted.unavailable, self._selector.projection.ledger)[0]))
+
+    def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, Mapping[WorkerKey, int]]]:
+        """Return which requests go now, in order, and how many are planned behind each. One that no worker can serve
+        goes first, at once."""
+        selector, projection, first = self._selector, self._selector.projection, wanted[0]
+        group = selector.groups.of(first.request.model, first.roles)
+        if not group.workers:
+            return [(0, {})]
+        untrusted, now_ms = projection.trust.untrusted, first.now_ms
+        overlaps = [overlap_columns(projection, group, each.path, untrusted, now_ms) for each in wanted]
+        candidates = selector.candidates(group, group.all_rows, overlaps[0], now_ms)
+        engines: Engines = candidates.engines
+        tokens = np.stack(
+            [uncached_tokens(each.request, *overlap) for each, overlap in zip(wanted, overlaps, strict=True)]
+        )
+        targets_ms = np.array([each.request.ttft_target_ms for each in wanted])
+        costs, terms = self._estimate(targets_ms, tokens, candidates)
+        for row, each in enumerate(wanted):
+            eligible, _ = group.eligible(each.request, each.unavailable, projection.ledger)
+            if eligible is not group.all_rows:
+                cannot = np.ones(len(group.workers), np.bool_)
+                cannot[eligible] = False
+                costs[row, cannot] = np.inf
+        waiting = Waiting(
+            costs,
+            terms[OWN_MS] * engines.paces,
+            tokens,
+            [each.request.tie_key for each in wanted],
+            [each.request.priority for each in wanted],
+        )
+        placed = plan(waiting, candidates.prefill_tokens, engines.step_tokens, engines.step_ms)
+        nowhere = np.flatnonzero(np.isinf(costs).all(axis=1))[:1].tolist()
+        due: list[tuple[int, Mapping[WorkerKey, int]]] = [(row, {}) for row in nowhere]
+        due += [(goes.request, {group.workers[row]: n for row, n in goes.behind.items()}) for goes in placed]
+        return due
 
 
 class Waiting(msgspec.Struct, frozen=True, gc=False):

@@ -10,12 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from poolgrid.router.core.aged import Aged
-
-A = TypeVar("A", bound=Aged)
+import msgspec
 
 
-class AgeList(Generic[A]):
+class LruEntry(msgspec.Struct, kw_only=True, eq=False, gc=False):
+    """What can stand in an ``IntrusiveLru``, in one at a time."""
+
+    older: Any = None
+    newer: Any = None
+
+    __repr__ = object.__repr__
+    """Not by its fields, which lead to all the others."""
+
+
+A = TypeVar("A", bound=LruEntry)
+
+
+class IntrusiveLru(Generic[A]):
     """A doubly linked ring with its own end; oldest first.
 
     What is taken out keeps no link to what stays: should anything still name it, it would else keep alive whatever was
@@ -28,7 +39,7 @@ class AgeList(Generic[A]):
     __slots__ = ("_cursor", "_end", "entries")
 
     def __init__(self) -> None:
-        end: Any = Aged()
+        end: Any = LruEntry()
         end.older = end.newer = end
         self._end = end
         self._cursor = end

@@ -1,0 +1,82 @@
+"""Observers of a projection: what follows events, choices and releases beside it, such as what a policy learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
+
+from poolgrid.router.core.candidates import IndexArray
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.fleet import Worker
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.identifiers import WorkerKey
+
+IsOpen = Callable[[WorkerKey, str], bool]
+"""Tells whether the ledger still has a request on a worker."""
+
+
+class Observer:
+    """Base of observers, which does nothing.
+
+    An observer is a fold like the projection: what it is told, with its times, decides, nothing else.
+    """
+
+    name: ClassVar[str]
+    """A projection has one observer of a name; its state is under this name in checkpoints."""
+    needs_seeds: ClassVar[bool] = False
+    """Whether requests must come with the seed of their hashes."""
+    report_ttft: Callable[[str, float, float], None] | None = None
+    """Told the dispatch, the expected and the real time to its first token in milliseconds, where that is predicted;
+    changes nothing."""
+
+    # -- choices ---------------------------------------------------------------------------------------------------
+
+    def advance(self, now_ms: float) -> None:
+        """Let time pass; called before each choice."""
+
+    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Any:
+        """Return what its policy finds in ``Candidates.engines``, for the ``rows`` of some workers."""
+
+    def on_decided(self, decision: Decision, card: WorkerCard, path: Sequence[int], now_ms: float) -> None:
+        """May add to a decision, of a dry run too, and changes nothing else."""
+
+    def on_chosen(
+        self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
+    ) -> None:
+        """A decision was booked."""
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
+        """A worker began a request, of any router, and reuses so many tokens."""
+
+    def on_first_token(self, worker: WorkerKey, request_id: str, now_ms: float) -> None:
+        """A prompt was computed."""
+
+    def on_finished(self, worker: WorkerKey, request_id: str, blocks: int | None, now_ms: float) -> None:
+        """A request ended that had so many blocks; ``None`` where that is not known."""
+
+    def on_released(self, worker: WorkerKey, request_id: str, blocks: int | None) -> None:
+        """The router took a request off a worker."""
+
+    def on_expired(self, is_open: IsOpen) -> None:
+        """Reservations expired: of requests that are not open nobody will speak any more."""
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def on_cleared(self, worker: WorkerKey) -> None:
+        """A worker's cache was emptied, or will be told anew."""
+
+    def on_left(self, worker: WorkerKey) -> None:
+        """A worker left, or begins a new life."""
+
+    def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
+        """A snapshot replaced the projection; these are its workers."""
+
+    # -- for a state that goes on elsewhere ------------------------------------------------------------------------
+
+    def checkpoint(self) -> Any:
+        """Return a copy of its state for a checkpoint, as msgpack can have it; ``None`` without any."""
+
+    def restore(self, state: Any) -> None:
+        """Go on from what ``checkpoint`` returned, as msgpack decodes it."""

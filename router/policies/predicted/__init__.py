@@ -1,0 +1,1 @@
+"""Costs in milliseconds, with the speed of workers learned: the policy ``predicted``."""

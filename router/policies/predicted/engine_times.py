@@ -1,0 +1,161 @@
+"""How long an engine's steps take, as its card says or as engines of its kind do: what predictions start from.
+
+Whatever is wrong with it by a factor is learned (``WorkerSpeeds``). So what counts here is the shape: how
+much dearer a long prompt is than a short one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from poolgrid.router.core.candidates import FloatArray, IndexArray
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.wire.card import StepTimes
+
+HOST_WORTH, DISK_WORTH = CostWeights().host_weight, CostWeights().disk_weight
+"""What a block on a lower tier spares of its computation: it must be brought back first."""
+
+
+class StepCurve:
+    """Straight lines between points; beyond the last prompt point its slope goes on, before the first its value."""
+
+    __slots__ = ("_decode_ms", "_prefill_ms", "_shares", "_slope", "_tokens")
+
+    def __init__(self, prefill: tuple[tuple[float, float], ...], decode: tuple[tuple[float, float], ...]) -> None:
+        """``prefill`` are prompt tokens of a step and milliseconds, ``decode`` used shares of KV and milliseconds.
+
+        At least one point each, by increasing first value.
+        """
+        self._tokens = np.array([x for x, _ in prefill], np.float64)
+        self._prefill_ms = np.array([ms for _, ms in prefill], np.float64)
+        self._shares = np.array([x for x, _ in decode], np.float64)
+        self._decode_ms = np.array([ms for _, ms in decode], np.float64)
+        self._slope = 0.0
+        if len(prefill) > 1:
+            (x0, y0), (x1, y1) = prefill[-2:]
+            self._slope = max(0.0, (y1 - y0) / (x1 - x0))
+
+    def step_ms(self, tokens: FloatArray) -> FloatArray:
+        """Return the time of a step that computes so many prompt tokens each; 0 for none."""
+        beyond = np.maximum(0.0, tokens - self._tokens[-1])
+        times: FloatArray = np.interp(tokens, self._tokens, self._prefill_ms) + self._slope * beyond
+        return np.where(tokens > 0.0, times, 0.0)
+
+    def prompt_ms(self, tokens: FloatArray, step_tokens: FloatArray) -> FloatArray:
+        """Return the time to compute prompts of so many tokens, in steps of at most ``step_tokens``."""
+        steps = np.floor(tokens / step_tokens)
+        return steps * self.step_ms(step_tokens) + self.step_ms(tokens - steps * step_tokens)
+
+    def decode_ms(self, share: FloatArray) -> FloatArray:
+        """Return the time of a decode step while such shares of the KV blocks are in use."""
+        times: FloatArray = np.interp(share, self._shares, self._decode_ms)
+        return times
+
+
+def _published_prefill(tokens: int) -> float:
+    return 4.209989e-7 * tokens * tokens + 1.518344e-2 * tokens + 16.50142
+
+
+PUBLISHED = StepCurve(
+    tuple((tokens, _published_prefill(tokens)) for tokens in (1, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)),
+    tuple((p, -25.74 * p * p + 54.01 * p + 5.74) for p in (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)),
+)
+"""For workers whose card says nothing: the polynomials of the field's published simulator (Dynamo's mocker)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineColumns:
+    """What workers' cards say of their engines' times."""
+
+    curves: tuple[StepCurve, ...]
+    curve: IndexArray
+    step_tokens: FloatArray
+    total_blocks: FloatArray
+
+    @classmethod
+    def of(cls, workers: Sequence[Worker]) -> EngineColumns:
+        curves: dict[StepTimes, StepCurve] = {}
+        curve = []
+        for worker in workers:
+            times = worker.card.step_times
+            if times not in curves:
+                curves[times] = StepCurve(times.prefill, times.decode) if times.prefill and times.decode else PUBLISHED
+            curve.append(list(curves).index(times))
+        limits = [worker.card.limits for worker in workers]
+        return cls(
+            tuple(curves.values()),
+            np.array(curve, np.intp),
+            np.array([max(1, each.max_num_tokens) for each in limits], np.float64),
+            np.array([max(1, each.total_kv_blocks) for each in limits], np.float64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What is known of the candidates' engines; rows as in ``Candidates``."""
+
+    curves: tuple[StepCurve, ...]
+    """The different step times that there are."""
+    curve: IndexArray
+    """Whose place in ``curves`` is each worker's."""
+    step_tokens: FloatArray
+    """Prompt tokens of one step."""
+    total_blocks: FloatArray
+    paces: FloatArray
+    """How much slower each is than its curve says."""
+    done_ms: FloatArray
+    """Milliseconds at pace 1 by which its queue is shorter than its tokens say, for it is at work."""
+    waiting: FloatArray
+    """Requests that wait for their first token there."""
+    choices_per_ms: float
+    """Requests that come, of late."""
+    typical_ms: float
+    """What a prompt took of them at pace 1, on average."""
+
+    def prompt_ms(self, tokens: FloatArray) -> FloatArray:
+        """Return how long each would take at pace 1 to compute so many prompt tokens: one number a worker, or a row
+        of them for each of several prompts."""
+        if len(self.curves) == 1:
+            return self.curves[0].prompt_ms(tokens, self.step_tokens)
+        times = np.zeros(tokens.shape)
+        for place, curve in enumerate(self.curves):
+            rows = self.curve == place
+            times[..., rows] = curve.prompt_ms(tokens[..., rows], self.step_tokens[rows])
+        return times
+
+    def step_ms(self, row: int, tokens: float) -> float:
+        """Return how long a step of one of them takes at pace 1 that computes so many prompt tokens."""
+        return float(self.curves[self.curve[row]].step_ms(np.array((tokens,)))[0])
+
+    def joined_ms(self, queued: FloatArray, tokens: FloatArray) -> FloatArray:
+        """Return how much longer at pace 1 the last step of so many queued tokens takes when others join it.
+
+        A step has room for ``step_tokens``, and all that is in it is there when it ends.
+        """
+        last = queued - np.floor(queued / self.step_tokens) * self.step_tokens
+        full = np.minimum(self.step_tokens, last + tokens)
+        return np.where(last > 0.0, self.prompt_ms(full) - self.prompt_ms(last), 0.0)
+
+    def decode_ms(self, active_blocks: FloatArray) -> FloatArray:
+        """Return how long a decode step of each takes at pace 1 while so many blocks are active."""
+        shares = active_blocks / self.total_blocks
+        if len(self.curves) == 1:
+            return self.curves[0].decode_ms(shares)
+        times = np.zeros(len(shares))
+        for place, curve in enumerate(self.curves):
+            rows = self.curve == place
+            times[rows] = curve.decode_ms(shares[rows])
+        return times
+
+
+def uncached_tokens(request: RoutingRequest, device: FloatArray, host: FloatArray, disk: FloatArray) -> FloatArray:
+    """Return the tokens of a prompt that each worker would compute, which holds so many of its blocks on each tier."""
+    held = device + HOST_WORTH * host + DISK_WORTH * disk
+    # Engines compute at least one token, or there would be no next one.
+    tokens: FloatArray = np.maximum(1.0, request.isl - held * request.block_size)
+    return tokens

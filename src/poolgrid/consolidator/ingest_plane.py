@@ -1,0 +1,139 @@
+"""What workers push: received in turns of the core, answered once it is in the journal; and the workers' leases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from poolgrid.consolidator.core.consolidator import Consolidator, Turn
+from poolgrid.consolidator.feed_publisher import FeedPublisher
+from poolgrid.consolidator.service_context import ServiceContext
+from poolgrid.process.bulk_work import SLICE_MS, BulkWork
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import shown_peer
+from poolgrid.transport.zmq_socket import BatchSocket, message_sender
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME
+from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.loading import LOADING_FRAME
+
+log = logging.getLogger(__name__)
+
+TakeTurn = Callable[[Callable[[Consolidator, Turn], None]], None]
+
+BATCH_BYTES_MAX = FRAME_BYTES_MAX - 1024 * 1024
+"""Largest pushed batch: its record, with an offset and perhaps split chains, must still fit a frame."""
+
+INGEST_QUEUE_MAX = 10_000
+"""Messages that ZMQ keeps per worker while we are busy; then the worker's socket blocks and its outbox fills."""
+
+LEASE_PUT_OFF_MAX = 1000
+"""How often leases are looked at a millisecond later because messages are still unread; each time some of them are."""
+
+
+class IngestPlane:
+    """Receives on a ROUTER socket."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[Any],
+        feed: FeedPublisher,
+        take_turn: TakeTurn,
+        running_clock: Clock,
+        bulk: BulkWork,
+        context: ServiceContext,
+    ) -> None:
+        """``running_clock`` goes on where leases stand still."""
+        socket.setsockopt(zmq.RCVHWM, INGEST_QUEUE_MAX)
+        self.inbox = BatchSocket(socket, self.on_messages, bulk)
+        self.paused = False
+        """Whether too much waits for the disk: nothing is received, and no worker is judged by its silence."""
+        self._send = message_sender(socket)
+        self._feed = feed
+        self._take_turn = take_turn
+        self._running_clock = running_clock
+        self._context = context
+        self._core: Consolidator
+        self._lease_put_off = 0
+
+    def start(self, core: Consolidator) -> None:
+        self._core = core
+        self.inbox.start()
+
+    def on_messages(self, messages: list[list[bytes]]) -> None:
+        """Take messages in, as many as fit a slice; the rest comes again."""
+        monotonic_ms = self._running_clock.monotonic_ms
+        ends_ms = monotonic_ms() + SLICE_MS
+
+        def work(core: Consolidator, turn: Turn) -> None:
+            for at, frames in enumerate(messages):
+                if at and monotonic_ms() >= ends_ms:
+                    # A map was divided, or the machine is slow: what is left has its turn later.
+                    self.inbox.give_back(messages[at:])
+                    break
+                try:
+                    if len(frames) != 3:
+                        raise DecodeError("a worker's message", f"{len(frames)} frames, expected are 3")
+                    peer, tag, payload = frames
+                    if tag == BATCH_FRAME:
+                        if len(payload) > BATCH_BYTES_MAX:
+                            size = len(payload)
+                            raise DecodeError("an event batch", f"{size} bytes, allowed are at most {BATCH_BYTES_MAX}")
+                        core.batch(peer, codec.event_batch.decode(payload), turn)
+                    elif tag == LOADING_FRAME:
+                        self._feed.note_loading(codec.loading_worker.decode(payload))
+                    elif tag == CONTROL_FRAME:
+                        core.receive(peer, codec.to_consolidator.decode(payload), turn)
+                    else:
+                        raise DecodeError("a worker's message", f"tag {bytes(tag[:16])!r}, allowed are B, C and L")
+                except DecodeError as error:
+                    self._context.undecodable(f"{shown_peer(frames[0])} on the ingest plane", error)
+
+        self._take_turn(work)
+
+    def reply(self, turn: Turn) -> None:
+        """Send the replies of a turn that is in the journal."""
+        for peer, reply in turn.replies:
+            try:
+                self._send((peer, codec.from_consolidator.encode(reply)))
+            except zmq.ZMQError as error:
+                # The worker is gone or does not read: it asks again with its next heartbeat.
+                log.debug("a reply to a worker was dropped: %s", error)
+        self.inbox.sent()
+
+    def pause(self) -> None:
+        self.paused = True
+        self.inbox.pause()
+
+    def resume(self) -> None:
+        self.paused = False
+        self.inbox.resume()
+        self.watch_leases()
+
+    # Leases
+
+    def watch_leases(self) -> None:
+        """Look at the leases when the next one may be over."""
+        limits = self._core.limits
+        due_ms = self._core.next_expiry_ms()
+        now_ms = self._context.clock.monotonic_ms()
+        wait_ms = limits.lease_ms if due_ms is None else max(1.0, due_ms - now_ms)
+        # A gap may open in the meantime: looked at often enough to find it in time.
+        self._context.after("lease", min(wait_ms, limits.lease_ms, limits.stale_after_ms), self._expire)
+
+    def _expire(self) -> None:
+        if self.paused:
+            return
+        if self.inbox.has_more and self._lease_put_off < LEASE_PUT_OFF_MAX:
+            # What waits in the socket may be the very sign of life that is missing.
+            self._lease_put_off += 1
+            self._context.after("lease", 1.0, self._expire)
+            return
+        self._lease_put_off = 0
+        self._take_turn(lambda core, turn: core.expire(turn))
+        if not self.paused and not self._context.broken:
+            self.watch_leases()

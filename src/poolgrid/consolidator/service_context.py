@@ -1,0 +1,106 @@
+"""What the parts of one consolidator share: counters, limits of the log, timers, tasks, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from poolgrid.consolidator.journal_writer import COMPLAIN_EVERY_MS
+from poolgrid.process.clock import Clock
+from poolgrid.process.complaints import Complaints
+from poolgrid.process.tasks import detached
+from poolgrid.wire.errors import WireError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+THREADS = 4
+"""One each for appends, syncs, a snapshot and replays, so that none waits for another."""
+
+COUNTED = (
+    "undecodable_frames",
+    "journal_append_errors",
+    "journal_snapshot_errors",
+    "journal_read_errors",
+    "journal_lost_segments",
+    "feed_records",
+    "feed_replays",
+    "feed_snapshots",
+    "feed_answers_dropped",
+    "feed_subscribers_refused",
+)
+
+
+class ServiceContext:
+    """The life of one service; belongs to its loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self.complaints = Complaints(log, clock)
+        self.stopping = False
+        self.broken = ""
+        """Why the state is not the fold of the journal any more; empty while it is."""
+        self.threads = ThreadPoolExecutor(THREADS, "journal")
+        self._complained_ms: dict[str, float] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def ended(self) -> bool:
+        return self.stopping or bool(self.broken)
+
+    def undecodable(self, peer: str, error: WireError) -> None:
+        """Count a message that is none, and say so in the log now and then."""
+        self.counts["undecodable_frames"] += 1
+        self.complaints.about(peer, error)
+
+    def may_complain(self, what: str) -> bool:
+        """Say whether it is time for a line in the log about something that goes on failing."""
+        now_ms = self.clock.monotonic_ms()
+        last_ms = self._complained_ms.get(what)
+        if last_ms is not None and now_ms - last_ms < COMPLAIN_EVERY_MS:
+            return False
+        self._complained_ms[what] = now_ms
+        return True
+
+    def after(self, name: str, delay_ms: float, work: Callable[[], None]) -> None:
+        """Do something later; each name has one timer."""
+        if self.stopping:
+            return
+        timer = self._timers.get(name)
+        if timer is not None:
+            timer.cancel()
+        self._timers[name] = asyncio.get_running_loop().call_later(delay_ms / 1000, work)
+
+    def cancel_timers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = detached(work, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def end_tasks(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def on_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """Do what may wait for a disk."""
+        return asyncio.get_running_loop().run_in_executor(self.threads, work, *arguments)
+
+
+async def to_its_end(work: asyncio.Future[T]) -> T:
+    """Wait for work on a thread, also when cancelled: what it opens is closed only then."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        if not work.cancelled():
+            work.exception()  # taken, or asyncio would complain: whoever gave the start up knows why
+        raise
