@@ -50,6 +50,11 @@ class RouterMetrics(ServingMetrics):
             "too. The found, the realised and the achievable overlap are shares of these.",
             registry=registry,
         )
+        self.overlap_found_tokens = Counter(
+            "poolgrid_router_overlap_found_tokens_total",
+            "Prompt tokens that the index said the chosen worker holds.",
+            registry=registry,
+        )
         self.overlap_realised_tokens = Counter(
             "poolgrid_router_overlap_realised_tokens_total",
             "Prompt tokens that the worker then really reused. If they are well below the overlap found, "

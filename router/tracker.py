@@ -101,6 +101,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         # Others than this router may have shown a prompt to the pool: what is there was achieved.
         seen_tokens = self.sketch.note(path) * request.block_size
         metrics.prompt_tokens.value += request.isl
+        metrics.overlap_found_tokens.value += min(request.isl, found_tokens)
         metrics.achievable_tokens.value += min(request.isl, max(seen_tokens, found_tokens))
 
     def realised(self, dispatch_id: str, cached_tokens: int) -> None:

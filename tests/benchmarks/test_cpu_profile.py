@@ -39,7 +39,7 @@ DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._disp
         ([*SERVE, *DISPATCH, "DecisionLog.add (router/core/decision.py:172)"], "recording"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:638)"], "ZMQ send"),
         ([DRAIN], "ZMQ receive"),
-        ([DRAIN, "WorkerLink.on_frame (serving/worker_link.py:116)"], "token intake"),
+        ([DRAIN, "WorkerLink.on_frame (serving/links.py:116)"], "token intake"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:6)", "0x7f (zmq/backend/cython/_zmq.so)"], "ZMQ send"),
         ([*SERVE, "_Exchange._whole (frontend/inference_endpoint.py:371)"], "answer encode"),
         ([*SERVE, "HttpExchange._send_body (http/exchange.py:87)"], "write"),
