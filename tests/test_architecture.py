@@ -176,17 +176,6 @@ SPAWNS = {
 }
 """What starts a task, which would die unobserved. ``create_task`` of an ``asyncio.TaskGroup`` is fine: it owns them."""
 
-METHODS_MAX = 25
-"""Most methods of a class on the way of a request: with more it is several things in one, and nobody holds all of them
-in mind while changing one."""
-
-REQUEST_PATH = ("process", "transport", "http", "inference", "frontend", "serving")
-"""Packages on the way of a request, with all that is in them."""
-
-REQUEST_PATH_SHELLS = ("router", "global_router", "workers")
-"""Packages of which only the modules directly in them are: services and their parts. Inside are the router's index and
-ledger, the engines, the consolidator, each a data structure or a machine of its own behind one small face."""
-
 OURS = {name.partition(".")[0] for name in MAY_IMPORT} | set(NOT_SHIPPED)
 
 
@@ -322,21 +311,6 @@ def faults(module: str, source: str) -> list[str]:
     return found
 
 
-def crowded(module: str, source: str) -> list[str]:
-    """The classes of a module that have more methods than one of the request path may, one line each."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef):
-            # By name: a property and its setter are one.
-            methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
-            if len(methods) > METHODS_MAX:
-                found.append(
-                    f"{module}: {node.name} has {len(methods)} methods, allowed are {METHODS_MAX} on the way of a "
-                    "request: take out what has state and rules of its own"
-                )
-    return found
-
-
 def circle(sources: Mapping[str, str]) -> list[str]:
     """Modules that import each other in a circle, the first also last; empty when there is none.
 
@@ -389,17 +363,6 @@ def test_every_engine_has_its_words() -> None:
     assert {engine.partition(".")[0] for engine in WORDS_OF_ENGINES} == {module.partition(".")[0] for module in ours}
     directories = {path.parent.name for path in (ROOT / ENGINES.replace(".", "/")).glob("*/definition.py")}
     assert directories == {engine.partition(".")[0] for engine in WORDS_OF_ENGINES}
-
-
-def test_no_class_on_the_way_of_a_request_is_several_in_one() -> None:
-    on_the_way = [
-        (module, path)
-        for module, path in _modules()
-        if module.partition(".")[0] in REQUEST_PATH or module.rpartition(".")[0] in REQUEST_PATH_SHELLS
-    ]
-    found = [line for module, path in on_the_way for line in crowded(module, path.read_text())]
-
-    assert not found, "\n".join(["", *found])
 
 
 def test_no_modules_import_each_other() -> None:
@@ -513,14 +476,6 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
 )
 def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:
     assert faults(module, source) == []
-
-
-def test_a_crowded_class_is_found_and_named() -> None:
-    methods = "".join(f"    async def method_{number}(self): ...\n" for number in range(METHODS_MAX))
-
-    assert crowded("router.service", f"class Full:\n{methods}") == []
-    (line,) = crowded("router.service", f"class Crowded:\n{methods}    def further(self): ...\n")
-    assert line.startswith("router.service: Crowded has 26 methods, allowed are 25")
 
 
 @pytest.mark.parametrize(

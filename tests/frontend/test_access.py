@@ -619,3 +619,11 @@ def test_every_path_of_the_surface_is_in_the_class_it_should_be() -> None:
         )
     for path in ("/v1/workers", "/v1/pool", "/v1/config/reload", "/v1/modelsx", "/anything", "/v1/decisions/x"):
         assert path_class(path, metrics_need_key=False) is PathClass.OPERATOR
+
+
+@pytest.mark.parametrize(("limit", "processes", "part"), [(None, 4, None), (10, 1, 10), (10, 4, 3), (1, 4, 1)])
+def test_processes_that_share_a_port_divide_limits(limit: int | None, processes: int, part: int | None) -> None:
+    tenant = Tenant(requests_per_minute=limit, tokens_per_minute=limit, concurrent_requests=limit, weight=3.0)
+    divided = KeyDocument(1, SECRET, {"a": tenant}).divided(processes).tenants["a"]
+    assert (divided.requests_per_minute, divided.tokens_per_minute, divided.concurrent_requests) == (part,) * 3
+    assert divided.weight == 3.0

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -262,7 +262,9 @@ def test_the_head_of_a_stream_leaves_with_its_first_part(monkeypatch: pytest.Mon
         def __getattr__(self, name: str) -> Any:
             return getattr(self._transport, name)
 
-    monkeypatch.setattr(HttpConnection, "connection_made", lambda each, transport: made(each, Recording(transport)))
+    monkeypatch.setattr(
+        HttpConnection, "connection_made", lambda each, transport: made(each, cast(Any, Recording(transport)))
+    )
 
     async def go() -> None:
         async with talking() as (_, client):

@@ -20,62 +20,12 @@ from typing import Any, cast
 import msgspec
 
 from poolgrid.http.connections import HttpConnections, Queue, source_of
-from poolgrid.http.exchange import BODY_BUFFER_BYTES, CONTINUE, STATUS_LINES, HttpExchange, Scope
+from poolgrid.http.exchange import STATUS_LINES, HttpExchange
+from poolgrid.http.flow import ClientProbe, FlowControl
 from poolgrid.http.request_parser import RequestParser, RequestRefusedError
-from poolgrid.process.tasks import owned
 
 SKIPPED_BYTES_MAX = 64 * 2**20
 """Most that is read and dropped of a body whose request is answered; twice the largest body, by default."""
-
-PROBES_S = (0.02, 0.05, 0.2, 1.0)
-"""Pauses before the first probes of a client that has ended its side: short answers are out before the first, and a
-client that has left on the same network is found by the second."""
-
-PROBE_EVERY_S = 5.0
-"""Pause before each further probe."""
-
-
-class FlowControl:
-    """When a connection is read, and whether its client takes what is written."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self.is_blocked = False
-        """Nothing is read, because enough waits here."""
-        self.is_full = False
-        """Nothing is read, because the application has enough to read."""
-        self.is_paused = False
-        self.is_write_blocked = False
-        self._drained: asyncio.Event | None = None
-
-    def block(self, blocked: bool) -> None:
-        self.is_blocked = blocked
-        self._set_reading()
-
-    def fill(self, full: bool) -> None:
-        self.is_full = full
-        self._set_reading()
-
-    def _set_reading(self) -> None:
-        paused = self.is_blocked or self.is_full
-        if paused != self.is_paused and not self._transport.is_closing():
-            self.is_paused = paused
-            if paused:
-                self._transport.pause_reading()
-            else:
-                self._transport.resume_reading()
-
-    def block_writing(self, blocked: bool) -> None:
-        self.is_write_blocked = blocked
-        if not blocked and self._drained is not None:
-            self._drained.set()
-
-    async def drain(self) -> None:
-        """Wait until the client has taken enough of the answer, or has left."""
-        while self.is_write_blocked:
-            if self._drained is None or self._drained.is_set():
-                self._drained = asyncio.Event()
-            await self._drained.wait()
 
 
 class HttpConnection(asyncio.Protocol):
@@ -88,17 +38,13 @@ class HttpConnection(asyncio.Protocol):
         """With ``source`` it is counted already, by that address."""
         self.table = table
         self._loop = asyncio.get_running_loop()
-        self._parser = RequestParser(self, table.limits, table.hosts)
+        self._parser = RequestParser(table, self._loop)
         self.source = source
         """The address that it is counted by, while it is counted."""
         self.is_made = False
-        self._of_all: Scope = {}
-        """What the scopes of all its requests have in common."""
+        self._scheme = "http"
+        self._client = ""
         self._queue: Queue | None = None
-        self._exchange: HttpExchange | None = None
-        """The last request."""
-        self._scope: Scope | None = None
-        """Of a request whose application is not called yet."""
         self._waiting: bytearray | None = None
         """What follows the request in flight, or what of a body is left for the next slice of the loop."""
         self._slice: asyncio.Handle | None = None
@@ -107,10 +53,9 @@ class HttpConnection(asyncio.Protocol):
         """What the table counts for this connection."""
         self._paused_s = 0.0
         """When the body was last seen waiting for its application, not for its client."""
-        self._unsent_bytes = 0
         self._is_discarding = False
         self._is_half_closed = False
-        self._probe: asyncio.TimerHandle | None = None
+        self._probe: ClientProbe | None = None
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
@@ -121,15 +66,19 @@ class HttpConnection(asyncio.Protocol):
         self.is_made = True
         scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
         client, server = (_address(transport.get_extra_info(each)) for each in ("peername", "sockname"))
-        self._of_all = {"scheme": scheme, "client": client, "server": server}
+        self._scheme = scheme
+        self._client = "an unknown address" if client is None else client[0]
+        common = {"scheme": scheme, "client": client, "server": server}
+        self._parser.open(self.transport, self.flow, common, self.finish)
         table = self.table
         table.open.add(self)
         if not self.source:
-            source = source_of(self._client())
+            source = source_of(self._client)
             reason = table.admit(source, self._loop.time())
             if reason is not None:
                 self._is_discarding = True
-                self._answer(503, "too_many_connections", f"connecting: {reason}; try again later")
+                message = f"connecting: {reason}; try again later"
+                self.transport.write(_refusal(503, "too_many_connections", message, table.date_line))
                 self.transport.close()
                 self._move(table.lingering)
                 return
@@ -144,53 +93,42 @@ class HttpConnection(asyncio.Protocol):
         self.table.open.discard(self)
         self._leave()
         if self._probe is not None:
-            self._probe.cancel()
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None and not exchange.is_complete:
-            exchange.disconnect()
+            self._probe.stop()
+            self._probe = None
         self.flow.block_writing(False)
         self._parser.close()
 
     def eof_received(self) -> bool:
         """Keep the connection for a request that is whole and has no answer yet."""
-        exchange = self._exchange
+        exchange = self._parser.exchange
         if (
             self._is_discarding
             or self._parser.in_body
             or exchange is None
             or exchange.is_started
             or exchange.version != "1.1"
-            or self._of_all["scheme"] != "http"
+            or self._scheme != "http"
         ):
             return False
         self._is_half_closed = True
         self.flow.is_blocked = True  # reading again would find the end again
-        self._probe = self._loop.call_later(PROBES_S[0], self._probe_client, 0)
+        parser = self._parser
+        self._probe = ClientProbe(
+            self._loop, self.transport, lambda: parser.exchange is None or parser.exchange.is_started
+        )
         return True
-
-    def _probe_client(self, index: int) -> None:
-        if self._exchange is not None and not self._exchange.is_started and not self.transport.is_closing():
-            self.transport.write(CONTINUE)
-        index += 1
-        pause_s = PROBES_S[index] if index < len(PROBES_S) else PROBE_EVERY_S
-        self._probe = self._loop.call_later(pause_s, self._probe_client, index)
 
     def shutdown(self) -> None:
         """End after the request in flight."""
-        exchange = self._exchange
+        exchange = self._parser.exchange
         if exchange is None or exchange.is_complete:
             self.transport.close()
         else:
             exchange.keep_alive = False
 
-    def end_after_answer(self) -> None:
-        if self._exchange is not None:
-            self._exchange.keep_alive = False
-
     def pause_writing(self) -> None:
         """Begin to count the time: the client does not take its answer."""
         self.flow.block_writing(True)
-        self._unsent_bytes = self.transport.get_write_buffer_size()
         self.table.stuck[self] = self._loop.time()
 
     def resume_writing(self) -> None:
@@ -228,50 +166,13 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(refusal.status, refusal.reason, refusal.message)
             return len(data)
 
-    def is_busy(self) -> bool:
-        """Return whether a request has no complete answer yet."""
-        return self._exchange is not None and not self._exchange.is_complete
-
-    def begin_request(self, scope: Scope, keep_alive: bool, expects_continue: bool) -> None:
-        """Take a head; the application is called when there is enough of the body."""
-        scope.update(self._of_all)
-        self._scope = scope
-        self._exchange = HttpExchange(self, scope["method"], scope["http_version"], keep_alive, expects_continue)
-        if expects_continue or (self._parser.body_left or 0) > BODY_BUFFER_BYTES:
-            self._call(self._exchange)
-
-    def _call(self, exchange: HttpExchange) -> None:
-        """Call the application, once for each request."""
-        scope, self._scope = self._scope, None
-        if scope is not None:
-            task = owned(exchange.run(self.table.app, scope), "request", self._loop)
-            self.table.tasks.add(task)
-            task.add_done_callback(self.table.tasks.discard)
-
-    def take_body(self, part: bytes) -> None:
-        """Take a part of a body."""
-        exchange = self._exchange
-        if exchange is not None and not exchange.is_complete and exchange.take(part):
-            self._call(exchange)
-            if not self.flow.is_full:
-                self.flow.fill(True)
-
-    def end_request(self) -> None:
-        """Take the end of a request."""
-        if self._held_bytes:
-            self._count()
-        exchange = self._exchange
-        if exchange is not None and not exchange.is_complete:
-            exchange.receive_end()
-            self._call(exchange)
-
     def _settle(self) -> None:
         """Count and time what the connection waits for now; nothing is left to parse."""
         table = self.table
         queue: Queue | None
         if self._parser.in_body:
             queue = table.bodies
-        elif self.is_busy():
+        elif self._parser.is_busy():
             queue = None
         elif self._parser.head_bytes:
             queue = table.heads
@@ -279,10 +180,11 @@ class HttpConnection(asyncio.Protocol):
             queue = table.idle if self._queue is None else self._queue
         if queue is not self._queue:
             self._move(queue)
-        if self._parser.in_body:
+        if self._held_bytes or self._parser.in_body:
             self._count()
-            if self.is_busy():
-                table.make_room(self, self._client(), self._loop.time())
+        if self._parser.in_body:
+            if self._parser.is_busy():
+                table.make_room(self, self._client, self._loop.time())
             elif (self._parser.body_left or self._parser.payload_bytes) > SKIPPED_BYTES_MAX:
                 self._refuse(413, "unread_body", "")
 
@@ -305,13 +207,13 @@ class HttpConnection(asyncio.Protocol):
 
     def _wait_behind(self, data: bytes | bytearray) -> None:
         """Keep what comes behind a request in flight."""
-        exchange, table = self._exchange, self.table
+        exchange, table = self._parser.exchange, self.table
         assert exchange is not None, "it is in flight"
         if not exchange.keep_alive:
             return  # the connection ends with the answer
         if not table.has_room(len(data)):
             # A client that pipelines must be ready to send its requests again (RFC 9112, 9.3.2).
-            table.note("unfinished_bytes", self._client(), self._loop.time())
+            table.note("unfinished_bytes", self._client, self._loop.time())
             exchange.keep_alive = False
             self._drop()
             return
@@ -367,7 +269,7 @@ class HttpConnection(asyncio.Protocol):
     def _count(self) -> None:
         """Tell the table what this connection holds of requests that are not whole or not begun."""
         held = 0 if self._waiting is None else len(self._waiting)
-        if self._parser.in_body and self.is_busy():
+        if self._parser.in_body and self._parser.is_busy():
             held += self._parser.payload_bytes
         self.table.unfinished_bytes += held - self._held_bytes
         self._held_bytes = held
@@ -375,8 +277,7 @@ class HttpConnection(asyncio.Protocol):
     def _drop(self) -> None:
         """Forget what is held."""
         self._waiting = None
-        self._parser.in_body = False
-        self._scope = None
+        self._parser.drop_body()
         if self._held_bytes:
             self._count()
 
@@ -391,10 +292,6 @@ class HttpConnection(asyncio.Protocol):
         if self.source:
             self.table.leave(self.source)
             self.source = ""
-
-    def _client(self) -> str:
-        client = self._of_all["client"]
-        return "an unknown address" if client is None else str(client[0])
 
     # -- as its server's table asks ------------------------------------------------------------------------------------
 
@@ -421,7 +318,7 @@ class HttpConnection(asyncio.Protocol):
             )
         else:
             # Browsers connect ahead of need; an answer to no request would be taken for that of the next.
-            table.note("header_timeout", self._client(), now_s)
+            table.note("header_timeout", self._client, now_s)
             self._close()
 
     def close_idle(self) -> None:
@@ -431,11 +328,12 @@ class HttpConnection(asyncio.Protocol):
 
     def abort_body(self) -> None:
         """Forget the unfinished body and answer 503."""
-        self._close_with(
+        self._refuse(
             503,
             "unfinished_bytes",
             f"reading the request body: more than {self.table.limits.unfinished_bytes} bytes of unfinished requests "
             "are held, the limit (setting http_unfinished_bytes), and this one began first; try again later",
+            is_noted=True,
         )
 
     def body_deadline_s(self, since_s: float, now_s: float) -> float:
@@ -444,21 +342,14 @@ class HttpConnection(asyncio.Protocol):
             self._paused_s = now_s  # it waits for its application
         return max(since_s, self._paused_s) + self.table.limits.body_time_s(self._parser.payload_bytes)
 
-    def is_writing(self) -> bool:
-        """Return whether the client has taken some of what waits for it since this was last asked."""
-        before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
-        return self._unsent_bytes < before
-
     # -- ends ----------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, status: int, reason: str, message: str) -> None:
-        self.table.note(reason, self._client(), self._loop.time())
-        self._close_with(status, reason, message)
-
-    def _close_with(self, status: int, reason: str, message: str) -> None:
+    def _refuse(self, status: int, reason: str, message: str, is_noted: bool = False) -> None:
         """Answer unless there is an answer already, and end the connection when the client has had time to read it."""
-        exchange = self._exchange
-        is_answered = self._parser.in_body and not self.is_busy()
+        if not is_noted:
+            self.table.note(reason, self._client, self._loop.time())
+        exchange = self._parser.exchange
+        is_answered = self._parser.in_body and not self._parser.is_busy()
         self._is_discarding = True
         self._drop()
         if exchange is not None and not exchange.is_complete:
@@ -467,7 +358,7 @@ class HttpConnection(asyncio.Protocol):
                 self.transport.abort()
                 return
         if not is_answered:
-            self._answer(status, reason, message)
+            self.transport.write(_refusal(status, reason, message, self.table.date_line))
         if self.transport.can_write_eof() and not self._is_half_closed:
             self.transport.write_eof()
             self.flow.is_full = False
@@ -475,16 +366,6 @@ class HttpConnection(asyncio.Protocol):
         else:
             self.transport.close()
         self._move(self.table.lingering)
-
-    def _answer(self, status: int, reason: str, message: str) -> None:
-        # In the shape of every error of the applications behind it; no request has come whole that could have a name.
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": reason}})
-        retry = b"retry-after: 1\r\n" if status == 503 else b""
-        self.transport.write(
-            b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (STATUS_LINES[status], self.table.date_line, retry, len(body), body)
-        )
 
     def _close(self) -> None:
         self._is_discarding = True
@@ -495,3 +376,12 @@ class HttpConnection(asyncio.Protocol):
 
 def _address(info: Any) -> tuple[str, int] | None:
     return (str(info[0]), int(info[1])) if isinstance(info, tuple) else None
+
+
+def _refusal(status: int, reason: str, message: str, date_line: bytes) -> bytes:
+    """Return an answer in the shape of every error of the applications; no request has come whole to have a name."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": reason}})
+    retry = b"retry-after: 1\r\n" if status == 503 else b""
+    head = b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    return head % (STATUS_LINES[status], date_line, retry, len(body)) + body

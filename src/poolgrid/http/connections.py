@@ -19,17 +19,15 @@ import ipaddress
 import logging
 import resource
 from email.utils import formatdate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import AllowedHosts
 from poolgrid.http.exchange import Application
+from poolgrid.http.flow import FlowControl
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.process.instruments import Counter, Gauge
-
-if TYPE_CHECKING:
-    from poolgrid.http.connection import HttpConnection
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +45,37 @@ SOURCE_PREFIX_V6 = 64
 """Bits of an IPv6 address that name one site: every machine there has the rest of them to itself."""
 
 
-class Queue(dict["HttpConnection", float]):
+class TrackedConnection(Protocol):
+    """What the table needs of a connection: ``poolgrid.http.connection.HttpConnection``, which imports this."""
+
+    transport: asyncio.Transport
+    flow: FlowControl
+
+    def time_out(self, now_s: float) -> None:
+        """Close, or answer 408: the time of the queue it is in is over."""
+        ...
+
+    def close_idle(self) -> None:
+        """Close without an answer, for a connection that has no request."""
+        ...
+
+    def abort_body(self) -> None:
+        """Forget the unfinished body and answer 503."""
+        ...
+
+    def body_deadline_s(self, since_s: float, now_s: float) -> float:
+        """Return when the body that began at ``since_s`` must be whole, given what has come of it."""
+        ...
+
+    def shutdown(self) -> None:
+        """End after the request in flight."""
+        ...
+
+
+class Queue(dict[TrackedConnection, float]):
     """Connections in the order of their coming, with the time of it."""
 
-    def first(self) -> HttpConnection | None:
+    def first(self) -> TrackedConnection | None:
         return next(iter(self), None)
 
 
@@ -70,7 +95,7 @@ class HttpConnections:
         self.hosts = hosts
         self.date_line = b""
         """The header of every answer."""
-        self.open: set[HttpConnection] = set()
+        self.open: set[TrackedConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         """Those that run the application."""
         self.idle = Queue()
@@ -158,7 +183,7 @@ class HttpConnections:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def make_room(self, connection: HttpConnection, source: str, now_s: float) -> None:
+    def make_room(self, connection: TrackedConnection, source: str, now_s: float) -> None:
         """Let bodies go that began first, until the rest fits; ``connection`` from ``source`` has just got more."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             first = self.bodies.first()
@@ -189,7 +214,7 @@ class HttpConnections:
             while (first := queue.first()) is not None and queue[first] <= now_s - limits.write_timeout_s:
                 del queue[first]
                 # Who is in both is judged once.
-                if (queue is self.closing and first in self.stuck) or first.is_writing():
+                if (queue is self.closing and first in self.stuck) or first.flow.is_draining():
                     queue[first] = now_s
                 else:
                     self.note("write_timeout", "a client that takes nothing", now_s)

@@ -17,10 +17,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, cast
 
-if TYPE_CHECKING:
-    from poolgrid.http.connection import HttpConnection
+from poolgrid.http.flow import CONTINUE, FlowControl
 
 log: Final = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ ON_DISCONNECT: Final = "poolgrid.on_disconnect"
 
 BODY_BUFFER_BYTES: Final = 64 * 1024
 """Most of a request body that waits for the application."""
-
-CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 STATUS_LINES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
@@ -59,7 +56,7 @@ class _Done:
         return iter(())
 
 
-_DONE: Final = _Done()
+_DONE: Final = cast("Awaitable[None]", _Done())
 
 
 class HttpExchange:
@@ -68,14 +65,17 @@ class HttpExchange:
     __slots__ = (
         "_body",
         "_chunked",
-        "_connection",
+        "_date_line",
         "_event",
+        "_flow",
         "_has_body",
         "_head",
         "_is_delivered",
         "_left_bytes",
         "_method",
+        "_on_complete",
         "_on_disconnect",
+        "_transport",
         "expects_continue",
         "is_complete",
         "is_disconnected",
@@ -86,9 +86,20 @@ class HttpExchange:
     )
 
     def __init__(
-        self, connection: HttpConnection, method: str, version: str, keep_alive: bool, expects_continue: bool
+        self,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        date_line: bytes,
+        on_complete: Callable[[HttpExchange], None],
+        method: str,
+        version: str,
+        keep_alive: bool,
+        expects_continue: bool,
     ) -> None:
-        self._connection = connection
+        self._transport = transport
+        self._flow = flow
+        self._date_line = date_line
+        self._on_complete = on_complete
         self._method = method
         self.version = version
         self.keep_alive = keep_alive
@@ -157,7 +168,7 @@ class HttpExchange:
             if self.is_complete or self.is_disconnected:
                 return
             if self.is_started:
-                self._connection.transport.abort()
+                self._transport.abort()
                 return
             for message in _FAILED:
                 await self.send(message)
@@ -172,13 +183,13 @@ class HttpExchange:
         """Return the next part of the body, or that the client has left."""
         if self.expects_continue and not self.is_started:
             self.expects_continue = False
-            self._connection.transport.write(CONTINUE)
+            self._transport.write(CONTINUE)
         while not (self.is_disconnected or self.is_complete):
             if not self._is_delivered and (self.is_received or len(self._body) >= BODY_BUFFER_BYTES):
                 self._is_delivered = self.is_received
                 body, self._body = bytes(self._body), b""
-                if self._connection.flow.is_full:
-                    self._connection.flow.fill(False)
+                if self._flow.is_full:
+                    self._flow.fill(False)
                 return {"type": "http.request", "body": body, "more_body": not self._is_delivered}
             if self._event is None:
                 self._event = asyncio.Event()
@@ -188,13 +199,13 @@ class HttpExchange:
 
     def send(self, message: Message) -> Awaitable[None]:
         """Write a part of the answer."""
-        if self._connection.flow.is_write_blocked and not self.is_disconnected:
+        if self._flow.is_write_blocked and not self.is_disconnected:
             return self._send_later(message)
         self._send(message)
         return _DONE
 
     async def _send_later(self, message: Message) -> None:
-        await self._connection.flow.drain()
+        await self._flow.drain()
         self._send(message)
 
     def _send(self, message: Message) -> None:
@@ -236,7 +247,7 @@ class HttpExchange:
         if head.count(b"\n") != breaks or head.count(b"\r") != breaks:
             raise RuntimeError("sending a response: a header contains a line break")
         line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-        self._head = b"".join((line, self._connection.table.date_line, head, b"\r\n\r\n" if lines else b"\r\n"))
+        self._head = b"".join((line, self._date_line, head, b"\r\n\r\n" if lines else b"\r\n"))
         self.is_started = True
 
     def _send_body(self, body: bytes, more: bool) -> None:
@@ -250,15 +261,15 @@ class HttpExchange:
         elif self._left_bytes >= 0:
             self._left_bytes -= len(body)
             if self._left_bytes < 0 or (self._left_bytes and not more):
-                self._connection.transport.abort()
+                self._transport.abort()
                 raise RuntimeError("sending a response: its body has another length than its content-length")
         if self._head:
             body = self._head + body
             self._head = b""
         if body:
-            self._connection.transport.write(body)
+            self._transport.write(body)
         if not more:
             self.is_complete = True
             self._on_disconnect = None
             self._wake()
-            self._connection.finish(self)
+            self._on_complete(self)

@@ -204,7 +204,7 @@ def open_server(
             port,
             setting,
             settings.shutdown_timeout_ms,
-            Tls.load(settings, registry),
+            Tls.load(settings, registry or CollectorRegistry()),
             reuse_port=reuse_port,
             registry=registry,
             limits=settings.http_limits(),

@@ -12,17 +12,18 @@ Rules
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import httptools
 
-from poolgrid.http.browser_requests import AllowedHosts, shown
-from poolgrid.http.exchange import Scope
-
-if TYPE_CHECKING:
-    from poolgrid.http.connection import HttpConnection
-    from poolgrid.http.http_settings import HttpLimits
+from poolgrid.http.browser_requests import shown
+from poolgrid.http.connections import HttpConnections
+from poolgrid.http.exchange import BODY_BUFFER_BYTES, HttpExchange, Scope
+from poolgrid.http.flow import FlowControl
+from poolgrid.process.tasks import owned
 
 EMPTY_LINE = b"\r\n\r\n"
 
@@ -49,15 +50,24 @@ class RequestRefusedError(Exception):
         self.message = message
 
 
-class RequestParser:
-    """Reads the requests of one connection, one after the other."""
+class _Open(NamedTuple):
+    """What a connection has while it is open."""
 
-    def __init__(self, connection: HttpConnection, limits: HttpLimits, hosts: AllowedHosts | None) -> None:
-        """``hosts`` are those that requests may name; ``None`` = any."""
-        self._connection: HttpConnection | None = connection
-        self._limits = limits
-        self._hosts = hosts
-        self._parser = httptools.HttpRequestParser(self)
+    transport: asyncio.Transport
+    flow: FlowControl
+    common: Scope
+    on_complete: Callable[[HttpExchange], None]
+
+
+class RequestParser:
+    """Reads the requests of one connection, one after the other, and calls the application for each."""
+
+    def __init__(self, table: HttpConnections, loop: asyncio.AbstractEventLoop) -> None:
+        self._table = table
+        self._loop = loop
+        self._limits = table.limits
+        self._open: _Open | None = None
+        self._parser: Any = httptools.HttpRequestParser(self)
         # What follows a request that asks for the end of the connection is ignored later, and no error of the parser.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url = b""
@@ -77,12 +87,31 @@ class RequestParser:
         """What has come of a chunked body, with what is around its payload."""
         self._pieces = 0
         """Pieces of this slice so far."""
-        self._begun = 0
-        """Requests that have begun."""
+        self.exchange: HttpExchange | None = None
+        """The last request."""
+        self._scope: Scope | None = None
+        """Of a request whose application is not called yet."""
+
+    def open(
+        self,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        common: Scope,
+        on_complete: Callable[[HttpExchange], None],
+    ) -> None:
+        """Begin; ``common`` is part of every scope, ``on_complete`` is called with each request that is answered."""
+        self._open = _Open(transport, flow, common, on_complete)
 
     def close(self) -> None:
-        """Break the circle of httptools' parser and this object, and that with its connection."""
-        self._parser = self._connection = None
+        """Tell the application that its client has left, and break the circle with httptools' parser."""
+        exchange, self.exchange = self.exchange, None
+        self._parser = self._open = None
+        if exchange is not None and not exchange.is_complete:
+            exchange.disconnect()
+
+    def is_busy(self) -> bool:
+        """Return whether a request has no complete answer yet."""
+        return self.exchange is not None and not self.exchange.is_complete
 
     def read(self, data: bytes | bytearray) -> int:
         """Read up to the end of a slice, or of a request that is in flight then; return how far that was.
@@ -101,7 +130,7 @@ class RequestParser:
                         return at
                     limit = min(size, at + SLICE_BYTES)
                 else:
-                    if self._connection is None or self._connection.is_busy():
+                    if self._open is None or self.is_busy():
                         return at
                     limit = size
                 end = data.find(EMPTY_LINE, at, limit) + len(EMPTY_LINE)
@@ -118,20 +147,20 @@ class RequestParser:
         return size
 
     def _feed(self, part: bytes | bytearray | memoryview, size: int) -> None:
-        body_of = self._begun if self.in_body else None
+        body_of = self.exchange if self.in_body else None
         self._pieces += 1
         try:
             self._parser.feed_data(part)
         except httptools.HttpParserUpgrade:
             # No protocol is upgraded to here: the request is answered as what it is otherwise. To httptools what
             # follows it belongs to that protocol, so the connection ends with the answer.
-            if self._connection is not None:
-                self._connection.end_after_answer()
+            if self.exchange is not None:
+                self.exchange.keep_alive = False
         except httptools.HttpParserError:
             raise RequestRefusedError(400, "invalid_http", "reading a request: this is not HTTP/1.1") from None
         if self._refusal is not None:
             raise self._refusal
-        if self.in_body and body_of == self._begun:
+        if self.in_body and body_of is self.exchange:
             if self.body_left is not None:
                 self.body_left -= size
                 return
@@ -162,12 +191,11 @@ class RequestParser:
         # Trailers go to whatever list is here, long after the head was checked.
         headers, self._headers = self._headers, []
         self._refusal = self._refused(headers)
-        connection = self._connection
-        if self._refusal is not None or connection is None:
+        opened = self._open
+        if self._refusal is not None or opened is None:
             return
         self.head_bytes = self.payload_bytes = self._wire_bytes = 0
         self.in_body = True
-        self._begun += 1
         announced: int | None = 0
         for name, value in headers:
             if name == b"content-length":
@@ -177,20 +205,54 @@ class RequestParser:
         self.body_left = announced
         version = self._parser.get_http_version()
         keep_alive = version != "1.0" and self._parser.should_keep_alive()
-        connection.begin_request(self._scope(version, headers), keep_alive, self._expects_continue)
+        self._scope = scope = self._scope_of(version, headers, opened.common)
+        self.exchange = HttpExchange(
+            opened.transport,
+            opened.flow,
+            self._table.date_line,
+            opened.on_complete,
+            scope["method"],
+            version,
+            keep_alive,
+            self._expects_continue,
+        )
+        if self._expects_continue or (announced or 0) > BODY_BUFFER_BYTES:
+            self._call(self.exchange)
 
     def on_body(self, body: bytes) -> None:
-        if self._refusal is None and self._connection is not None:
-            self.payload_bytes += len(body)
-            self._pieces += 1
-            self._connection.take_body(body)
+        exchange, opened = self.exchange, self._open
+        if self._refusal is not None or exchange is None or opened is None:
+            return
+        self.payload_bytes += len(body)
+        self._pieces += 1
+        if not exchange.is_complete and exchange.take(body):
+            self._call(exchange)
+            if not opened.flow.is_full:
+                opened.flow.fill(True)
 
     def on_message_complete(self) -> None:
-        if self._refusal is None and self._connection is not None:
-            self.in_body = False
-            self._connection.end_request()
+        exchange = self.exchange
+        if self._refusal is not None or exchange is None:
+            return
+        self.in_body = False
+        if not exchange.is_complete:
+            exchange.receive_end()
+            self._call(exchange)
 
-    def _scope(self, version: str, headers: list[tuple[bytes, bytes]]) -> Scope:
+    def drop_body(self) -> None:
+        """Forget the request that is not whole."""
+        self.in_body = False
+        self._scope = None
+
+    def _call(self, exchange: HttpExchange) -> None:
+        """Call the application, once for each request."""
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            task = owned(exchange.run(self._table.app, scope), "request", self._loop)
+            self._table.tasks.add(task)
+            task.add_done_callback(self._table.tasks.discard)
+
+    def _scope_of(self, version: str, headers: list[tuple[bytes, bytes]], common: Scope) -> Scope:
         raw_path, _, query = self._url.partition(b"?")
         if not raw_path.startswith(b"/") or b"#" in self._url:
             parsed = httptools.parse_url(self._url)
@@ -206,6 +268,7 @@ class RequestParser:
             "query_string": query,
             "root_path": "",
             "headers": headers,
+            **common,
         }
 
     def _refused(self, headers: list[tuple[bytes, bytes]]) -> RequestRefusedError | None:
@@ -220,9 +283,10 @@ class RequestParser:
             if longest > limits.header_line_bytes:
                 message = f"reading a request: a line of its head has {longest} bytes, allowed are"
                 return RequestRefusedError(431, "head_too_large", f"{message} {limits.header_line_bytes}")
-        if self._hosts is not None:
+        hosts = self._table.hosts
+        if hosts is not None:
             host = next((value for name, value in headers if name == b"host"), b"localhost")
-            if not self._hosts.allow(host):
+            if not hosts.allow(host):
                 message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
                 where = "and names of setting http_hosts, for a server on a loopback address without API keys"
                 return RequestRefusedError(403, "foreign_host", f"{message} {where}")
