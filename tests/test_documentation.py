@@ -102,7 +102,7 @@ def test_every_setting_is_read_by_its_own_service() -> None:
             *(PACKAGE / name for name in ("cli", "process", "transport", "http", "nats", "discovery", "fleet_page")),
         }
         if package.name in ("frontend", "serving"):
-            holders |= {PACKAGE / "router", PACKAGE / "global_router"}
+            holders |= {PACKAGE / "router", PACKAGE / "global_router", PACKAGE / "serving"}
         code = "\n".join(path.read_text() for holder in holders for path in holder.resolve().rglob("*.py"))
         read = set(re.findall(r"\.([a-z_]\w*)\b", code)) | set(re.findall(r'"([a-z_]\w*)"', code))
 
