@@ -36,7 +36,7 @@ from poolgrid.transport.tls import client_context
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _check_urls(document: GridDocument, urls: dict[str, str]) -> None:
         raise ValueError(f"pool_url names {', '.join(unknown)}; the document's pools are {', '.join(sorted(names))}")
 
 
-def named_routers(names: Names) -> Routers:
+def named_routers(names: Discovery) -> Routers:
     """Return the way from the name of a pool's routers to those that are registered, the oldest first."""
 
     def routers(address: str) -> list[RouterAddress]:

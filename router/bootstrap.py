@@ -52,7 +52,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -196,23 +196,23 @@ def _make_feed(
     return EmbeddedFeed(embedded), embedded
 
 
-def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed, clock: Clock) -> None:
+def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed, clock: Clock) -> None:
     """Follow the journal of a consolidator wherever it is, when it was given by name."""
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return
-    from poolgrid.discovery.consolidators import NamedConsolidator
+    from poolgrid.discovery.consolidators import DiscoveredConsolidator
 
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")
 
-    NamedConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
+    DiscoveredConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
 
 
 async def _register(
     opened: AsyncExitStack,
     settings: RouterSettings,
-    names: Names,
+    names: Discovery,
     url: str,
     plane: SelectPlane,
     embedded: ConsolidatorService | None,

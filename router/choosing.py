@@ -27,8 +27,8 @@ from poolgrid.router.core.stage_plan import (
     PREFILL_ROLES,
     SECOND_LEG,
     WHOLE_ROLES,
-    Leg,
-    Staff,
+    LegSpec,
+    RoleAvailability,
     first_leg,
 )
 from poolgrid.router.fleet_links import FleetLinks
@@ -84,7 +84,7 @@ class Chooser:
         self._links = links
         self._clock = clock
         self._behind_records = behind_records
-        self._staff: dict[str, Staff] = {}
+        self._staff: dict[str, RoleAvailability] = {}
         """By model; forgotten whenever a link or the fleet changes."""
         self._staff_version = (-1, -1)
 
@@ -160,7 +160,7 @@ class Chooser:
         path: array[int],
         now_ms: float,
         routed: LocalRequest | None = None,
-    ) -> tuple[Leg, WorkerWanted]:
+    ) -> tuple[LegSpec, WorkerWanted]:
         """Return a request's next leg, and the question to the selector for it."""
         request = plan.request
         block_size = self.block_size(request.model)
@@ -250,7 +250,7 @@ class Chooser:
         missing = {worker.key: NO_ADAPTER for worker in workers if name not in worker.card.loras}
         return missing if len(missing) < len(workers) else {}
 
-    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> Leg:
+    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> LegSpec:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if plan.prefill_params is not None:
             return SECOND_LEG
@@ -265,7 +265,7 @@ class Chooser:
         local_max = self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL
         return first_leg(whole, True, True, uncached, local_max)
 
-    def _staff_of(self, model: str) -> Staff:
+    def _staff_of(self, model: str) -> RoleAvailability:
         """Return which roles of a model have anyone who takes requests."""
         version = (self._projection.fleet.version, self._links.version)
         if self._staff_version != version:
@@ -275,14 +275,14 @@ class Chooser:
         if staff is None:
             down = self._links.unreachable
             by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES)
-            staff = Staff(*(self._selector.available(model, roles, down) for roles in by_role))
+            staff = RoleAvailability(*(self._selector.available(model, roles, down) for roles in by_role))
             # Models that nobody serves are named by clients, without end.
             if any(staff):
                 self._staff[model] = staff
         return staff
 
 
-def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: Leg, seed: int) -> RoutingRequest:
+def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, seed: int) -> RoutingRequest:
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
-from poolgrid.router.core.stage_plan import Leg
+from poolgrid.router.core.stage_plan import LegSpec
 from poolgrid.serving.fair_queue import QueuedRequest
 from poolgrid.serving.request_tracker import RoutedRequest
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
@@ -57,7 +57,7 @@ class Placement:
     """A worker, chosen for a leg of a request."""
 
     decision: Decision
-    leg: Leg
+    leg: LegSpec
     now_ms: float
 
     def reason(self) -> str:

@@ -13,7 +13,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
 from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.inputs import Booked, Crowded, Expired, PromptComputed, Released
+from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
@@ -161,7 +161,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         """Take note of what a worker has promised to others; it holds for a moment, until their events come."""
         self._metrics.crowded.inc()
         now_ms = self._clock.monotonic_ms()
-        self._state.apply(Crowded(effect.dispatch.worker, effect.dispatch.id, effect.booked_tokens, now_ms))
+        self._state.apply(Overcommitted(effect.dispatch.worker, effect.dispatch.id, effect.booked_tokens, now_ms))
         self._await_overcommit_end(now_ms)
 
     def ended(self, routed: LocalRequest, end: EndRequest) -> None:

@@ -13,9 +13,8 @@ from prometheus_client.metrics_core import Metric
 
 from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.discovery.metrics import NamesMetrics
+from poolgrid.discovery.metrics import DiscoveryMetrics
 from poolgrid.discovery.registry import Registry, Seen
-from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.configuration import Configuration
@@ -28,7 +27,8 @@ from poolgrid.global_router.state_metrics import register_views as register_pool
 from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.nats.connection import foreign_counter
-from poolgrid.nats.election import SuccessionMetrics
+from poolgrid.nats.election import LeaderElectionMetrics
+from poolgrid.nats.limits import ShareMetrics
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.event_loop import LoopMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -114,7 +114,7 @@ async def _registered() -> list[Exported]:
     TrtllmMetrics(registry)
     known = Registry()
     known.look([Seen(REGISTERED.key, encode_registration(REGISTERED))], 0.0)
-    NamesMetrics(registry, known)
+    DiscoveryMetrics(registry, known)
     FrontendMetrics(registry)
     ShareMetrics(registry, lambda: 0.0, lambda: 0.0)
     MediaMetrics(registry)
@@ -122,7 +122,7 @@ async def _registered() -> list[Exported]:
     projection = Projection(PrefixIndex(), LoadLedger())
     settings = RouterSettings.model_validate({})
     consolidator = create_consolidator(ConsolidatorSettings(), registry, clock)
-    SuccessionMetrics(registry)
+    LeaderElectionMetrics(registry)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     state = RouterState(Selector(projection, load_policy(settings)))
     open_link = link_opener(context, settings.worker_timeout_ms, clock, lambda: None)

@@ -83,6 +83,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "workers.core": ("wire", "kv_events"),
     "workers.engines.simulated.core": ("wire", "kv_events", "workers.core"),
     "workers.engines.trtllm.core": ("wire", "kv_events", "structured_output", "workers.core"),
+    "workers.engines.trtllm.command": ("workers", "cli"),
     "workers.engines.server.core": ("wire", "kv_events", "workers.core"),
     "workers.engines.server.dialects": ("wire", "kv_events", "workers.core", "workers.engines.server"),
     "workers": ("wire", "kv_events", "structured_output", "process", "transport", "http", "discovery"),
@@ -355,6 +356,18 @@ def test_engines_are_known_in_their_directories_only() -> None:
     ]
 
     assert not found, "\n".join(["", *found])
+
+
+def test_nothing_imports_tensorrt_llms_folder() -> None:
+    """It may be deleted: its engine and its command are found by name."""
+    words = re.compile(r"(?:from|import) poolgrid\.workers\.engines\.trtllm\b")
+    found = [
+        module
+        for module, path in _modules()
+        if not module.startswith("workers.engines.trtllm") and words.search(path.read_text())
+    ]
+
+    assert not found
 
 
 def test_every_engine_has_its_words() -> None:

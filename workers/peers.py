@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from poolgrid.process.clock import Clock
@@ -158,6 +158,13 @@ class Peers:
                 self.send_tokens(peer_id, [delta])
             return
         self.send(peer_id, frame)
+
+    def refuse_all(self, reason: str, kind: RefusalKind, but: Collection[str]) -> None:
+        """Tell every peer that its requests go on elsewhere, except those that have had their last delta."""
+        # A peer that cannot be reached loses its requests meanwhile.
+        for request_id, owner in list(self.owners.items()):
+            if owner is not None and request_id not in but:
+                self.send_tokens(owner, [refused_delta(request_id, reason, kind)])
 
     # -- the silent ----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ Rules
     5. At most ``budget_bytes``, after every store. Beyond it the blocks that are longest out of reach go first, then
        leaves from their ends, oldest first, but leaves in use get a second chance; evictions are counted.
     6. No call takes longer because the index is large. Nothing is copied or scanned whole, no map is rebuilt whole
-       (``BlockMap``, ``BlockPlaces``), and what sweeping and eviction do in one call has a limit. Beyond that a call
+       (``BlockMap``, ``BlockLocator``), and what sweeping and eviction do in one call has a limit. Beyond that a call
        does what its own event says: its blocks, the runs that they cut, and, where a block goes that a worker still
        holds blocks behind (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right
        below.
@@ -45,13 +45,11 @@ from itertools import islice
 from typing import Final
 
 from poolgrid.consolidator.core.sharded_map import KEY_BITS, SHARD_ENTRIES
+from poolgrid.router.core.block_locator import GONE, BlockLocator
 from poolgrid.router.core.block_map import BlockMap
-from poolgrid.router.core.block_places import GONE, BlockPlaces
 from poolgrid.router.core.lower_tiers import LowerTiers, TierOverlap, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
-from poolgrid.wire.feed import BlockChain
-from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerKey
 
 BYTES_PER_BLOCK: Final = 128
@@ -91,7 +89,7 @@ EDGES_SHARD_ENTRIES: Final = 32_768
 looks at all that is in new dicts, a tenth of a second."""
 
 PLACES_SHARD_ENTRIES: Final = 16_384
-"""Blocks of a shard of ``BlockPlaces``: looking through all of them takes five to ten microseconds, splitting them or
+"""Blocks of a shard of ``BlockLocator``: looking through all of them takes five to ten microseconds, splitting them or
 putting them in order about a millisecond."""
 
 NEAR: Final = 8
@@ -137,7 +135,7 @@ class PrefixIndex:
         self._first_depth = first_depth
         self._max_blocks = sys.maxsize if budget_bytes is None else budget_bytes // BYTES_PER_BLOCK
         self._edges = BlockMap(shard_entries, first_depth)
-        self._places = BlockPlaces(min(shard_entries, PLACES_SHARD_ENTRIES), first_depth)
+        self._places = BlockLocator(min(shard_entries, PLACES_SHARD_ENTRIES), first_depth)
         self._blocks = 0
         """How many blocks are in reach."""
         self._crossed = False
@@ -524,21 +522,6 @@ class PrefixIndex:
         slot = self._slots.get(worker)
         return 0 if slot is None else self._held[slot]
 
-    def holdings(self, worker: WorkerKey) -> dict[Tier, set[int]]:
-        """Return all that a worker holds, by tier; walks the whole index (for checks, not for serving)."""
-        held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
-        slot = self._slots.get(worker)
-        if slot is None:
-            return held
-        bit = 1 << slot
-        union = {h for run in self._runs.ages if run.mask & bit for h in run.blocks}
-        union.update(orphan.sequence_hash for orphan in self._orphans if orphan.mask & bit)
-        off_device = self._lower.off_device
-        held[Tier.DEVICE] = {h for h in union if not (off_device.get(h) or 0) & bit}
-        for tier in (Tier.HOST, Tier.DISK):
-            held[tier] = {h for h, mask in self._lower.tier(tier).items() if mask & bit}
-        return held
-
     def holdings_from(
         self, worker: WorkerKey, first: int, entries: int = LOOK_SLICE_ENTRIES
     ) -> tuple[list[tuple[int, Tier]], int]:
@@ -565,30 +548,6 @@ class PrefixIndex:
             entries -= len(blocks) + looked + 1
             first = end
         return found, first
-
-    def dump(self, worker: WorkerKey) -> list[BlockChain]:
-        """Return a worker's blocks as chains, parents before children: ``store`` of each rebuilds the same index.
-
-        Walks the whole index (for checks, not for serving).
-        """
-        slot = self._slots.get(worker)
-        if slot is None:
-            return []
-        bit = 1 << slot
-        parents: dict[int, int | None] = {}
-        for run in self._runs.ages:
-            if run.mask & bit:
-                parents.update(zip(run.blocks, (run.parent, *run.blocks), strict=False))
-        parents.update((orphan.sequence_hash, orphan.parent) for orphan in self._orphans if orphan.mask & bit)
-        chains: list[BlockChain] = []
-        off_device = self._lower.off_device
-        for tier in Tier:
-            if tier is Tier.DEVICE:
-                on_tier = {h: None for h in parents if not (off_device.get(h) or 0) & bit}
-            else:
-                on_tier = {h: None for h, mask in self._lower.tier(tier).items() if mask & bit}
-            chains.extend(_chains(on_tier, parents, tier))
-        return chains
 
     @property
     def workers(self) -> tuple[WorkerKey, ...]:
@@ -1055,26 +1014,3 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
             break
         shared += 1
     return shared
-
-
-def _chains(blocks: dict[int, None], parents: dict[int, int | None], tier: Tier) -> list[BlockChain]:
-    """Cut a set of blocks into chains, parents before children."""
-    below: dict[int, list[int]] = {}
-    heads: list[int] = []
-    for sequence_hash in blocks:
-        parent = parents.get(sequence_hash)
-        if parent is not None and parent in blocks:
-            below.setdefault(parent, []).append(sequence_hash)
-        else:
-            heads.append(sequence_hash)
-    chains: list[BlockChain] = []
-    for head in heads:
-        pending = [head]
-        while pending:
-            first = pending.pop()
-            chain = [first]
-            while (next_blocks := below.get(chain[-1])) is not None:
-                pending.extend(next_blocks[1:])
-                chain.append(next_blocks[0])
-            chains.append(BlockChain(parents.get(first), pack_hashes(chain), tier))
-    return chains

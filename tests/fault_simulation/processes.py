@@ -29,7 +29,7 @@ from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.nats.election import Succession, SuccessionMetrics
+from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
 from poolgrid.nats.follower import NatsFeed
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderWatch
@@ -322,7 +322,7 @@ class SucceedingProcess(Process):
     def __init__(self, world: World, plan: PoolPlan, number: int) -> None:
         super().__init__(world, f"{plan.name}.consolidator{number}")
         self.store = Store(world, plan, self.machine)
-        self.succession: Succession | None = None
+        self.succession: LeaderElection | None = None
         self._servers = world.streams[plan.name]
         self._ids = 0
 
@@ -334,11 +334,11 @@ class SucceedingProcess(Process):
         settings = ConsolidatorProcessSettings.model_construct(
             **{**ConsolidatorProcessSettings().model_dump(), "leader_lease_s": LEADER_LEASE_S}
         )
-        self.succession = Succession(
+        self.succession = LeaderElection(
             settings,
             link.journal,
             self.machine,
-            SuccessionMetrics(CollectorRegistry()),
+            LeaderElectionMetrics(CollectorRegistry()),
             lambda name, on_fenced: self.store.make_successor(name, on_fenced, self._servers),
             self._new_id,
         )

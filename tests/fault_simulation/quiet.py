@@ -30,6 +30,7 @@ from tests.fault_simulation.processes import (
     WorkerProcess,
 )
 from tests.fault_simulation.watcher import Watcher
+from tests.router.index_structure import holdings
 
 FOLLOWED = frozenset({StreamState.LIVE, StreamState.SYNCING})
 """States of a stream of which nothing is missing."""
@@ -158,8 +159,8 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
             return f"{router.life} knows epoch {known.epoch} of {key}, draining {known.draining}"
         if projection.trust.stream(key)[0] not in FOLLOWED:
             return f"{router.life} believes of the stream of {key}: {projection.trust.stream(key)}"
-        holdings = projection.index.holdings(key)
-        believed = {(sequence_hash, tier) for tier, blocks in holdings.items() for sequence_hash in blocks}
+        blocks_of = holdings(projection.index, key)
+        believed = {(sequence_hash, tier) for tier, blocks in blocks_of.items() for sequence_hash in blocks}
         if believed != held(worker):
             return _differ(f"{router.life} on {key}", believed, held(worker))
     ledger = projection.ledger

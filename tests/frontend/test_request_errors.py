@@ -13,8 +13,9 @@ import pytest
 from fastapi import Query
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import inspect as kinds
 
-from poolgrid.frontend.field_words import fields_without_words
+from poolgrid.frontend.field_words import words_at
 from poolgrid.frontend.messages_api.schema import MessagesBody
 from poolgrid.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
 from poolgrid.frontend.prompt_model import PromptModel
@@ -478,6 +479,32 @@ def test_no_value_of_any_field_is_an_internal_error(front: FrontEnd, field: str,
     assert response.status_code in (200, 400, 404)
     if response.status_code != 200:
         error_of(response)
+
+
+def fields_without_words(body: type) -> list[str]:
+    """Return the paths of a body, and of the objects in it, of which no words say what is allowed there."""
+    found: list[str] = []
+    seen: set[type] = set()
+
+    def walk(kind: kinds.Type, path: str) -> None:
+        match kind:
+            case kinds.Metadata(type=inner):
+                walk(inner, path)
+            case kinds.UnionType(types=types):
+                for each in types:
+                    walk(each, path)
+            case kinds.ListType(item_type=item):
+                walk(item, f"{path}[0]")
+            case kinds.StructType(cls=cls, fields=fields) if cls not in seen:
+                seen.add(cls)
+                for field in fields:
+                    inner_path = f"{path}.{field.encode_name}".lstrip(".")
+                    if words_at(body, inner_path) is None:
+                        found.append(inner_path)
+                    walk(field.type, inner_path)
+
+    walk(kinds.type_info(body), "")
+    return found
 
 
 def test_every_field_says_in_words_what_it_may_be() -> None:

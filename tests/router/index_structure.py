@@ -6,8 +6,11 @@ from itertools import pairwise
 from typing import TypeVar
 
 from poolgrid.consolidator.core.sharded_map import ShardedMap
-from poolgrid.router.core.prefix_index import RUN_BLOCKS_MAX, PrefixIndex
+from poolgrid.router.core.prefix_index import HASHES_END, RUN_BLOCKS_MAX, PrefixIndex
 from poolgrid.router.core.run_forest import Run
+from poolgrid.wire.feed import BlockChain
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Tier, WorkerKey
 
 V = TypeVar("V")
 
@@ -95,3 +98,51 @@ def assert_sound_map(sharded: ShardedMap[V]) -> None:
     keys = [key for key, _ in sharded.items()]
     assert len(keys) == len(set(keys)) == sharded.entries
     assert all(key in sharded for key in keys)
+
+
+def holdings(index: PrefixIndex, worker: WorkerKey) -> dict[Tier, set[int]]:
+    """All that a worker holds, by tier."""
+    held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    first = 0
+    while first < HASHES_END:
+        found, first = index.holdings_from(worker, first)
+        for block, tier in found:
+            held[tier].add(block)
+    return held
+
+
+def dump(index: PrefixIndex, worker: WorkerKey) -> list[BlockChain]:
+    """A worker's blocks as chains, parents before children: ``store`` of each rebuilds the same index."""
+    slot = index._slots.get(worker)
+    if slot is None:
+        return []
+    parents: dict[int, int | None] = {}
+    for run in index._runs.ages:
+        if run.mask >> slot & 1:
+            parents.update(zip(run.blocks, (run.parent, *run.blocks), strict=False))
+    parents.update((orphan.sequence_hash, orphan.parent) for orphan in index._orphans if orphan.mask >> slot & 1)
+    held = holdings(index, worker)
+    return [chain for tier in Tier for chain in _chains({h: None for h in parents if h in held[tier]}, parents, tier)]
+
+
+def _chains(blocks: dict[int, None], parents: dict[int, int | None], tier: Tier) -> list[BlockChain]:
+    """Cut a set of blocks into chains, parents before children."""
+    below: dict[int, list[int]] = {}
+    heads: list[int] = []
+    for sequence_hash in blocks:
+        parent = parents.get(sequence_hash)
+        if parent is not None and parent in blocks:
+            below.setdefault(parent, []).append(sequence_hash)
+        else:
+            heads.append(sequence_hash)
+    chains: list[BlockChain] = []
+    for head in heads:
+        pending = [head]
+        while pending:
+            first = pending.pop()
+            chain = [first]
+            while (next_blocks := below.get(chain[-1])) is not None:
+                pending.extend(next_blocks[1:])
+                chain.append(next_blocks[0])
+            chains.append(BlockChain(parents.get(first), pack_hashes(chain), tier))
+    return chains

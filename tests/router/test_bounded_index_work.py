@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from poolgrid.consolidator.core import sharded_map
-from poolgrid.router.core import block_map, block_places, intrusive_lru, lower_tiers, orphans, prefix_index, run_forest
+from poolgrid.router.core import block_locator, block_map, intrusive_lru, lower_tiers, orphans, prefix_index, run_forest
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 
@@ -28,7 +28,7 @@ What is done without a line, by Python itself, is bounded by the size of what it
 rebuilt or copied, and of a run. Both are checked.
 """
 
-MODULES = (intrusive_lru, block_map, block_places, lower_tiers, orphans, prefix_index, run_forest, sharded_map)
+MODULES = (intrusive_lru, block_map, block_locator, lower_tiers, orphans, prefix_index, run_forest, sharded_map)
 
 FILES = {module.__file__ for module in MODULES}
 

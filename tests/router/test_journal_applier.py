@@ -35,7 +35,8 @@ from poolgrid.wire.feed_frames import FeedFrame
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.loading import LoadingWorker
-from tests.router.fleet_builder import decided, make_card, stored, worker_key
+from tests.router.fleet_builder import decided, load_snapshot, make_card, stored, worker_key
+from tests.router.index_structure import holdings
 
 BLOCKS_PER_CHAIN = 64
 RECORDS_PER_SLICE = SLICE_BYTES // (RECORD_BYTES + 8 * BLOCKS_PER_CHAIN)
@@ -283,7 +284,7 @@ def test_a_record_that_breaks_the_state_ends_in_a_snapshot_at_most_once_an_inter
 
 def test_records_that_do_not_continue_the_state_change_nothing_and_say_what_was_expected() -> None:
     projection = Projection(PrefixIndex(), LoadLedger())
-    projection.load_snapshot(7, [a_worker("w")], [], 0.0)
+    load_snapshot(projection, 7, [a_worker("w")], [], 0.0)
     for offset in (6, 8):
         with pytest.raises(Hole, match=f"record {offset} came, expected is record 7"):
             projection.apply(a_record(offset, 1), 0.0)
@@ -325,15 +326,15 @@ def test_a_state_loaded_in_slices_is_that_loaded_in_one_go() -> None:
     states = [a_worker("v"), a_worker("w")]
     sliced, whole = Projection(PrefixIndex(), LoadLedger()), Projection(PrefixIndex(), LoadLedger())
     for projection in (sliced, whole):
-        projection.load_snapshot(3, [a_worker("w"), a_worker("x")], many_chains(2), 0.0)
+        load_snapshot(projection, 3, [a_worker("w"), a_worker("x")], many_chains(2), 0.0)
     load = sliced.begin_load(9, states, many_chains(40))
     while load.step(1):
         pass
     sliced.adopt(load, 1.0)
-    whole.load_snapshot(9, states, many_chains(40), 1.0)
+    load_snapshot(whole, 9, states, many_chains(40), 1.0)
 
     for name in ("v", "w"):
-        assert sliced.index.holdings(worker_key(name)) == whole.index.holdings(worker_key(name))
+        assert holdings(sliced.index, worker_key(name)) == holdings(whole.index, worker_key(name))
         assert sliced.index.slot(worker_key(name)) == whole.index.slot(worker_key(name))
     assert sliced.fleet.workers.keys() == whole.fleet.workers.keys()
     assert load.index is not None

@@ -28,7 +28,7 @@ from poolgrid.router.core.prefix_index import (
 from poolgrid.router.core.run_forest import Run, RunForest
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
-from tests.router.index_structure import assert_sound
+from tests.router.index_structure import assert_sound, dump, holdings
 from tests.router.naive_index import NaiveIndex
 
 A, B, C = (WorkerKey(WorkerId(name)) for name in "abc")
@@ -102,21 +102,12 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.index.sweep()
 
     @rule()
-    def reload_from_a_dump(self) -> None:
-        reloaded = self.new_index()
-        for worker in self.index.workers:
-            reloaded.slot(worker)
-            for chain in self.index.dump(worker):
-                reloaded.store(worker, chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
-        self.index = reloaded
-
-    @rule()
     def take_the_place_of_another(self) -> None:
         """What a snapshot does: the same is loaded beside it, exchanged, and the old one freed piece by piece."""
         other = self.index.empty()
         for worker in self.index.workers:
             other.slot(worker)
-            for chain in self.index.dump(worker):
+            for chain in dump(self.index, worker):
                 other.store(worker, chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
         self.index.exchange(other)
         pieces = 0
@@ -128,7 +119,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
     @rule()
     def lose_and_reload_every_worker(self) -> None:
         """What a fresh snapshot of the pool does to the index."""
-        chains = [(worker, self.index.dump(worker)) for worker in self.index.workers]
+        chains = [(worker, dump(self.index, worker)) for worker in self.index.workers]
         for worker, _ in chains:
             self.index.drop(worker)
         for worker, dumped in chains:
@@ -151,9 +142,9 @@ class IndexAgainstModel(RuleBasedStateMachine):
     def holdings_agree(self) -> None:
         for worker in self.index.workers:
             expected = self.model.held.get(worker, {tier: set() for tier in Tier})
-            assert self.index.holdings(worker)[Tier.HOST] == expected[Tier.HOST]
-            assert self.index.holdings(worker)[Tier.DISK] == expected[Tier.DISK]
-            assert self.index.holdings(worker)[Tier.DEVICE] == expected[Tier.DEVICE]
+            assert holdings(self.index, worker)[Tier.HOST] == expected[Tier.HOST]
+            assert holdings(self.index, worker)[Tier.DISK] == expected[Tier.DISK]
+            assert holdings(self.index, worker)[Tier.DEVICE] == expected[Tier.DEVICE]
             assert self.index.held_blocks(worker) == len(set().union(*expected.values()))
             found = walked(self.index, worker)
             assert found == sorted(
@@ -272,7 +263,7 @@ class IndexOverBudget(IndexAgainstModel):
         assert len(self.index) <= self.BUDGET_BLOCKS
         for worker in self.index.workers:
             kept = NaiveIndex()
-            for tier, blocks in self.index.holdings(worker).items():
+            for tier, blocks in holdings(self.index, worker).items():
                 kept.store(worker, sorted(blocks), tier)
             for path in PATHS:
                 found = self.index.overlap(path, worker)
@@ -281,7 +272,7 @@ class IndexOverBudget(IndexAgainstModel):
     @invariant()
     def holdings_agree(self) -> None:
         for worker in self.index.workers:
-            held = self.index.holdings(worker)
+            held = holdings(self.index, worker)
             told = self.model.held.get(worker, {tier: set() for tier in Tier})
             anywhere = set().union(*told.values())
             assert held[Tier.HOST] <= told[Tier.HOST]
@@ -479,7 +470,7 @@ def test_the_byte_budget_holds_and_paths_are_cut_from_their_ends(seed: int) -> N
 
     assert index.counters.evicted_blocks > 0
     for worker in (A, B, C):
-        assert index.held_blocks(worker) == len(set().union(*index.holdings(worker).values()))
+        assert index.held_blocks(worker) == len(set().union(*holdings(index, worker).values()))
 
 
 def test_leaves_go_oldest_first_from_their_ends_and_what_is_in_use_later() -> None:

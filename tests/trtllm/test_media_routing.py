@@ -28,8 +28,8 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_f
 from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as params_codec
 from poolgrid.workers.engines.trtllm.core import media_names
-from poolgrid.workers.engines.trtllm.core.image_rules import image_rule
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames, media_name
+from poolgrid.workers.engines.trtllm.core.model_facts import image_rule
 from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
 from poolgrid.workers.engines.trtllm.loading import LoadedEngine
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts

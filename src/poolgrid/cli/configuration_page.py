@@ -20,7 +20,7 @@ from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
 from poolgrid.cli.options import environment_name
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
@@ -135,7 +135,7 @@ SECTIONS = (
     Section(
         "Names instead of addresses",
         "router",
-        (NamesSettings,),
+        (DiscoverySettings,),
         "`router`, `worker`, `consolidator` and `global-router` have the same options: "
         "[names](operations.md#names-instead-of-addresses).",
     ),

@@ -33,7 +33,7 @@ class Commands(LateGroup):
         "tune": "poolgrid.cli.commands.tune",
         "explain": "poolgrid.cli.commands.explain",
         "config": "poolgrid.cli.commands.config",
-        "engine-config": "poolgrid.cli.commands.engine_config",
+        "engine-config": "poolgrid.workers.engines.trtllm.command",
         "engine-check": "poolgrid.cli.commands.engine_check",
         "keys": "poolgrid.cli.commands.keys",
         "model": "poolgrid.cli.commands.model",

@@ -36,7 +36,7 @@ class _RegistryCollector(Collector):
         yield refused
 
 
-class NamesMetrics:
+class DiscoveryMetrics:
     """Failures to write and read, and what is known."""
 
     def __init__(self, registry: CollectorRegistry | None, known: Registry) -> None:

@@ -42,7 +42,7 @@ from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.wire.trace_context import TraceContext
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RouterProcess:
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
         LoopMetrics(self.registry)
-        self.names: Names | None = None
+        self.names: Discovery | None = None
         self.tracing: Tracing | None = None
         self.shared: SharedState | None = None
 
@@ -113,9 +113,9 @@ class RouterProcess:
     async def open_names(self) -> None:
         if self.settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
+            from poolgrid.discovery.opening import open_discovery
 
-            self.names = await open_names(self.opened, self.settings, self.clock, self.registry)
+            self.names = await open_discovery(self.opened, self.settings, self.clock, self.registry)
 
     def open_shared(self, scope: str, instance: object) -> None:
         """Open what the routers of a scope share, if they do; ``instance`` names this one at its address."""

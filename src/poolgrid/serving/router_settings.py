@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.tracing.settings import TraceSettings
 
 
-class ServingSettings(ServerSettings, TraceSettings, NamesSettings):
+class ServingSettings(ServerSettings, TraceSettings, DiscoverySettings):
     """HTTP, admission and dispatch of one router, of a pool or of pools."""
 
     queue_limit: int = Field(

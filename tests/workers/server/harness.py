@@ -19,11 +19,12 @@ from poolgrid.wire.events import AnyEvent, EventBatch, LoadReported
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import Generate, TokenBatch, TokenDelta
 from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.engines.server.cache_events import CacheEvents
 from poolgrid.workers.engines.server.core.calls import Dialect
 from poolgrid.workers.engines.server.dialects.sglang import SglangDialect
 from poolgrid.workers.engines.server.dialects.trtllm_serve import TrtllmServeDialect
 from poolgrid.workers.engines.server.dialects.vllm import VllmDialect
-from poolgrid.workers.engines.server.engine import CacheEvents, ServerEngine, ServerLimits
+from poolgrid.workers.engines.server.engine import ServerEngine, ServerLimits
 from poolgrid.workers.engines.server.server_client import ServerClient
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher

@@ -223,7 +223,6 @@ def test_values_of_statistics_are_shown_or_left_out() -> None:
         except DecodeError:
             continue
         read += 1
-        metrics.observe_iteration(statistics)
         metrics.observe_load(statistics)
         load = load_of(statistics, 0)
         frame = codec.event_batch.encode(EventBatch("w", 0, 1, 0, 0, [load]))

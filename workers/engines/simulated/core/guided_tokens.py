@@ -48,8 +48,6 @@ class GuidedTokenStream(TokenStream):
     Raises ``UnsupportedError`` for a guide that cannot be kept to, ``UnableError`` when what was emitted breaks it.
     """
 
-    __slots__ = ("_budget", "_emitted", "_guide", "_last", "_name", "_run", "_texts")
-
     def __init__(
         self, vocabulary: Vocabulary, seen: bytes, request: Generate, guides: Guides, guide: TokenGuide | None = None
     ) -> None:

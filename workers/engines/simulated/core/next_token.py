@@ -92,21 +92,6 @@ class TokenStream:
     is part of the output) or ``length``. The last ``emitted`` of ``token_ids`` are the beginning of the answer.
     """
 
-    __slots__ = (
-        "_digests",
-        "_eos_at",
-        "_eos_threshold",
-        "_hasher",
-        "_max_tokens",
-        "_min_tokens",
-        "_stops",
-        "_vocabulary",
-        "error",
-        "final",
-        "finish_reason",
-        "output",
-    )
-
     def __init__(
         self,
         vocabulary: Vocabulary,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from poolgrid.wire.identifiers import Stage
+from poolgrid.workers.core.refusal import BusyError
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
 from poolgrid.workers.engines.simulated.core.sequence import Phase, Sequence
 
@@ -44,6 +45,18 @@ class Scheduler:
     @property
     def running_count(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.transferring)
+
+    def check_room(self, stage: Stage, max_waiting: int) -> None:
+        """Raise ``BusyError`` where one more request cannot wait, or be kept."""
+        if self.waiting_count >= max_waiting:
+            raise BusyError(
+                f"{self.waiting_count} requests are waiting, allowed are at most {max_waiting} (max_waiting_requests)"
+            )
+        if stage is Stage.PREFILL and len(self.kept) >= self._kept_max:
+            raise BusyError(
+                f"the KV of {len(self.kept)} requests is kept for decode workers, allowed are at most "
+                f"{self._kept_max} (kept_transfers_max)"
+            )
 
     def computed(self) -> Iterator[Sequence]:
         """Iterate over the sequences that steps work on."""

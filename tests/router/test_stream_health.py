@@ -13,7 +13,7 @@ from poolgrid.router.core.selector import Selector
 from poolgrid.wire.events import RequestFinished, RequestStarted, StreamStateChanged, WorkerJoined, WorkerLeft
 from poolgrid.wire.feed import SourceStream, WorkerState
 from poolgrid.wire.identifiers import StreamState, WorkerKey
-from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, load_snapshot, stored, worker_key
 from tests.router.test_selector import PATH, request
 
 STALE = StreamStateChanged("worker", StreamState.STALE, "batches from 7 are missing")
@@ -165,7 +165,7 @@ def test_a_snapshot_brings_the_health_of_the_streams() -> None:
     state = WorkerState(
         "a", 0, 3, 0, card, False, [], streams=[SourceStream("worker", StreamState.STALE, "batches from 7 are missing")]
     )
-    pool.projection.load_snapshot(9, [state], [], 0.0)
+    load_snapshot(pool.projection, 9, [state], [], 0.0)
     assert pool.projection.trust.untrusted == {a: "stale: batches from 7 are missing"}
     assert pool.projection.trust.stream(a)[0] is StreamState.STALE
 

@@ -77,7 +77,7 @@ class _Shard:
         """How many of these say that a block went."""
 
 
-class BlockPlaces:
+class BlockLocator:
     """The runs that a block is in, by the numbers that it gives to runs."""
 
     __slots__ = (

@@ -5,21 +5,21 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from poolgrid.router.policies.predicted import worker_speeds as paces_module
-from poolgrid.router.policies.predicted.worker_speeds import WorkerSpeeds
+from poolgrid.router.policies.predicted import learned_speeds as paces_module
+from poolgrid.router.policies.predicted.learned_speeds import LearnedSpeeds
 from poolgrid.wire.identifiers import WorkerKey
 from tests.router.fleet_builder import worker_key
 
 A, B, C = (worker_key(name) for name in "abc")
 
 
-def pace(paces: WorkerSpeeds, worker: object, now_ms: float) -> float:
+def pace(paces: LearnedSpeeds, worker: object, now_ms: float) -> float:
     found, _, _ = paces.believed([worker], now_ms)  # type: ignore[list-item]
     return found[0]
 
 
 def serve(
-    paces: WorkerSpeeds, worker: WorkerKey, slowness: float, start_ms: float, requests: int, gap_ms: float
+    paces: LearnedSpeeds, worker: WorkerKey, slowness: float, start_ms: float, requests: int, gap_ms: float
 ) -> float:
     """Requests of 200 ms, one after the other; return the time after the last."""
     now_ms = start_ms
@@ -32,11 +32,11 @@ def serve(
 
 
 def test_nobody_is_known_at_the_start_and_all_are_as_their_cards_say() -> None:
-    assert WorkerSpeeds().believed([A, B], 1e9) == ([1.0, 1.0], [0.0, 0.0], [0, 0])
+    assert LearnedSpeeds().believed([A, B], 1e9) == ([1.0, 1.0], [0.0, 0.0], [0, 0])
 
 
 def test_a_slow_worker_is_known_after_two_minutes_of_traffic_beside_fast_ones() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     for tick in range(40):
         serve(paces, A, 1.0, 3000.0 * tick, 1, 0.0)
         if tick % 2 == 0:
@@ -47,7 +47,7 @@ def test_a_slow_worker_is_known_after_two_minutes_of_traffic_beside_fast_ones() 
 
 
 def test_a_pace_follows_when_a_worker_slows_down_and_recovers() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     now_ms = serve(paces, A, 1.0, 0.0, 60, 1000.0)
     now_ms = serve(paces, A, 4.0, now_ms, 30, 1000.0)
     assert pace(paces, A, now_ms) == pytest.approx(4.0, rel=0.2)
@@ -56,7 +56,7 @@ def test_a_pace_follows_when_a_worker_slows_down_and_recovers() -> None:
 
 
 def test_a_worker_that_does_not_answer_looks_slower_the_longer_it_is_silent() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     now_ms = serve(paces, A, 1.0, 0.0, 20, 1000.0)
     paces.expect(A, "silent", 200.0, 200.0, 1.0, now_ms)
 
@@ -67,7 +67,7 @@ def test_a_worker_that_does_not_answer_looks_slower_the_longer_it_is_silent() ->
 
 
 def test_what_was_given_up_after_a_long_wait_is_remembered() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     now_ms = serve(paces, A, 1.0, 0.0, 20, 1000.0)
     paces.expect(A, "silent", 200.0, 200.0, 1.0, now_ms)
     serve(paces, B, 1.0, now_ms + 9_000.0, 1, 0.0)
@@ -77,7 +77,7 @@ def test_what_was_given_up_after_a_long_wait_is_remembered() -> None:
 
 
 def test_an_idle_worker_returns_to_the_pace_of_the_pool() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     serve(paces, A, 4.0, 0.0, 30, 1000.0)
     for minute in range(60):
         serve(paces, B, 1.0, 60_000.0 * minute, 20, 1000.0)
@@ -88,7 +88,7 @@ def test_an_idle_worker_returns_to_the_pace_of_the_pool() -> None:
 
 
 def test_the_work_that_the_engine_has_done_already_shortens_its_queue() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     paces.expect(A, "first", 400.0, 400.0, 1.0, 0.0)
     paces.expect(A, "second", 700.0, 300.0, 1.0, 10.0)
 
@@ -99,7 +99,7 @@ def test_the_work_that_the_engine_has_done_already_shortens_its_queue() -> None:
 
 
 def test_the_rate_of_requests_and_what_a_prompt_takes_are_averages() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     assert paces.arrivals(0.0) == (0.0, 0.0)
     now_ms = serve(paces, A, 1.0, 0.0, 300, 1000.0)
 
@@ -110,7 +110,7 @@ def test_the_rate_of_requests_and_what_a_prompt_takes_are_averages() -> None:
 
 def test_only_so_many_are_awaited_and_a_forgotten_worker_frees_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paces_module, "AWAITED_MAX", 2)
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     for number in range(3):
         paces.expect(A, f"r{number}", 100.0, 100.0, 1.0, 0.0)
     [_, known] = paces.checkpoint().workers
@@ -123,7 +123,7 @@ def test_only_so_many_are_awaited_and_a_forgotten_worker_frees_its_places(monkey
 
 
 def test_requests_that_the_ledger_has_no_more_are_awaited_no_longer() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     paces.expect(A, "gone", 100.0, 100.0, 1.0, 0.0)
     paces.expect(A, "there", 100.0, 100.0, 1.0, 5_000.0)
 
@@ -133,7 +133,7 @@ def test_requests_that_the_ledger_has_no_more_are_awaited_no_longer() -> None:
 
 
 def test_what_was_expected_is_told_with_what_it_was() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     told: list[tuple[str, float, float]] = []
     paces.report_ttft = lambda *each: told.append(each)
     paces.expect(A, "r", 100.0, 80.0, 1.5, 1000.0)
@@ -145,11 +145,11 @@ def test_what_was_expected_is_told_with_what_it_was() -> None:
 
 
 def test_a_restored_state_believes_the_same_to_the_bit() -> None:
-    paces = WorkerSpeeds()
+    paces = LearnedSpeeds()
     now_ms = serve(paces, A, 2.7, 0.0, 20, 777.7)
     serve(paces, B, 0.9, 500.0, 7, 1234.5)
     paces.expect(A, "open", 123.4, 100.0, 1.1, now_ms)
-    again = WorkerSpeeds()
+    again = LearnedSpeeds()
     again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(paces.checkpoint())))
 
     for later_ms in (0.0, 99.9, 5_000.0):

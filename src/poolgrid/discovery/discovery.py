@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.discovery.metrics import NamesMetrics
-from poolgrid.discovery.ports import NameStore, NamesUnavailable, Scope
+from poolgrid.discovery.metrics import DiscoveryMetrics
+from poolgrid.discovery.ports import DiscoveryUnavailable, RegistrationStore, Scope
 from poolgrid.discovery.registry import Registry
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import PERIOD_MS, Complaints
@@ -40,11 +40,16 @@ def new_life() -> str:
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
-class Names:
+class Discovery:
     """The names that this process has, and those that it follows."""
 
     def __init__(
-        self, store: NameStore, namespace: str, lease_s: int, clock: Clock, registry: CollectorRegistry | None = None
+        self,
+        store: RegistrationStore,
+        namespace: str,
+        lease_s: int,
+        clock: Clock,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         self.store = store
         self.namespace = namespace
@@ -67,7 +72,7 @@ class Names:
         self._looked = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._metrics = NamesMetrics(registry, self.registry)
+        self._metrics = DiscoveryMetrics(registry, self.registry)
 
     async def open(self) -> None:
         """Reach where registrations are kept; raises ``ValueError`` or ``OSError`` when that cannot be used."""
@@ -111,7 +116,7 @@ class Names:
         for key in self._own:
             try:
                 await self.store.remove(key)
-            except NamesUnavailable as error:
+            except DiscoveryUnavailable as error:
                 log.warning("taking the name %s back failed (%s): it ends with its lease", key, error)
         self._own.clear()
 
@@ -127,7 +132,7 @@ class Names:
     async def _write(self, registration: Registration, data: bytes) -> bool:
         try:
             await self.store.write(registration, data)
-        except NamesUnavailable as error:
+        except DiscoveryUnavailable as error:
             self._metrics.failures.labels("write").inc()
             self._complain("registering under this process's name", error)
             return False
@@ -152,7 +157,7 @@ class Names:
         while True:
             try:
                 seen = await self.store.look(self._scopes)
-            except NamesUnavailable as error:
+            except DiscoveryUnavailable as error:
                 was_away = True
                 self._metrics.failures.labels("read").inc()
                 self.trouble = str(error)
@@ -181,7 +186,7 @@ class Names:
     async def fleet(self) -> FleetList:
         """Return everybody who has a name, whoever is followed, as of ``look_s`` ago at most.
 
-        Raises ``NamesUnavailable``.
+        Raises ``DiscoveryUnavailable``.
         """
         async with self._listing:
             now_ms = self._clock.monotonic_ms()

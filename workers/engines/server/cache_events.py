@@ -1,6 +1,6 @@
-"""Cache events that a server hands out over HTTP, to whoever asks first.
+"""The cache events of all ranks of an engine server: none, followed over ZMQ, or drained over HTTP.
 
-Rules:
+Rules of draining, where a server hands events out to whoever asks first:
 
 1. Reading takes events away, so nobody else may read them: what another reader has taken is a hole in the numbers,
    after which claims are learnt again (``workers.core.event_translation``).
@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import zmq
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent, StoredBlock
+from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import supervised
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, BlocksStored
 from poolgrid.wire.hashing import BASE_SEED, hash_seed
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.server.engine import CacheEvents
+from poolgrid.workers.engines.server.core.server_facts import EventSource
+from poolgrid.workers.engines.server.rank_events import RankEvents
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 
 log = logging.getLogger(__name__)
+
 
 IDLE_PAUSE_S = 0.05
 """Time between two questions to a server that has said nothing: events as late cost a choice now and then."""
@@ -37,6 +41,67 @@ FAILED_PAUSE_S = 1.0
 
 DRAIN_TIMEOUT_S = 30.0
 """How long an answer may take: some servers wait for an event for seconds before they say that there is none."""
+
+
+class CacheEvents:
+    """What follows the cache of every rank; this one follows nothing."""
+
+    def cached_blocks(self, dp_rank: int) -> int:
+        return 0
+
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
+        """Return what was reported of a rank's cache."""
+        return []
+
+    def is_current(self) -> bool:
+        return True
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
+        """Begin to follow."""
+
+    def close(self) -> None:
+        """Stop following."""
+
+
+class FollowedEvents(CacheEvents):
+    """Follows one publisher for each rank, in their order."""
+
+    def __init__(
+        self, sources: Sequence[EventSource], block_size: int, context: zmq.Context[Any], clock: Clock
+    ) -> None:
+        self._sources = sources
+        self._block_size = block_size
+        self._context = context
+        self._clock = clock
+        self._ranks: list[RankEvents] = []
+
+    def cached_blocks(self, dp_rank: int) -> int:
+        return self._ranks[dp_rank].told.count_on(Tier.DEVICE) if self._ranks else 0
+
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
+        """Return what was told of a rank's cache."""
+        return self._ranks[dp_rank].told.restate() if self._ranks else []
+
+    def is_current(self) -> bool:
+        return all(each.is_current for each in self._ranks)
+
+    def describe(self) -> dict[str, object]:
+        return {"events": [each.describe() for each in self._ranks]}
+
+    def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
+        """Begin to follow; raises ``ValueError`` for an endpoint that is none."""
+        for dp_rank, source in enumerate(self._sources):
+            rank = RankEvents(dp_rank, source, self._block_size, self._context, self._clock, tell)
+            self._ranks.append(rank)
+            rank.open()
+
+    def close(self) -> None:
+        """Stop following; what was told stays known."""
+        for each in self._ranks:
+            each.close()
 
 
 def _seed_of(block: StoredBlock) -> int:

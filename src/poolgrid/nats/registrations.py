@@ -18,10 +18,10 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 
-from poolgrid.discovery.ports import LOOK_S, NamesUnavailable, Scope
+from poolgrid.discovery.ports import LOOK_S, DiscoveryUnavailable, Scope
 from poolgrid.discovery.registry import Seen
-from poolgrid.discovery.settings import NamesSettings
-from poolgrid.nats.bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
+from poolgrid.discovery.settings import DiscoverySettings
+from poolgrid.nats.bucket import BucketReader, BucketSpec, is_deleted, key_of, make_bucket, sequence_of
 from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.process.clock import Clock
 from poolgrid.process.nats_settings import NatsSettings
@@ -50,8 +50,8 @@ ENDED_TTL_S = 5
 """How long the servers keep that a name was taken back."""
 
 
-class NatsNames:
-    """Implements ``poolgrid.discovery.ports.NameStore``."""
+class NatsRegistrations:
+    """Implements ``poolgrid.discovery.ports.RegistrationStore``."""
 
     kind = "nats"
     writable = True
@@ -60,7 +60,7 @@ class NatsNames:
     def __init__(self, settings: NatsSettings, lease_s: int, replicas: int, clock: Clock) -> None:
         self._connection = NatsConnection(settings, "poolgrid names", clock)
         self._lease_s = lease_s
-        self._bucket = Bucket(
+        self._bucket = BucketSpec(
             BUCKET, "names of poolgrid's processes", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas=replicas
         )
         self._opening: asyncio.Task[None] | None = None
@@ -99,10 +99,10 @@ class NatsNames:
             async with asyncio.timeout(START_S):
                 await self._is_open.wait()
         except TimeoutError:
-            raise NamesUnavailable(f"there is no connection to NATS at {self.where} yet") from None
+            raise DiscoveryUnavailable(f"there is no connection to NATS at {self.where} yet") from None
 
     async def look(self, scopes: Sequence[Scope]) -> list[Seen]:
-        """Return the entries of some scopes; raises ``NamesUnavailable``."""
+        """Return the entries of some scopes; raises ``DiscoveryUnavailable``."""
         await self._until_open()
         found: dict[str, Seen] = {}
         try:
@@ -114,7 +114,7 @@ class NatsNames:
                     else:
                         found.pop(key, None)
         except NatsUnavailable as error:
-            raise NamesUnavailable(str(error)) from None
+            raise DiscoveryUnavailable(str(error)) from None
         return list(found.values())
 
     def _reader(self, scope: Scope) -> BucketReader:
@@ -126,11 +126,11 @@ class NatsNames:
         return reader
 
     async def write(self, registration: Registration, data: bytes) -> None:
-        """Write an entry, or renew it; raises ``NamesUnavailable``."""
+        """Write an entry, or renew it; raises ``DiscoveryUnavailable``."""
         await self._publish(registration.key, data, {}, self._lease_s)
 
     async def remove(self, key: str) -> None:
-        """Take an entry back; raises ``NamesUnavailable``."""
+        """Take an entry back; raises ``DiscoveryUnavailable``."""
         await self._publish(key, b"", {"KV-Operation": "DEL"}, ENDED_TTL_S)
 
     async def _publish(self, key: str, data: bytes, headers: dict[str, str], ttl_s: int) -> None:
@@ -148,7 +148,7 @@ class NatsNames:
                 await make_bucket(self._connection, self._bucket)
             except NatsUnavailable:
                 pass  # there is no connection, or we may not make it: the next attempt finds out
-            raise NamesUnavailable(str(error)) from None
+            raise DiscoveryUnavailable(str(error)) from None
 
     async def close(self) -> None:
         """End the connection."""
@@ -157,6 +157,6 @@ class NatsNames:
         await self._connection.close()
 
 
-def open_store(settings: NamesSettings, clock: Clock) -> NatsNames:
+def open_store(settings: DiscoverySettings, clock: Clock) -> NatsRegistrations:
     """Return the registrations in NATS (entry point of ``poolgrid.discovery``)."""
-    return NatsNames(settings, settings.names_lease_s, settings.nats_replicas, clock)
+    return NatsRegistrations(settings, settings.names_lease_s, settings.nats_replicas, clock)

@@ -46,9 +46,6 @@ place among the prompts that are computed, from 1 on, or 0."""
 Window = tuple[WorkerKey, list[tuple[int, int, int]], bool]
 """A worker's cross-check: what counts for it (predicted, realised, disagreeing tokens), and whether it is suspect."""
 
-_ENCODE: Final = Stage.ENCODE
-_DECODE: Final = Stage.DECODE
-
 
 class _Pending(msgspec.Struct):
     """A chosen request that its worker has not started yet."""
@@ -59,7 +56,7 @@ class _Pending(msgspec.Struct):
     """What the index said of the prompt when it was chosen."""
 
 
-class StreamTrust:
+class StreamHealth:
     """The trust in every worker's stream, over one prefix index."""
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -147,7 +144,7 @@ class StreamTrust:
 
         ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
         """
-        if not path or stage is _DECODE or stage is _ENCODE:
+        if not path or stage in (Stage.DECODE, Stage.ENCODE):
             return
         self._pending[(worker, request_id)] = _Pending(
             path, block_size, self._index.overlap(path, worker).blocks if blocks is None else blocks

@@ -157,7 +157,7 @@ def _told_apart(pace: float, prior: float) -> float:
     return prior * times if pace > prior else prior / times
 
 
-class WorkerSpeeds(Observer):
+class LearnedSpeeds(Observer):
     """The paces of all workers of a pool."""
 
     name = "paces"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.policies.predicted.batch_planner import Placed, Waiting, divide, plan
+from poolgrid.router.policies.predicted.batch_planner import PlannedRequest, PlanningBatch, divide, plan
 
 STEP_TOKENS = 8192
 
@@ -30,16 +30,16 @@ def waiting(
     busy_ms: Sequence[float] | None = None,
     priorities: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
-) -> Waiting:
+) -> PlanningBatch:
     """Prompts by row; a column for each worker, which is busy for so long and so fast."""
     matrix = np.array(tokens, np.float64)
     own = np.vectorize(own_ms)(matrix) / (np.ones(matrix.shape[1]) if speeds is None else np.array(speeds))
     costs = own + (0.0 if busy_ms is None else np.array(busy_ms))
-    return Waiting(costs, own, matrix, [f"r{row}" for row in range(len(tokens))], priorities or [0] * len(tokens))
+    return PlanningBatch(costs, own, matrix, [f"r{row}" for row in range(len(tokens))], priorities or [0] * len(tokens))
 
 
 def placed(
-    waits: Waiting, queued: Sequence[float], step: Callable[[int, float], float] = step_ms
+    waits: PlanningBatch, queued: Sequence[float], step: Callable[[int, float], float] = step_ms
 ) -> list[tuple[int, int]]:
     queued_tokens = np.array(queued, np.float64)
     found = plan(waits, queued_tokens, np.full(len(queued), float(STEP_TOKENS)), step)
@@ -123,7 +123,7 @@ def test_what_is_planned_behind_is_said_for_each_worker() -> None:
 
     [goes] = plan(waits, np.zeros(1), np.full(1, float(STEP_TOKENS)), step_ms)
 
-    assert goes == Placed(2, 0, {0: 2})
+    assert goes == PlannedRequest(2, 0, {0: 2})
 
 
 def sum_of_ttfts(times: Sequence[Sequence[float]]) -> float:

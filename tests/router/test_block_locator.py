@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.block_places import (
+from poolgrid.router.core.block_locator import (
     FRESH_ENTRIES,
     GONE,
     GONE_SPARED,
     SPREAD,
-    BlockPlaces,
+    BlockLocator,
     _put_in_order,
     _Shard,
 )
@@ -32,7 +32,7 @@ def test_every_block_is_found_in_its_run_while_runs_come_grow_shrink_and_go(
     shard_entries: int, depth: int, seed: int
 ) -> None:
     randomness = random.Random(seed)
-    places = BlockPlaces(shard_entries, depth)
+    places = BlockLocator(shard_entries, depth)
     runs: list[Run] = []
     gone: list[int] = []
     for step in range(600):
@@ -74,7 +74,7 @@ def test_every_block_is_found_in_its_run_while_runs_come_grow_shrink_and_go(
 
 def test_what_comes_and_goes_again_and_again_takes_no_more_room() -> None:
     randomness = random.Random(1)
-    places = BlockPlaces(1024, 2)
+    places = BlockLocator(1024, 2)
     run = Run(None, random_blocks(randomness, 1), 1)
     places.enter(run)
     kept = random_blocks(randomness, 20_000)
@@ -93,7 +93,7 @@ def test_what_comes_and_goes_again_and_again_takes_no_more_room() -> None:
 def test_places_of_a_full_cache_take_three_times_its_blocks_however_long_blocks_come_and_go() -> None:
     """Blocks come and go evenly, so that all shards have to be put in order at about the same time."""
     randomness = random.Random(2)
-    places = BlockPlaces(16_384, 8)
+    places = BlockLocator(16_384, 8)
     runs = deque(Run(None, random_blocks(randomness, 100), 1) for _ in range(1000))
     for run in runs:
         places.enter(run)
@@ -141,7 +141,7 @@ def test_what_came_less_what_went_is_left_also_where_one_number_for_both_tells_n
 
 
 def test_hashes_that_are_all_alike_are_not_kept_apart_for_ever() -> None:
-    places = BlockPlaces(1, 0)
+    places = BlockLocator(1, 0)
     run = Run(None, array("Q", range(2000)), 1)
     places.enter(run)
 

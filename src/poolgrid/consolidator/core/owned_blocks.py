@@ -70,7 +70,7 @@ class _Page:
             before = sequence_hash
 
 
-class HeldBlocks(MutableMapping[int, "int | None"]):
+class OwnedBlocks(MutableMapping[int, "int | None"]):
     """Sequence hash to parent, in order of arrival."""
 
     __slots__ = ("_closed", "_newest", "_number", "_page_blocks", "_page_of", "_pages", "_sparse")
@@ -172,9 +172,9 @@ class HeldBlocks(MutableMapping[int, "int | None"]):
             self._pages.clear()
             self._sparse.clear()
 
-    def copy(self) -> HeldBlocks:
+    def copy(self) -> OwnedBlocks:
         """Return another mapping of the same; takes all of it in one go."""
-        return HeldBlocks(dict(self.items()), self._page_blocks, self._page_of.shard_entries)
+        return OwnedBlocks(dict(self.items()), self._page_blocks, self._page_of.shard_entries)
 
     # -- as a mapping --------------------------------------------------------------------------------------------------
 

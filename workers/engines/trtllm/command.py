@@ -1,4 +1,4 @@
-"""`poolgrid engine-config ...`: check and convert TensorRT-LLM engine configurations."""
+"""`poolgrid engine-config ...`: check TensorRT-LLM engine configurations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import typer
 from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.json_output import AsJson, print_json
 
-app = CommandLine(help="Check and convert TensorRT-LLM engine configurations.", no_args_is_help=True)
+app = CommandLine(help="Check TensorRT-LLM engine configurations.", no_args_is_help=True)
+
+
+@app.callback()
+def engine_config() -> None:
+    """Check TensorRT-LLM engine configurations."""
 
 
 def _finish(text: str, status: int, out: Path | None = None) -> None:
@@ -37,19 +42,3 @@ def check(
         print_json(answer)
         raise typer.Exit(status)
     _finish(*check_command(paths, model_path))
-
-
-@app.command()
-def convert(
-    file: Annotated[Path, typer.Argument(help="Engine configuration (YAML).")],
-    aggregated: Annotated[
-        bool, typer.Option("--aggregated", help="From decode-only to aggregated: block reuse on, transceiver gone.")
-    ] = False,
-    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Set the tensor parallel size.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write here instead of to standard output.")] = None,
-) -> None:
-    """Rewrite an engine configuration for another use."""
-    from poolgrid.workers.engines.trtllm.arguments.engine_config import convert_command
-
-    text, status = convert_command(file, aggregated, tensor_parallel_size)
-    _finish(text, status, out)

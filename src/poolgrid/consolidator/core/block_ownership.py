@@ -22,7 +22,7 @@ from itertools import islice
 from typing import assert_never
 
 from poolgrid.consolidator.core.frozen_blocks import Discarded, Overlay
-from poolgrid.consolidator.core.held_blocks import HeldBlocks
+from poolgrid.consolidator.core.owned_blocks import OwnedBlocks
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksReleased,
@@ -39,10 +39,10 @@ from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
 """What an event may say of blocks."""
 
-Blocks = HeldBlocks | Overlay
+Blocks = OwnedBlocks | Overlay
 """What one source holds on one tier."""
 
-Frozen = list[tuple[Tier, str, HeldBlocks]]
+Frozen = list[tuple[Tier, str, OwnedBlocks]]
 """Everything held at one moment: tier, source, blocks."""
 
 DUMP_STEP_BLOCKS = 2048
@@ -56,7 +56,7 @@ PIECES_MAX = 6
 must stay below the number of events that the contract allows."""
 
 
-class Presence:
+class BlockOwnership:
     """The blocks of one worker rank."""
 
     __slots__ = ("_blocks_max", "_discarded", "_overlays", "_tiers", "refused_blocks")
@@ -107,7 +107,7 @@ class Presence:
         tier = self._tiers[event.tier]
         held = tier.get(source)
         if held is None:
-            held = tier[source] = HeldBlocks()
+            held = tier[source] = OwnedBlocks()
         if len(tier) == 1 and held.add(event.parent, hashes):
             out.append(event)
             return
@@ -234,7 +234,7 @@ class Presence:
         """Return what a source holds on a tier, nothing at first."""
         held = self._tiers[tier].get(source)
         if held is None:
-            held = self._tiers[tier][source] = HeldBlocks()
+            held = self._tiers[tier][source] = OwnedBlocks()
         return held
 
     def _share(self, source: str, event: BlocksShared) -> None:
@@ -248,7 +248,7 @@ class Presence:
         """Hold nothing any more."""
         for tier in self._tiers:
             for held in tier.values():
-                if type(held) is HeldBlocks and self._discarded is not None:
+                if type(held) is OwnedBlocks and self._discarded is not None:
                     self._discarded.put(held)  # what is frozen may still be read: ``thaw`` sees to it
             tier.clear()
 
@@ -263,7 +263,7 @@ class Presence:
         frozen: Frozen = []
         for tier in Tier:
             for source, held in self._tiers[tier].items():
-                assert type(held) is HeldBlocks, "an overlay is nobody's"
+                assert type(held) is OwnedBlocks, "an overlay is nobody's"
                 frozen.append((tier, source, held))
                 self._overlays.append((tier, source, Overlay(held)))
         for tier, source, overlay in self._overlays:

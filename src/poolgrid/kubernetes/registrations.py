@@ -25,9 +25,9 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from poolgrid.discovery.ports import NamesUnavailable, Scope
+from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
 from poolgrid.discovery.registry import Seen
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_client import Exchange, HttpClient, RequestFailed, bearer
 from poolgrid.http.http_target import Target
 from poolgrid.kubernetes.slices import COMPONENT_LABEL, NAMESPACE_LABEL, EndpointSlice, decode_slices, seen_in
@@ -75,7 +75,7 @@ SAID_BYTES = 300
 """How much of a refusal stands in an error."""
 
 
-class Account(NamedTuple):
+class ServiceAccount(NamedTuple):
     """Who this process is to the API server, and whom it takes for it."""
 
     token: str
@@ -126,8 +126,8 @@ def api_server() -> str:
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
-class KubernetesNames:
-    """Implements ``poolgrid.discovery.ports.NameStore``; reads only."""
+class KubernetesRegistrations:
+    """Implements ``poolgrid.discovery.ports.RegistrationStore``; reads only."""
 
     kind = "kubernetes"
     writable = False
@@ -143,7 +143,7 @@ class KubernetesNames:
         self._namespaces = tuple(namespaces)
         self._clock = clock
         self.look_s = LOOK_S * (LOOK_SHARE_MIN + (1 - LOOK_SHARE_MIN) * chance)
-        self._account = Account("", "")
+        self._account = ServiceAccount("", "")
         self._account_read_ms = 0.0
         self._client: HttpClient | None = None
         self._alone_until_ms = 0.0
@@ -164,17 +164,17 @@ class KubernetesNames:
 
     async def write(self, registration: Registration, data: bytes) -> None:
         """Nothing is written: the cluster knows its pods."""
-        raise NamesUnavailable(f"{registration.key} is not written: names on Kubernetes are read only")
+        raise DiscoveryUnavailable(f"{registration.key} is not written: names on Kubernetes are read only")
 
     async def remove(self, key: str) -> None:
         """Nothing is written."""
-        raise NamesUnavailable(f"{key} is not removed: names on Kubernetes are read only")
+        raise DiscoveryUnavailable(f"{key} is not removed: names on Kubernetes are read only")
 
     async def look(self, scopes: Sequence[Scope]) -> list[Seen]:
-        """Return the entries of some scopes; raises ``NamesUnavailable``."""
+        """Return the entries of some scopes; raises ``DiscoveryUnavailable``."""
         left_ms = self._alone_until_ms - self._clock.monotonic_ms()
         if left_ms > 0:
-            raise NamesUnavailable(f"the API server asked to be left alone for {left_ms / 1000:.0f} s more")
+            raise DiscoveryUnavailable(f"the API server asked to be left alone for {left_ms / 1000:.0f} s more")
         if self._clock.monotonic_ms() - self._account_read_ms >= 1000 * ACCOUNT_READ_S:
             await self._read_account_again()
         self._looks += 1
@@ -191,7 +191,7 @@ class KubernetesNames:
                 return await self._pages(namespace, selector)
             except _Expired:
                 continue
-        raise NamesUnavailable(f"a list of EndpointSlices became too old between its pages, {LISTS_MAX} times")
+        raise DiscoveryUnavailable(f"a list of EndpointSlices became too old between its pages, {LISTS_MAX} times")
 
     async def _pages(self, namespace: str, selector: str) -> list[EndpointSlice]:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
@@ -203,10 +203,10 @@ class KubernetesNames:
             try:
                 page = decode_slices(answer)
             except ValueError as error:
-                raise NamesUnavailable(f"listing {path}: {error}") from None
+                raise DiscoveryUnavailable(f"listing {path}: {error}") from None
             found += page.items or ()
             if len(found) > SLICES_MAX:
-                raise NamesUnavailable(f"{namespace} has more than {SLICES_MAX} EndpointSlices with {selector}")
+                raise DiscoveryUnavailable(f"{namespace} has more than {SLICES_MAX} EndpointSlices with {selector}")
             if not page.metadata.more:
                 return found
             question = {"labelSelector": selector, "limit": str(PAGE_SLICES), "continue": page.metadata.more}
@@ -226,7 +226,7 @@ class KubernetesNames:
             hint = f". The token in {self._account_dir} is not taken"
         elif answer.status == 403:
             hint = ". A Role has to allow this account to list endpointslices of discovery.k8s.io there"
-        raise NamesUnavailable(f"asking {self._target.url}{path}: status {answer.status}: {answer.said()}{hint}")
+        raise DiscoveryUnavailable(f"asking {self._target.url}{path}: status {answer.status}: {answer.said()}{hint}")
 
     async def _send(self, path: str) -> _Answer:
         answer = _Answer()
@@ -236,7 +236,7 @@ class KubernetesNames:
         except RequestFailed as failure:
             # Perhaps the authority was replaced.
             await self._read_account_again()
-            raise NamesUnavailable(f"asking {self._target.url}: {failure.detail}") from None
+            raise DiscoveryUnavailable(f"asking {self._target.url}: {failure.detail}") from None
         return answer
 
     def _leave_alone(self, said: bytes) -> None:
@@ -273,10 +273,12 @@ class KubernetesNames:
             before.close()
         return True
 
-    def _read_files(self) -> Account:
+    def _read_files(self) -> ServiceAccount:
         if not self._target.secure:
-            return Account("", "")  # kubectl proxy, which has an account of its own
-        return Account((self._account_dir / "token").read_text().strip(), (self._account_dir / "ca.crt").read_text())
+            return ServiceAccount("", "")  # kubectl proxy, which has an account of its own
+        return ServiceAccount(
+            (self._account_dir / "token").read_text().strip(), (self._account_dir / "ca.crt").read_text()
+        )
 
 
 def _selector(scope: Scope) -> str:
@@ -285,8 +287,8 @@ def _selector(scope: Scope) -> str:
     return f"{namespace},{component}"
 
 
-def open_store(settings: NamesSettings, clock: Clock) -> KubernetesNames:
+def open_store(settings: DiscoverySettings, clock: Clock) -> KubernetesRegistrations:
     """Return the registrations that a cluster has (entry point of ``poolgrid.discovery``)."""
     api = settings.kubernetes_api or api_server()
     account, namespaces = settings.kubernetes_account_dir, settings.kubernetes_namespace
-    return KubernetesNames(api, account, namespaces, clock, os.urandom(1)[0] / 255)
+    return KubernetesRegistrations(api, account, namespaces, clock, os.urandom(1)[0] / 255)
