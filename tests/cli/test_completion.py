@@ -188,8 +188,8 @@ def test_a_completion_is_one_line_with_the_first_sentence_of_what_it_is(
         main.run()
 
     lines = capsys.readouterr().out.splitlines()
-    assert "--queue-limit:Requests that may wait for a worker" in lines
-    assert any(line.startswith("--queue-aging-tokens-per-s:With shortest-uncached-work-first: how") for line in lines)
+    assert "--queue-limit:Requests that may wait for room" in lines
+    assert any(line.startswith("--queue-order:Order within a priority and tenant") for line in lines)
     assert all(line.startswith("--queue-") for line in lines)
 
 

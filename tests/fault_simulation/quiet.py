@@ -137,9 +137,9 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
     if service is None or not service.ready:
         return f"{router.life} is not ready"
     active, waiting = service.counts()
-    links = service.in_flight.endpoints()
+    links = service.tracker.endpoints()
     if active or waiting or links:
-        return f"{router.life} has {list(service.books.active)} active, {waiting} waiting, on links {links}"
+        return f"{router.life} has {list(service.tracker.requests)} active, {waiting} waiting, on links {links}"
     feed, offset = router.feed, router.store.offset
     if isinstance(feed, RemoteFeed | NatsFeed):
         follower = feed._follower
@@ -176,8 +176,8 @@ def unquiet_global(router: GlobalRouterProcess) -> str | None:
     service = router.service
     if service is None or not router.ready:
         return f"{router.life} is not ready"
-    if len(service) or service.in_flight.endpoints():
-        return f"{router.life} has {list(service.books.flights)} under way"
+    if len(service) or service.tracker.endpoints():
+        return f"{router.life} has {list(service.tracker.requests)} under way"
     for pool in service.pools.all():
         if pool.status is None or not pool.status.ready:
             return f"{router.life} has lost pool {pool.name}: {pool.last_error}"

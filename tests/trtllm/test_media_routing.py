@@ -14,8 +14,7 @@ from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.kv_events.cache_events import Stored, StoredBlock
 from poolgrid.kv_events.trtllm import parse_event
-from poolgrid.serving.media_path import prompt_path
-from poolgrid.serving.tenant_paths import TenantPaths
+from poolgrid.serving.prompt_paths import TenantPaths, prompt_path
 from poolgrid.wire import codec
 from poolgrid.wire.card import MediaSpec, ResizedGrid, TiledGrid
 from poolgrid.wire.errors import DecodeError

@@ -30,6 +30,7 @@ from poolgrid.process.settings import Settings
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
 from poolgrid.router.settings import RouterSettings
+from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
@@ -75,7 +76,7 @@ SECTIONS = (
     Section(
         "Router",
         "router",
-        (ServerSettings, RouterSettings),
+        (ServerSettings, ServingSettings, RouterSettings),
         "How workers are chosen, how requests wait, and where the server listens.",
     ),
     Section(
@@ -99,7 +100,7 @@ SECTIONS = (
     Section(
         "Global router",
         "global-router",
-        (ServerSettings, GlobalRouterSettings),
+        (ServerSettings, ServingSettings, GlobalRouterSettings),
         "`--config` names a document: [pool grids](pool_grids.md). The options of the HTTP API are options here too.",
     ),
     Section(

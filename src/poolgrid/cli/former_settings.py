@@ -6,6 +6,20 @@ from collections.abc import Iterable, Mapping
 
 FORMER_SETTINGS: dict[str, str] = {
     # router, global router, admission
+    "--path-cache-bytes": "64 MiB of prompt hashes are kept.",
+    "--reuse-sketch-bytes": "64 MiB remember which prompts were seen.",
+    "--decision-log-bytes": "The decisions kept for /v1/decisions take at most 64 MiB.",
+    "--decision-log-length": "The last 10,000 decisions are kept for /v1/decisions.",
+    "--queue-aging-tokens-per-s": "With shortest-uncached-work-first a second of waiting makes up for 4,000 tokens.",
+    "router --crowding-retries": "A request is chosen again up to 4 times when a worker has more load than was known.",
+    "--status-interval-ms": "A pool's router is asked for its status every 250 ms.",
+    "--status-timeout-ms": "A pool without a status for 2 s is down.",
+    "--select-timeout-ms": "A pool's router has 1 s to select a worker.",
+    "--probe-timeout-ms": "Pools have 50 ms to report what they have cached.",
+    "--connect-timeout-ms": "A worker has 1 s to accept a connection.",
+    "--link-idle-ms": "A connection to a worker that was unused for 10 minutes is closed.",
+    "--move-timeout-ms": "A request whose worker was lost waits up to 10 s for a pool with room.",
+    "--reload-interval-ms": "The document's file is looked at every second; SIGHUP has it read at once.",
     # front end: HTTP, tenants, media, tracing
     "--template-time-limit-ms": "a chat template may render for 2,000 ms.",
     "--max-body-values": "a body may have 327,680 values, and more in proportion to --max-body-bytes above 32 MiB.",

@@ -197,7 +197,7 @@ SILENCE_MS = 2500.0
 
 
 class NatsFeed:
-    """Implements ``poolgrid.router.ports.JournalFeed``: no consolidator is asked for anything."""
+    """Implements ``poolgrid.router.feeds.JournalFeed``: no consolidator is asked for anything."""
 
     def __init__(
         self, connection: NatsConnection, stream: FollowedStream, clock: Clock, blocks_per_worker_max: int

@@ -30,13 +30,12 @@ def check(
 @app.command()
 def show(
     file: Document,
-    png: Annotated[Path | None, typer.Option(help="Also draw to this PNG (needs the `plots` extra).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw each grid as a heat map: which pool serves which cell."""
     from poolgrid.cli.config import show as run
 
-    raise typer.Exit(run(file, png, as_json))
+    raise typer.Exit(run(file, as_json))
 
 
 @app.command()

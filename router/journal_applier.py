@@ -43,7 +43,7 @@ ARRIVED_RECORDS_MAX: Final = 100_000
 """Records that wait for a snapshot or for their slice; beyond it the router does nothing else until fewer wait."""
 
 
-class CatchingUp:
+class JournalApplier:
     """Implements ``poolgrid.consolidator.ports.PoolListener`` over the router's state."""
 
     def __init__(

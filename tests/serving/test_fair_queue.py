@@ -7,9 +7,8 @@ from random import Random
 
 import pytest
 
-from poolgrid.serving.admission.admission_queue import AdmissionQueue
-from poolgrid.serving.admission.drain_rate import DrainRate
-from poolgrid.serving.admission.queued_request import QueuedRequest, QueueOrder
+from poolgrid.serving.admission_queue import DrainRate
+from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
 
 NO_BOUND = 10**12
 
@@ -30,7 +29,7 @@ def request(
     )
 
 
-def drained(queue: AdmissionQueue[str], lane: str = "m") -> list[str]:
+def drained(queue: FairQueue[str], lane: str = "m") -> list[str]:
     names = []
     while (head := queue.head(lane)) is not None:
         queue.leave(head, dispatched=True)
@@ -43,7 +42,7 @@ def names(evicted: list[QueuedRequest[str]]) -> list[str]:
 
 
 def test_a_higher_priority_goes_first_and_equals_go_in_order_of_arrival() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(10, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(10, NO_BOUND)
     for name, priority in (("a", 0), ("b", 1), ("c", -1), ("d", 1), ("e", 0)):
         queue.enter(request(name, priority=priority))
 
@@ -53,7 +52,7 @@ def test_a_higher_priority_goes_first_and_equals_go_in_order_of_arrival() -> Non
 
 
 def test_tenants_take_turns_however_many_requests_one_of_them_has() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(100, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(100, NO_BOUND)
     for number in range(6):
         queue.enter(request(f"flood-{number}", "flood"))
     queue.enter(request("late-0", "late"))
@@ -63,7 +62,7 @@ def test_tenants_take_turns_however_many_requests_one_of_them_has() -> None:
 
 
 def test_turns_are_counted_in_tokens_and_shared_by_weight() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(1000, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(1000, NO_BOUND)
     for number in range(40):
         queue.enter(request(f"long-{number}", "long", tokens=100))
         queue.enter(request(f"heavy-{number}", "heavy", tokens=25, weight=2.0))
@@ -73,7 +72,7 @@ def test_turns_are_counted_in_tokens_and_shared_by_weight() -> None:
 
 
 def test_output_counts_too_when_it_is_known() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(100, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(100, NO_BOUND)
     for number in range(3):
         queue.enter(request(f"a{number}", "a", tokens=10))
         queue.enter(request(f"b{number}", "b", tokens=10))
@@ -84,7 +83,7 @@ def test_output_counts_too_when_it_is_known() -> None:
 
 
 def test_a_tenant_that_was_away_has_saved_no_turns() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(100, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(100, NO_BOUND)
     queue.enter(request("away", "away"))
     for number in range(20):
         queue.enter(request(f"busy-{number}", "busy"))
@@ -99,9 +98,7 @@ def test_a_tenant_that_was_away_has_saved_no_turns() -> None:
 
 
 def test_least_uncached_work_goes_first_but_only_for_so_long() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(
-        100, NO_BOUND, QueueOrder.SHORTEST_UNCACHED_WORK_FIRST, aging_tokens_per_s=1000
-    )
+    queue: FairQueue[str] = FairQueue(100, NO_BOUND, QueueOrder.SHORTEST_UNCACHED_WORK_FIRST, aging_tokens_per_s=1000)
     queue.enter(request("long", uncached=5000, entered_ms=0))
     queue.enter(request("cached", tokens=5000, uncached=50, entered_ms=10))
     queue.enter(request("short-soon", uncached=100, entered_ms=4800))
@@ -111,7 +108,7 @@ def test_least_uncached_work_goes_first_but_only_for_so_long() -> None:
 
 
 def test_a_full_queue_refuses_the_last_arrival_of_the_lowest_priority() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(3, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(3, NO_BOUND)
     for name, priority in (("a", 0), ("b", 0), ("c", 1)):
         assert queue.enter(request(name, priority=priority)) == []
 
@@ -122,7 +119,7 @@ def test_a_full_queue_refuses_the_last_arrival_of_the_lowest_priority() -> None:
 
 
 def test_in_a_full_queue_the_tenant_with_the_most_gives_way() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(4, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(4, NO_BOUND)
     for number in range(4):
         queue.enter(request(f"flood-{number}", "flood"))
 
@@ -133,7 +130,7 @@ def test_in_a_full_queue_the_tenant_with_the_most_gives_way() -> None:
 
 
 def test_prompt_tokens_are_bounded_but_one_request_always_fits() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(10, 100)
+    queue: FairQueue[str] = FairQueue(10, 100)
 
     assert queue.enter(request("huge", tokens=500)) == []
     assert names(queue.enter(request("small", tokens=1))) == ["small"]
@@ -144,7 +141,7 @@ def test_prompt_tokens_are_bounded_but_one_request_always_fits() -> None:
 
 
 def test_whoever_waits_when_the_bounds_are_divided_goes_on_waiting() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(4, 300)
+    queue: FairQueue[str] = FairQueue(4, 300)
     for name in "abcd":
         queue.enter(request(name, tokens=75))
 
@@ -158,7 +155,7 @@ def test_whoever_waits_when_the_bounds_are_divided_goes_on_waiting() -> None:
 
 
 def test_a_newcomer_that_does_not_fit_evicts_nobody() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(10, 100)
+    queue: FairQueue[str] = FairQueue(10, 100)
     queue.enter(request("low", tokens=20, priority=-1))
     queue.enter(request("same", tokens=80))
 
@@ -167,7 +164,7 @@ def test_a_newcomer_that_does_not_fit_evicts_nobody() -> None:
 
 
 def test_a_model_without_room_does_not_hold_up_another() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(10, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(10, NO_BOUND)
     queue.enter(request("a", lane="one"))
     queue.enter(request("b", lane="two"))
 
@@ -178,7 +175,7 @@ def test_a_model_without_room_does_not_hold_up_another() -> None:
 
 
 def test_a_resumed_request_holds_up_newcomers_of_its_own_lane_only() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(10, 1000)
+    queue: FairQueue[str] = FairQueue(10, 1000)
     waiting = [request(name, resumed=1) for name in ("one", "two")]
     for each in waiting:
         queue.enter(each)
@@ -192,7 +189,7 @@ def test_a_resumed_request_holds_up_newcomers_of_its_own_lane_only() -> None:
 
 
 def test_resumed_requests_stand_before_all_and_never_give_way() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(1, 10)
+    queue: FairQueue[str] = FairQueue(1, 10)
     queue.enter(request("new"))
     assert queue.enter(request("resumed", tokens=50, resumed=1)) == []
 
@@ -204,7 +201,7 @@ def test_resumed_requests_stand_before_all_and_never_give_way() -> None:
 
 
 def test_who_left_has_no_place_and_costs_no_memory() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(10_000, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(10_000, NO_BOUND)
     queue.enter(request("first"))
     for number in range(5000):
         gone = request(f"gone-{number}")
@@ -220,7 +217,7 @@ def test_who_left_has_no_place_and_costs_no_memory() -> None:
     band = queue._lanes["m"][0]
     assert len(band.backlogs[""].heap) < 50
     assert len(band.turns) < 50
-    assert list(queue._held[0]) == [""]
+    assert list(queue._shares[0]) == [""]
     assert len(queue) == 1
     assert queue.prompt_tokens == 10
     assert drained(queue) == ["first"]
@@ -347,7 +344,7 @@ class Naive:
 def test_the_queue_does_what_a_naive_one_does(seed: int, order: QueueOrder) -> None:
     random = Random(seed)
     requests_max, tokens_max = random.choice([(4, NO_BOUND), (30, 400), (8, 200), (1, 50), (0, 100)])
-    queue: AdmissionQueue[str] = AdmissionQueue(requests_max, tokens_max, order, aging_tokens_per_s=5000)
+    queue: FairQueue[str] = FairQueue(requests_max, tokens_max, order, aging_tokens_per_s=5000)
     naive = Naive(requests_max, tokens_max, 5.0 if order is QueueOrder.SHORTEST_UNCACHED_WORK_FIRST else None)
     # Weights that have nothing in common: no two tenants ever hold or were served exactly the same.
     weights = {"a": 1.0, "b": 2**0.5, "c": 3**0.5, "d": 5**0.5}
@@ -395,7 +392,7 @@ def test_the_queue_does_what_a_naive_one_does(seed: int, order: QueueOrder) -> N
 @pytest.mark.parametrize("seed", range(8))
 def test_tenants_that_always_wait_are_served_alike_to_within_one_prompt(seed: int) -> None:
     random = Random(seed)
-    queue: AdmissionQueue[str] = AdmissionQueue(10_000, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(10_000, NO_BOUND)
     weights = {"one": 1.0, "two": 2.0, "half": 0.5}
     served = dict.fromkeys(weights, 0.0)
     lengths = {"one": 100, "two": 900, "half": 10}
@@ -421,7 +418,7 @@ def test_tenants_that_always_wait_are_served_alike_to_within_one_prompt(seed: in
 
 
 def test_who_is_taken_gives_the_turn_to_the_next_and_gets_its_place_back() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(10, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(10, NO_BOUND)
     for name, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("b2", "b")):
         queue.enter(request(name, tenant))
 
@@ -441,7 +438,7 @@ def test_who_is_taken_gives_the_turn_to_the_next_and_gets_its_place_back() -> No
 
 
 def test_who_is_taken_counts_against_the_bounds_and_may_have_to_give_way() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(2, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(2, NO_BOUND)
     queue.enter(request("low", priority=-1))
     taken = queue.take("m")
     assert taken is not None
@@ -453,7 +450,7 @@ def test_who_is_taken_counts_against_the_bounds_and_may_have_to_give_way() -> No
 
 
 def test_who_leaves_while_taken_is_gone() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(2, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(2, NO_BOUND)
     queue.enter(request("gone"))
     taken = queue.take("m")
     assert taken is not None
@@ -467,8 +464,8 @@ def test_who_leaves_while_taken_is_gone() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_queue_of_which_requests_are_taken_and_put_back_is_the_queue_without(seed: int) -> None:
     random = Random(seed)
-    plain: AdmissionQueue[str] = AdmissionQueue(12, 400)
-    tried: AdmissionQueue[str] = AdmissionQueue(12, 400)
+    plain: FairQueue[str] = FairQueue(12, 400)
+    tried: FairQueue[str] = FairQueue(12, 400)
     for number in range(120):
         step = random.random()
         lane = random.choice("mn")
@@ -497,7 +494,7 @@ def test_a_queue_of_which_requests_are_taken_and_put_back_is_the_queue_without(s
 
 
 def test_trying_in_vain_again_and_again_takes_no_memory() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(10, NO_BOUND)
+    queue: FairQueue[str] = FairQueue(10, NO_BOUND)
     for number in range(6):
         queue.enter(request(str(number), "abc"[number % 3]))
     for _ in range(2000):
@@ -512,7 +509,7 @@ def test_trying_in_vain_again_and_again_takes_no_memory() -> None:
 
 
 def test_there_is_room_where_nobody_has_to_give_way_and_not_more_wait_than_are_wanted() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(3, 1000)
+    queue: FairQueue[str] = FairQueue(3, 1000)
     short, long = QueuedRequest("short", "m", prompt_tokens=400), QueuedRequest("long", "m", prompt_tokens=700)
     assert queue.has_room(long, 1)
     assert not queue.has_room(long, 0)

@@ -17,10 +17,10 @@ Rules
        newcomer takes part in this, and loses ties. A request that is alone may have any length.
     6. *Resumed* requests (their clients are being served already) stand before everybody, in order of arrival, are not
        counted against the bounds and never give way.
-    7. Whoever left (cancelled, timed out) gives up the place at once.
-    8. Where it takes time to see whether there is room, whoever has the turn is *taken* meanwhile: its tenant is
-       charged, and the turn is the next one's. For the bounds it still waits, and may have to give way; ``put_back``
-       returns it to its turn as if it had not been taken.
+    7. A request that left (cancelled, timed out) gives up its place at once.
+    8. Where it takes time to see whether there is room, the request that has the turn is *taken* meanwhile: its tenant
+       is charged, and the turn is the next one's. For the bounds it still waits, and may have to give way;
+       ``put_back`` returns it to its turn as if it had not been taken.
 
 No sockets, no clock: times are arguments, in milliseconds.
 """
@@ -28,15 +28,169 @@ No sockets, no clock: times are arguments, in milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
-
-from poolgrid.serving.admission.backlogs import Band, Held
-from poolgrid.serving.admission.queued_request import QueuedRequest, QueueOrder
 
 T = TypeVar("T")
 
+STALE_FACTOR = 2
+STALE_MIN = 16
+"""A heap is cleaned when it has this many times what is live in it, and this many more: memory follows what waits."""
 
-class AdmissionQueue(Generic[T]):
+
+class QueueOrder(Enum):
+    """Whose turn it is among the requests of one tenant and priority."""
+
+    ARRIVAL = "arrival"
+    SHORTEST_UNCACHED_WORK_FIRST = "shortest-uncached-work-first"
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest(Generic[T]):
+    """A place in the queue."""
+
+    item: T
+    lane: str
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    prompt_tokens: int = 0
+    uncached_tokens: int = 0
+    """Prompt tokens that the best worker would have to compute, when the request arrived."""
+    entered_ms: float = 0.0
+    resumed: bool = False
+    arrival: int = -1
+    """Number in the order of arrival, given by the queue."""
+    waits: bool = False
+    """Whether it holds a place; kept by the queue."""
+
+
+@dataclass(slots=True)
+class Backlog(Generic[T]):
+    """What one tenant has waiting at one priority of one lane."""
+
+    began: int
+    """Arrival of the request with which the tenant began to wait here."""
+    heap: list[tuple[float, int, QueuedRequest[T]]] = field(default_factory=list)
+    live: int = 0
+    """Requests that wait, taken ones included; others in the heap are dropped when they come up, or when they are the
+    majority."""
+    taken: dict[int, QueuedRequest[T]] = field(default_factory=dict)
+    """By arrival, those that are taken; they are not in the heap."""
+
+    @property
+    def has_turn(self) -> bool:
+        """Tell whether somebody waits who is not taken."""
+        return self.live > len(self.taken)
+
+    def waiting(self) -> Iterator[QueuedRequest[T]]:
+        """Iterate over those that wait, in no order that means anything."""
+        yield from self.taken.values()
+        yield from (request for _, _, request in self.heap if request.waits)
+
+    def push(self, key: float, request: QueuedRequest[T]) -> None:
+        """Let a request wait; the one with the least key goes first."""
+        heappush(self.heap, (key, request.arrival, request))
+        self.live += 1
+
+    def take(self) -> QueuedRequest[T]:
+        """Take the first one that waits, to see whether there is room for it."""
+        request = self.first()
+        heappop(self.heap)
+        self.taken[request.arrival] = request
+        return request
+
+    def put_back(self, key: float, request: QueuedRequest[T]) -> None:
+        """Let one that was taken wait on."""
+        del self.taken[request.arrival]
+        heappush(self.heap, (key, request.arrival, request))
+
+    def drop(self, request: QueuedRequest[T]) -> None:
+        """Forget one that no longer waits."""
+        self.taken.pop(request.arrival, None)
+        self.live -= 1
+        if len(self.heap) > STALE_FACTOR * self.live + STALE_MIN:
+            self.heap = [entry for entry in self.heap if entry[2].waits]
+            heapify(self.heap)
+
+    def first(self) -> QueuedRequest[T]:
+        """Return whose turn it is; there must be somebody."""
+        while not self.heap[0][2].waits:
+            heappop(self.heap)
+        return self.heap[0][2]
+
+
+@dataclass(slots=True)
+class Band(Generic[T]):
+    """One priority of one lane."""
+
+    backlogs: dict[str, Backlog[T]] = field(default_factory=dict)
+    """By tenant; only tenants that wait."""
+    served: dict[str, float] = field(default_factory=dict)
+    """Tokens charged to each tenant, divided by its weight; only grows, and is forgotten with the band."""
+    turns: list[tuple[float, int, str]] = field(default_factory=list)
+    """Heap of (served, began, tenant). An entry may be older than the count it speaks of: it is mended at the top."""
+
+    def begin(self, tenant: str, arrival: int) -> Backlog[T]:
+        """Let a tenant begin to wait, with at least the count of the least served one that waits."""
+        served = self.served.get(tenant, 0.0)
+        if self.backlogs:
+            least = self.next_tenant()
+            among = self.backlogs if least is None else (least,)
+            served = max(served, min(self.served[each] for each in among))
+        self.served[tenant] = served
+        backlog = self.backlogs[tenant] = Backlog(arrival)
+        self.await_turn(tenant)
+        return backlog
+
+    def discharge(self, tenant: str, tokens: float) -> None:
+        """Take back what a tenant was charged."""
+        self.served[tenant] -= tokens
+        self.await_turn(tenant)
+
+    def await_turn(self, tenant: str) -> None:
+        """Enter a tenant among the turns: its count is smaller than it was, or it has somebody again."""
+        backlog = self.backlogs.get(tenant)
+        if backlog is None:
+            return
+        if len(self.turns) > STALE_FACTOR * len(self.backlogs) + STALE_MIN:
+            self.turns = [(self.served[each], there.began, each) for each, there in self.backlogs.items()]
+            heapify(self.turns)
+        else:
+            heappush(self.turns, (self.served[tenant], backlog.began, tenant))
+
+    def next_tenant(self) -> str | None:
+        """Return the least served tenant that waits; of equals the one that began to wait first. ``None``: all that
+        wait are taken."""
+        turns = self.turns
+        while turns:
+            served, began, tenant = turns[0]
+            backlog = self.backlogs.get(tenant)
+            if backlog is None or backlog.began != began or not backlog.has_turn:
+                heappop(turns)
+            elif self.served[tenant] != served:
+                heapreplace(turns, (self.served[tenant], began, tenant))
+            else:
+                return tenant
+        return None
+
+
+@dataclass(slots=True)
+class Share:
+    """What one tenant has waiting at one priority, over all lanes."""
+
+    weight: float
+    requests: int = 0
+    prompt_tokens: int = 0
+
+    def of_weight(self, by_tokens: bool) -> float:
+        """Return how much that is, by requests or by tokens, for the tenant's weight."""
+        return (self.prompt_tokens if by_tokens else self.requests) / self.weight
+
+
+class FairQueue(Generic[T]):
     """A bounded queue. A turn takes time with the logarithm of its requests and tenants; overflow, with the tenants."""
 
     def __init__(
@@ -51,7 +205,7 @@ class AdmissionQueue(Generic[T]):
         self._order = order
         self._aging_tokens_per_ms = aging_tokens_per_s / 1000
         self._lanes: dict[str, dict[int, Band[T]]] = {}
-        self._held: dict[int, dict[str, Held]] = {}
+        self._shares: dict[int, dict[str, Share]] = {}
         """By priority and tenant; only what waits."""
         self._resumed: dict[int, QueuedRequest[T]] = {}
         self._resumed_in: dict[str, int] = {}
@@ -108,7 +262,7 @@ class AdmissionQueue(Generic[T]):
             backlog = band.begin(request.tenant, request.arrival)
         backlog.push(self._key(request), request)
         request.waits = True
-        held = self._held.setdefault(request.priority, {}).setdefault(request.tenant, Held(request.weight))
+        held = self._shares.setdefault(request.priority, {}).setdefault(request.tenant, Share(request.weight))
         held.weight = request.weight
         held.requests += 1
         held.prompt_tokens += request.prompt_tokens
@@ -161,14 +315,14 @@ class AdmissionQueue(Generic[T]):
         backlog.drop(request)
         if charged and not dispatched:
             band.discharge(request.tenant, _charge_of(request))
-        tenants = self._held[request.priority]
+        tenants = self._shares[request.priority]
         held = tenants[request.tenant]
         held.requests -= 1
         held.prompt_tokens -= request.prompt_tokens
         if held.requests == 0:
             del tenants[request.tenant]
             if not tenants:
-                del self._held[request.priority]
+                del self._shares[request.priority]
         self._requests -= 1
         self._prompt_tokens -= request.prompt_tokens
         if backlog.live == 0:
@@ -242,18 +396,18 @@ class AdmissionQueue(Generic[T]):
 
     def _victim(self, newcomer: QueuedRequest[T], evicted: list[QueuedRequest[T]], by_tokens: bool) -> QueuedRequest[T]:
         """Return who gives way next, if the evicted ones already have."""
-        gone: dict[int, dict[str, Held]] = {}
+        gone: dict[int, dict[str, Share]] = {}
         for each in evicted:
-            went = gone.setdefault(each.priority, {}).setdefault(each.tenant, Held(each.weight))
+            went = gone.setdefault(each.priority, {}).setdefault(each.tenant, Share(each.weight))
             went.requests += 1
             went.prompt_tokens += each.prompt_tokens
 
-        def left(priority: int) -> dict[str, Held]:
-            there = self._held.get(priority, {})
+        def left(priority: int) -> dict[str, Share]:
+            there = self._shares.get(priority, {})
             without = gone.get(priority)
             if without is None:
                 return there
-            rest: dict[str, Held] = {}
+            rest: dict[str, Share] = {}
             for tenant, held in there.items():
                 went = without.get(tenant)
                 requests, prompt_tokens = held.requests, held.prompt_tokens
@@ -261,20 +415,22 @@ class AdmissionQueue(Generic[T]):
                     requests -= went.requests
                     prompt_tokens -= went.prompt_tokens
                 if requests > 0:
-                    rest[tenant] = Held(held.weight, requests, prompt_tokens)
+                    rest[tenant] = Share(held.weight, requests, prompt_tokens)
             return rest
 
         lowest = min(
-            (each for each in self._held if each < newcomer.priority and left(each)), default=newcomer.priority
+            (each for each in self._shares if each < newcomer.priority and left(each)), default=newcomer.priority
         )
         tenants = left(lowest)
         if lowest == newcomer.priority:
-            own = tenants.get(newcomer.tenant, Held(newcomer.weight))
-            share = Held(newcomer.weight, own.requests + 1, own.prompt_tokens + newcomer.prompt_tokens).share(by_tokens)
-            others = (held.share(by_tokens) for tenant, held in tenants.items() if tenant != newcomer.tenant)
+            own = tenants.get(newcomer.tenant, Share(newcomer.weight))
+            share = Share(newcomer.weight, own.requests + 1, own.prompt_tokens + newcomer.prompt_tokens).of_weight(
+                by_tokens
+            )
+            others = (held.of_weight(by_tokens) for tenant, held in tenants.items() if tenant != newcomer.tenant)
             if share >= max(others, default=0.0):
                 return newcomer
-        tenant = max(tenants, key=lambda each: tenants[each].share(by_tokens))
+        tenant = max(tenants, key=lambda each: tenants[each].of_weight(by_tokens))
         spared = {each.arrival for each in evicted}
         return max(
             (

@@ -13,8 +13,7 @@ from poolgrid.consolidator.core.feed_reader import FeedReader, FeedState
 from poolgrid.consolidator.ports import PoolListener
 from poolgrid.process import bulk_work
 from poolgrid.process.clock import SystemClock
-from poolgrid.router import catching_up
-from poolgrid.router.catching_up import ARRIVED_RECORDS_MAX, RECORD_BYTES, SLICE_BYTES
+from poolgrid.router import journal_applier
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -23,17 +22,19 @@ from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.journal_applier import ARRIVED_RECORDS_MAX, RECORD_BYTES, SLICE_BYTES
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
+from poolgrid.serving.links import link_opener
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord, WorkerJoined
 from poolgrid.wire.feed import BlockChain, Records, SnapshotPart, WorkerState
 from poolgrid.wire.feed_frames import FeedFrame
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.loading import LoadingWorker
 from tests.router.fleet_builder import decided, load_snapshot, make_card, stored, worker_key
 from tests.router.index_structure import holdings
 
@@ -78,6 +79,9 @@ class HeldFeed:
     def resync(self) -> None:
         self.resyncs += 1
 
+    def loading(self) -> list[LoadingWorker]:
+        return []
+
     def behind(self) -> int:
         return self.missing
 
@@ -106,7 +110,7 @@ class Scene:
             self.feed,
             metrics,
             SystemClock(),
-            link_opener(context, settings, metrics, SystemClock()),
+            link_opener(context, settings.worker_timeout_ms, SystemClock(), lambda: None),
         )
 
     def decide(self, number: int) -> Decision:
@@ -196,7 +200,7 @@ def test_a_record_of_many_blocks_is_a_slice_of_its_own_however_few_there_are() -
         small = [a_record(4 + at, 1_000 + at) for at in range(2)]
 
         # What the first snapshot replaced is let go of first, so that nothing is to be done when the records come.
-        await scene.turns(lambda: not scene.service.catching_up._slice_scheduled)
+        await scene.turns(lambda: not scene.service.journal._slice_scheduled)
         scene.feed.tell([*large, *small])
         seen = {scene.projection.next_offset}
         while scene.service.behind_records:
@@ -249,7 +253,7 @@ def test_a_hole_in_the_records_ends_in_a_snapshot_and_never_in_a_state_that_goes
         assert scene.projection.next_offset == 2
         assert scene.decide(3).overlap_blocks == 0
         assert scene.decide(1).reason.endswith("-behind")
-        assert not scene.service.catching_up.level.is_set()
+        assert not scene.service.journal.level.is_set()
 
         scene.feed.snapshot(9_000, many_chains(2))
         scene.feed.tell([a_record(9_000, 88)])
@@ -265,7 +269,7 @@ def test_a_record_that_breaks_the_state_ends_in_a_snapshot_at_most_once_an_inter
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario(scene: Scene) -> None:
-        monkeypatch.setattr(catching_up, "RESYNC_MS", 3_600_000.0)
+        monkeypatch.setattr(journal_applier, "RESYNC_MS", 3_600_000.0)
         broken = JournalRecord(1, "w", 0, 1, 1, 0, 0, [object()])  # type: ignore[list-item]
         for round in (1, 2):
             scene.feed.tell([broken])
@@ -273,7 +277,7 @@ def test_a_record_that_breaks_the_state_ends_in_a_snapshot_at_most_once_an_inter
             await scene.turns(lambda: scene.feed.resyncs == 1)
             scene.feed.snapshot(1, many_chains(1))
             await scene.turns(lambda: scene.service.behind_records == 0)
-            assert scene.service.catching_up.resyncs == round
+            assert scene.service.journal.resyncs == round
 
     run(scenario)
 
