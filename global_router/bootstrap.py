@@ -6,23 +6,15 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import httpx
-import zmq
-from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.app import create_app
-from poolgrid.frontend.fleet_list import add_fleet_list
-from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.shared_state import SharedState, Sharing
-from poolgrid.frontend.traffic import open_report
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.history import Reload
@@ -30,28 +22,22 @@ from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.http_api import add_global_router_endpoints
-from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
+from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
 from poolgrid.global_router.router_link import Discover
 from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.http.http_server import open_server
-from poolgrid.process.awake_clock import AwakeClock
-from poolgrid.process.clock import Clock, SystemClock
-from poolgrid.process.event_loop import LoopMetrics
-from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin
+from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings
+from poolgrid.global_router.state_metrics import register_views
+from poolgrid.process.plugins import is_installed
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
-from poolgrid.process.tracing.opening import open_tracing
-from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.serving.link_budget import links_that_fit
-from poolgrid.serving.worker_links import WorkerLinks
-from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
+from poolgrid.serving.links import LinksOnDemand, links_that_fit
+from poolgrid.serving.router_process import RouterProcess
 from poolgrid.transport.tls import client_context
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +73,7 @@ def _check_urls(document: GridDocument, urls: dict[str, str]) -> None:
         raise ValueError(f"pool_url names {', '.join(unknown)}; the document's pools are {', '.join(sorted(names))}")
 
 
-def named_routers(names: Names) -> Routers:
+def named_routers(names: Discovery) -> Routers:
     """Return the way from the name of a pool's routers to those that are registered, the oldest first."""
 
     def routers(address: str) -> list[RouterAddress]:
@@ -132,31 +118,35 @@ async def serve(
     """
     async with AsyncExitStack() as opened:
         opened.callback(log.info, "global router has ended")
-        clock = SystemClock()
         loaded = _read_document(settings)
-        prompt_model = _load_prompt_model(frontend)
-        registry = CollectorRegistry()
-        metrics = GlobalRouterMetrics(registry)
-        LoopMetrics(registry)
-        _warn_of_exposures(settings, frontend)
-        context = _open_context(opened, settings, registry)
-        awake = _start_clock(opened, settings, clock)
+        process = RouterProcess(opened, settings, frontend, place)
+        metrics = GlobalRouterMetrics(process.registry)
+        process.warn_of_exposures("")
+        context = process.open_context(process.context_maker())
+        awake = process.start_clock(settings.worker_timeout_ms, TIMINGS.select_timeout_ms, TIMINGS.connect_timeout_ms)
         client = await _open_client(opened, settings)
         configuration = Configuration(loaded, settings.config, awake)
-        names: Names | None = None
-        if settings.has_names:
-            # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
-
-            names = await open_names(opened, settings, clock, registry)
-        shared = _open_shared(opened, settings, frontend, clock, registry, place)
-        pools = _open_pools(opened, settings, context, client, awake, names)
-        links = _open_links(opened, settings, context, awake, metrics)
-        tracing = open_tracing(opened, settings, clock, "poolgrid-global-router", f"pid-{os.getpid()}")
-        service = _open_service(opened, settings, configuration, pools, links, metrics, awake, tracing)
-        register_views(registry, service.view)
-        if shared is not None:
-            shared.limits.on_routers = service.waiting_room.divide
+        await process.open_names()
+        names = process.names
+        process.open_shared(f"{settings.namespace}.{SHARED_BY}", 0 if place is None else place.index)
+        pools = Pools(
+            settings.pool_urls(),
+            context,
+            discovery(client),
+            awake,
+            TIMINGS.status_interval_ms,
+            TIMINGS.status_timeout_ms,
+            None if names is None else named_routers(names),
+        )
+        opened.callback(pools.close)
+        links = LinksOnDemand(
+            process.link_opener(context, awake, metrics), TIMINGS.link_idle_ms, awake, links_that_fit()
+        )
+        opened.callback(links.close)
+        not_sampled = process.open_tracing("poolgrid-global-router", f"pid-{os.getpid()}")
+        service = GlobalRouterService(settings, configuration, pools, links, metrics, awake, not_sampled)
+        opened.callback(service.stop)
+        register_views(process.registry, service)
 
         def use_document() -> None:
             document = configuration.active.document
@@ -168,37 +158,15 @@ async def serve(
             use_document()
 
         configuration.listen(on_reload)
-        app = create_app(
-            service,
-            {prompt_model.name: prompt_model},
-            settings=frontend,
-            registry=registry,
-            ready=service.view.missing,
-            endpoints=service.view.endpoints,
-            clock=clock,
-            place=place,
-            tracing=tracing,
-            shared=shared,
-        )
-        opened.push_async_callback(app.close)
+        app = process.open_app(service, service.view.missing, service.view.endpoints)
         add_global_router_endpoints(app, service, awake)
-        if names is not None:
-            add_fleet_list(app, names.fleet)
-        open_report(opened, app.traffic, lambda: service.waiting_room.view().requests, clock)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
-        server = open_server(
-            opened,
-            settings,
-            registry,
-            app,
-            service.stop,
-            has_keys=frontend.api_keys is not None,
-            place=place,
-        )
+        server = process.open_server(app, service.stop)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
             namespace = settings.namespace if settings.has_names else ""
-            import_module(FLEET_PAGE).open_global_page(opened, app, service, client, namespace, clock, awake, place)
+            page = import_module(FLEET_PAGE)
+            page.open_global_page(opened, app, service, client, namespace, process.clock, awake, place)
         hang_up = _take_hang_ups(opened)
         if names is not None:
             from poolgrid.discovery.ports import Scope
@@ -207,15 +175,13 @@ async def serve(
             await unless(stop, names.first_look(), "first look at names")
         use_document()
         server.start()
-        reload_s = settings.reload_interval_ms / 1000
+        reload_s = TIMINGS.reload_interval_ms / 1000
         background.append(supervised(service.run_housekeeping, "global router housekeeping", Restart()))
         background.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
         await unless(stop, pools.first_look(), "first look at the pools")
-        if shared is not None:
-            await unless(stop, shared.limits.first_shares(), "first shares of limits")
+        await process.serve_requests(app, service, stop)
         if stop.is_set():
             return
-        app.state.preparation.forms.make_ready(service.view.models())
         missing = [pool.name for pool in pools.all() if pool.status is None]
         if names is not None:
             instance = "global-router" if place is None else f"global-router.{place.index}"
@@ -224,9 +190,6 @@ async def serve(
         log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
         ready(server.url, *([f"admin={server.admin_url}"] if server.admin_url else []))
         await stop.wait()
-
-
-# -- made: nothing of it has to be closed ------------------------------------------------------------------------------
 
 
 def _read_document(settings: GlobalRouterSettings) -> LoadedDocument:
@@ -240,40 +203,6 @@ def _read_document(settings: GlobalRouterSettings) -> LoadedDocument:
     return loaded
 
 
-def _load_prompt_model(frontend: FrontendSettings) -> PromptModel:
-    return PromptModel.load(
-        frontend.model_path,
-        frontend.model_name,
-        chat_template=frontend.chat_template,
-        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
-        fast_tokenizer=frontend.fast_tokenizer,
-        word_cache=frontend.word_cache,
-    )
-
-
-def _warn_of_exposures(settings: GlobalRouterSettings, frontend: FrontendSettings) -> None:
-    for exposure in settings.exposures(settings.host, http=True, planes="", keyed=frontend.api_keys is not None):
-        log.warning("%s", exposure)
-
-
-# -- opened: each says how it ends -------------------------------------------------------------------------------------
-
-
-def _open_context(opened: AsyncExitStack, settings: GlobalRouterSettings, registry: CollectorRegistry) -> PlaneContext:
-    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
-    opened.callback(context.destroy, linger=0)
-    return context
-
-
-def _start_clock(opened: AsyncExitStack, settings: GlobalRouterSettings, clock: Clock) -> AwakeClock:
-    shortest_ms = min(
-        settings.worker_timeout_ms, settings.status_timeout_ms, settings.select_timeout_ms, settings.connect_timeout_ms
-    )
-    awake = AwakeClock(clock, shortest_ms).start()
-    opened.callback(awake.stop)
-    return awake
-
-
 async def _open_client(opened: AsyncExitStack, settings: GlobalRouterSettings) -> httpx.AsyncClient:
     """Open what asks pools where their select planes are."""
     client = httpx.AsyncClient(
@@ -283,74 +212,6 @@ async def _open_client(opened: AsyncExitStack, settings: GlobalRouterSettings) -
         verify=client_context(settings.pool_ca, settings.tls_pair()),
     )
     return await opened.enter_async_context(client)
-
-
-def _open_shared(
-    opened: AsyncExitStack,
-    settings: GlobalRouterSettings,
-    frontend: FrontendSettings,
-    clock: Clock,
-    registry: CollectorRegistry,
-    place: GroupPlace | None,
-) -> SharedState | None:
-    """Open what global routers of one namespace share, if they do."""
-    if settings.share_state == "none":
-        return None
-    # A port that is given has one process at a time at each place of its group; one of the system's choice may have
-    # been anybody's.
-    address, index = settings.advertise_host or settings.host, 0 if place is None else place.index
-    where = f"{socket.gethostname()} {address}:{settings.port} {index}" if settings.port else ""
-    scope = f"{settings.namespace}.{SHARED_BY}"
-    sharing = Sharing(scope, where, settings.names_lease_s, settings.nats_replicas)
-    plane = load_plugin(EVENT_PLANES, settings.share_state)
-    return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))
-
-
-def _open_pools(
-    opened: AsyncExitStack,
-    settings: GlobalRouterSettings,
-    context: zmq.Context[Any],
-    client: httpx.AsyncClient,
-    awake: Clock,
-    names: Names | None,
-) -> Pools:
-    discover = discovery(client)
-    routers = None if names is None else named_routers(names)
-    urls, interval_ms, timeout_ms = settings.pool_urls(), settings.status_interval_ms, settings.status_timeout_ms
-    pools = Pools(urls, context, discover, awake, interval_ms, timeout_ms, routers)
-    opened.callback(pools.close)
-    return pools
-
-
-def _open_links(
-    opened: AsyncExitStack,
-    settings: GlobalRouterSettings,
-    context: zmq.Context[Any],
-    awake: Clock,
-    metrics: GlobalRouterMetrics,
-) -> WorkerLinks:
-    on_undecodable = metrics.stream_faults.labels("undecodable").inc
-    timeout_ms, idle_ms = settings.worker_timeout_ms, settings.link_idle_ms
-    links = WorkerLinks(context, timeout_ms, idle_ms, awake, on_undecodable, links_that_fit())
-    opened.callback(links.close)
-    return links
-
-
-def _open_service(
-    opened: AsyncExitStack,
-    settings: GlobalRouterSettings,
-    configuration: Configuration,
-    pools: Pools,
-    links: WorkerLinks,
-    metrics: GlobalRouterMetrics,
-    awake: Clock,
-    tracing: Tracing | None,
-) -> GlobalRouterService:
-    not_kept = None if tracing is None else tracing.not_kept
-    service = GlobalRouterService(settings, configuration, pools, links, metrics, awake, not_kept)
-    opened.callback(service.stop)
-    links.attach(service)
-    return service
 
 
 def _take_hang_ups(opened: AsyncExitStack) -> asyncio.Event:

@@ -14,8 +14,7 @@ from poolgrid.global_router.core.choice.request_hints import RequestHints
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.pools import PoolConnection
-from poolgrid.serving.leg_times import LegWatch
-from poolgrid.serving.request_machine import RequestMachine
+from poolgrid.serving.request_tracker import RoutedRequest
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.selection import Reservation, WorkerRank
 
@@ -33,17 +32,14 @@ class ReservedLeg:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class Flight(RoutedRequest):
     """One request; served under the revision of the document that was in force when it got its first worker."""
 
-    machine: RequestMachine
     config: Active
     hints: RequestHints
     expected: ExpectedOutput
     record: RequestDecision
     arrived_ms: float
-    watch: LegWatch
-    """Where it stands among the times of its legs."""
     destinations: dict[StageName, Destination] = field(default_factory=dict)
     """By stage, once it is known."""
     legs: dict[str, ReservedLeg] = field(default_factory=dict)
@@ -52,18 +48,16 @@ class Flight:
     """By pool, the workers that failed this request."""
     unable: dict[str, list[WorkerRank]] = field(default_factory=dict)
     """By pool, the workers that cannot do what it asks for: they are not asked again."""
-    waits_since_ms: float | None = None
-    """Since when it has found no room; ``None`` once a worker has begun with it."""
     paths: dict[tuple[str, int], bytes] = field(default_factory=dict)
     """The prompt's packed sequence hashes, by hash spec and block size."""
     lane: str = ""
-    """With whom it waits."""
+    """The lane of the queue that it waits in."""
     attempts: int = 0
     """How often it was tried to place it where it is to go next."""
     stage: StageName = "aggregated"
     work: Stage = Stage.WHOLE
     after_encode: tuple[StageName, Stage] = ("aggregated", Stage.WHOLE)
-    """What an encode leg under way is followed by."""
+    """What follows a running encode leg."""
     moving: asyncio.Task[None] | None = None
     attribution: Attribution = field(default_factory=Attribution)
     """The cells whose loops this request's latencies count for."""

@@ -1,4 +1,4 @@
-"""A grid as a picture: in the terminal with rich, as PNG with matplotlib.
+"""A grid as a picture in the terminal.
 
 Rows and columns are labelled with their ranges in units; a cell is coloured by its pool's speed rank, from green
 (fastest) to red. A grid with more cells than fit is drawn with every k-th row and column, and says so.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -25,15 +24,9 @@ NAMED_COLUMNS_MAX = 10
 COLUMNS_MAX = 64
 ROWS_MAX = 48
 LAYERS_MAX = 8
-CELL_LABELS_MAX = 400
-"""More labels than this in a picture cannot be read."""
 
 _SPEEDS = ("#2e9e4f", "#8fbf3f", "#d9c33b", "#e8963a", "#d9573b", "#a83246")
 """Fast to slow; readable with black text."""
-
-
-class DrawingUnavailable(Exception):
-    """matplotlib is not installed."""
 
 
 def _colors(stage: Stage) -> dict[str, str]:
@@ -152,66 +145,3 @@ def _all_pools(rows: Any) -> Iterator[str]:
     else:
         for child in rows:
             yield from _all_pools(child)
-
-
-def save_png(document: GridDocument, path: Path) -> None:
-    """Draw every grid of a document into one PNG; raise ``DrawingUnavailable`` without matplotlib, ``OSError``."""
-    try:
-        import matplotlib  # type: ignore[import-not-found,unused-ignore]
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot  # type: ignore[import-not-found,unused-ignore]
-    except ImportError as error:
-        raise DrawingUnavailable(
-            f"matplotlib cannot be imported ({error}); install it with: pip install matplotlib"
-        ) from None
-    pictures = [(name, stage, *layer) for name, stage in document.stages.items() for layer in _layers(stage)]
-    figure, all_axes = pyplot.subplots(
-        1, len(pictures), figsize=(2 + 6 * len(pictures), 5.5), squeeze=False, layout="constrained"
-    )
-    for (name, stage, layer, label), axes in zip(pictures, all_axes[0], strict=True):
-        _draw(axes, stage, layer)
-        axes.set_title(f"{name}{label}")
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    finally:
-        pyplot.close(figure)
-
-
-def _draw(axes: Any, stage: Stage, layer: tuple[int, ...]) -> None:
-    from matplotlib.colors import ListedColormap  # type: ignore[import-not-found,unused-ignore]
-    from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]
-
-    rows, columns = stage.axes[-2:]
-    order = [pool.name for pool in stage.pools]
-    colors, letters = _colors(stage), _letters(stage)
-    pools = [
-        [stage.pool_at((*layer, row, column)) for column in range(columns.resolution)] for row in range(rows.resolution)
-    ]
-    axes.imshow(
-        [[order.index(pool) for pool in row] for row in pools],
-        origin="lower",
-        aspect="auto",
-        interpolation="nearest",
-        cmap=ListedColormap([colors[pool] for pool in order]),
-        vmin=-0.5,
-        vmax=len(order) - 0.5,
-        extent=(columns.minimum, columns.maximum, rows.minimum, rows.maximum),
-    )
-    axes.set_xlabel(_title(columns))
-    axes.set_ylabel(_title(rows))
-    named = columns.resolution <= NAMED_COLUMNS_MAX // 2
-    axes.legend(
-        [Patch(color=colors[pool]) for pool in order],
-        [pool if named else f"{letters[pool]}  {pool}" for pool in order],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.12),
-        ncols=2,
-        frameon=False,
-    )
-    if rows.resolution * columns.resolution > CELL_LABELS_MAX:
-        return
-    for row, column in product(range(rows.resolution), range(columns.resolution)):
-        pool = pools[row][column]
-        x, y = columns.cell_middle(column), rows.cell_middle(row)
-        axes.text(x, y, pool if named else letters[pool], ha="center", va="center", fontsize=7)

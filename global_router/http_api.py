@@ -44,7 +44,7 @@ def add_global_router_endpoints(
     async def list_pools() -> dict[str, Any]:
         """List every pool of the document in force: its state, its last status, its breaker; and who waits for room."""
         active = service.configuration.active
-        in_flight = service.view.in_flight()
+        in_flight = service.in_flight()
         rows: list[PoolRow] = []
         for stage_name, stage in active.document.stages.items():
             for pool in stage.pools:
@@ -53,7 +53,7 @@ def add_global_router_endpoints(
                     rank = stage.speed_ranks()[pool.name]
                     count = in_flight.get(pool.name, 0)
                     rows.append(pool_row(connection, stage_name, rank, count, clock.monotonic_ms()))
-        queue = msgspec.convert(service.waiting_room.view(), QueueRow, from_attributes=True)
+        queue = msgspec.convert(service.queue.view(), QueueRow, from_attributes=True)
         return PoolList(revision=active.revision, queue=queue, data=rows).to_json()
 
     @app.get("/v1/decisions", tags=["global router"])
@@ -89,7 +89,7 @@ def add_global_router_endpoints(
                 ReloadRow(time_ms=time_ms, **msgspec.structs.asdict(outcome.explanation()))
                 for time_ms, outcome in configuration.reloads
             ],
-            loop_steps=[step.explanation() for step in service.books.loop_steps[-STEPS_LISTED_MAX:]],
+            loop_steps=[step.explanation() for step in service.tracker.loop_steps[-STEPS_LISTED_MAX:]],
         ).to_json()
 
     @app.post("/v1/config/reload", tags=["global router"], responses=error_answers({"409": "The file is no document"}))

@@ -4,7 +4,7 @@ Rules
     1. ``core.choice.destination`` says where a request wants to go and where it may go instead; it is asked once per
        request and stage. A pool that cannot be used is passed over, and the record says which and why.
     2. A pool is asked for a worker (``Select``), which reserves it; then the worker is reached and sent the request.
-       Whoever is not reached, or has no use for what was reserved, gives it back.
+       A worker that is not reached, or not needed any more, is given back.
     3. Between an answer and what is done with it nothing is awaited but the link; a request that ended meanwhile takes
        nothing.
 """
@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from time import perf_counter
 
-from poolgrid.global_router.books import FlightBooks
 from poolgrid.global_router.core.choice.circuit_breaker import Ticket
 from poolgrid.global_router.core.choice.destination import Destination, destination
 from poolgrid.global_router.core.choice.fallback import FallbackChoice, PoolStanding
@@ -28,15 +26,13 @@ from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pool_status import model_status
 from poolgrid.global_router.pools import PoolConnection, Pools
 from poolgrid.global_router.router_link import PoolLost
-from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.global_router.settings import GlobalRouterSettings, Timings
+from poolgrid.global_router.tracker import GlobalRouterTracker
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
-from poolgrid.serving.in_flight import InFlight
-from poolgrid.serving.leg_spans import begin_leg
-from poolgrid.serving.media_path import media_hashes, media_kinds, prompt_path
-from poolgrid.serving.tenant_paths import TenantPaths
-from poolgrid.serving.worker_links import Links
+from poolgrid.serving.links import LinksOnDemand
+from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 from poolgrid.wire.hashing import HASH_SPEC, hash_seed, pack_hashes, stable_u64
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
@@ -62,27 +58,24 @@ class Placed:
     select_ms: float
 
 
-class Placing:
+class PoolPlacer:
     """Places flights on workers of pools."""
 
     def __init__(
         self,
         settings: GlobalRouterSettings,
         pools: Pools,
-        links: Links,
-        books: FlightBooks,
-        in_flight: InFlight,
+        links: LinksOnDemand,
+        tracker: GlobalRouterTracker,
         metrics: GlobalRouterMetrics,
         clock: Clock,
-        not_kept: TraceContext | None = None,
+        timings: Timings,
     ) -> None:
-        """``not_kept`` is what workers are told of requests whose traces are not kept, where any are."""
-        self._not_kept = not_kept
         self._settings = settings
         self._pools = pools
         self._links = links
-        self._books = books
-        self._in_flight = in_flight
+        self._tracker = tracker
+        self._timings = timings
         self._metrics = metrics
         self._clock = clock
         self._paths = TenantPaths()
@@ -251,7 +244,7 @@ class Placing:
             pool = self._pools.get(name)
             if pool is not None and model_status(pool.status, flight.record.model) is not None:
                 asked.append((name, pool))
-        timeout_s = self._settings.probe_timeout_ms / 1000
+        timeout_s = self._timings.probe_timeout_ms / 1000
 
         async def overlap(pool: PoolConnection) -> int:
             path = self._path(flight, pool)
@@ -285,17 +278,17 @@ class Placing:
     async def _ask_pool(self, flight: Flight, pool: PoolConnection, work: Stage) -> Placed | Refusal:
         """Have a pool reserve a worker, reach it, send the request; or say why not."""
         ticket, steps = pool.breaker.admit(self._clock.monotonic_ms())
-        self._books.note_breaker(pool, steps)
+        self._tracker.note_breaker(pool, steps)
         if ticket is None:
             return Refusal(pool.name, PoolStanding.BREAKER_OPEN.value, "its circuit breaker is open")
         try:
             placed = await self._ask_admitted(flight, pool, work, ticket)
         except BaseException:
-            self._books.note_breaker(pool, pool.breaker.abandoned(ticket, self._clock.monotonic_ms()))
+            self._tracker.note_breaker(pool, pool.breaker.abandoned(ticket, self._clock.monotonic_ms()))
             raise
         if isinstance(placed, Refusal):
             result = pool.breaker.failed if placed.blames_pool else pool.breaker.abandoned
-            self._books.note_breaker(pool, result(ticket, self._clock.monotonic_ms()))
+            self._tracker.note_breaker(pool, result(ticket, self._clock.monotonic_ms()))
         return placed
 
     async def _ask_admitted(
@@ -311,7 +304,7 @@ class Placing:
             asked_ms = self._clock.monotonic_ms()
             asked = pool.note_asked(request.model, work)
             try:
-                answer = await pool.select(select, self._settings.select_timeout_ms / 1000)
+                answer = await pool.select(select, self._timings.select_timeout_ms / 1000)
                 if trace is not None and asking is not None:
                     _tell_answer(trace, asking, pool.name, answer)
             except PoolLost as lost:
@@ -331,27 +324,23 @@ class Placing:
                 return Refusal(pool.name, STATE_OF[answer.code].value, answer.message, not_ready)
             reservation = Reservation(select.request_id, answer.worker)
             try:
-                link = await self._links.up(answer.request_endpoint, self._settings.connect_timeout_ms / 1000)
+                link = await self._links.up(answer.request_endpoint, self._timings.connect_timeout_ms / 1000)
             except BaseException:
-                self._books.give_back(pool, reservation, request.model, work)
+                self._tracker.give_back(pool, reservation, request.model, work)
                 raise
             if machine.ended:
-                self._books.give_back(pool, reservation, request.model, work)
+                self._tracker.give_back(pool, reservation, request.model, work)
                 return Refusal(pool.name, PoolStanding.SATURATED.value, "the client left")
             if link is not None:
                 worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
-                context = self._not_kept if trace is None else begin_leg(trace, machine, worker, work, pool.name)
                 overlap_tokens = answer.overlap_blocks * answer.block_size
-                generate = machine.begin(worker, link.endpoint, work, overlap_tokens, None, context, answer.retention)
-                if self._in_flight.generate(link, generate):
+                dispatch = self._tracker.send(
+                    flight, link, worker, work, overlap_tokens, retention=answer.retention, pool=pool.name
+                )
+                if dispatch is not None:
                     now_ms = self._clock.monotonic_ms()
-                    flight.legs[generate.request_id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
-                    self._metrics.leg_times.sent(flight.watch, machine.plan.dispatches - 1, perf_counter())
-                    self._in_flight.sent(machine)
-                    return Placed(answer, generate.request_id, str(worker), select_ms)
-                machine.not_sent()
-                if trace is not None:
-                    trace.close(generate.request_id, "not sent")
+                    flight.legs[dispatch.id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
+                    return Placed(answer, dispatch.id, str(worker), select_ms)
             pool.release(reservation)
             flight.excluded.setdefault(pool.name, []).append(answer.worker)
             flight.record.note(f"worker {answer.worker.worker_id} of {pool.name} could not be reached")
@@ -383,7 +372,7 @@ class Placing:
 
     def _full_in(self, flight: Flight, pool: PoolConnection) -> list[WorkerRank]:
         """Return the workers of a pool that have no room for the moment, and could do what a flight asks for."""
-        full = self._books.full_workers.at(self._clock.monotonic_ms())
+        full = self._tracker.full_workers.at(self._clock.monotonic_ms())
         unable = flight.unable.get(pool.name, ())
         return [worker for name, worker in full if name == pool.name and worker not in unable]
 

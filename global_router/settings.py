@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
-from poolgrid.http.http_settings import ServerSettings
-from poolgrid.process.tracing.settings import TraceSettings
+from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.names import is_name, parse_name
 
 
-class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times that no deployment had to change; tests do."""
+
+    status_interval_ms: float = 250
+    """Between two questions to a pool's router how its pool is."""
+    status_timeout_ms: float = 2_000
+    """Age of a pool's last status from which on the pool counts as down, and its router is looked for again: several
+    status intervals, so that one late answer is no failure."""
+    select_timeout_ms: float = 1_000
+    """Longest wait for a pool's router to select a worker; then the next pool is asked. A selection takes below 1 ms,
+    so only a router that hangs is ever this late."""
+    probe_timeout_ms: float = 50
+    """Longest wait for the pools to report what they have cached (``isl_basis`` uncached); a pool that is later counts
+    as having nothing."""
+    connect_timeout_ms: float = 1_000
+    """Longest wait for a connection to a worker; then another worker is asked for."""
+    link_idle_ms: float = 600_000
+    """A connection to a worker that was not used this long is closed."""
+    move_timeout_ms: float = 10_000
+    """How long a request whose worker was lost may wait for a pool with room, before all new requests."""
+    reload_interval_ms: float = 1_000
+    """Between two looks whether the document's file has changed; SIGHUP has it read at once."""
+
+
+TIMINGS = Timings()
+
+
+class GlobalRouterSettings(ServingSettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(
@@ -35,86 +62,12 @@ class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
         description="PEM file with the authorities of the pools' https URLs; by default the machine's. With "
         "tls_certificate, this process shows it to pools that ask for one.",
     )
-    status_interval_ms: float = Field(
-        250, ge=10, le=60_000, description="Time between two questions to a pool's router how its pool is."
-    )
-    status_timeout_ms: float = Field(
-        2_000,
-        ge=50,
-        le=600_000,
-        description="Age of a pool's last status from which on the pool counts as down, and its router is looked for "
-        "again; several status intervals, so that one late answer is no failure.",
-    )
-    select_timeout_ms: float = Field(
-        1_000,
-        ge=10,
-        le=60_000,
-        description="Longest wait for a pool's router to select a worker; then the next pool is asked. A selection "
-        "takes below 1 ms, so only a router that hangs is ever this late.",
-    )
-    probe_timeout_ms: float = Field(
-        50,
-        ge=1,
-        le=60_000,
-        description="Longest wait for the pools to say what they have cached (isl_basis uncached); a pool that is "
-        "later counts as having nothing.",
-    )
-    connect_timeout_ms: float = Field(
-        1_000,
-        ge=10,
-        le=60_000,
-        description="Longest wait for a connection to a worker; then another worker is asked for.",
-    )
-    worker_timeout_ms: float = Field(
-        5_000,
-        ge=100,
-        le=600_000,
-        description="Silence on the request plane after which a worker counts as unreachable.",
-    )
-    link_idle_ms: float = Field(
-        600_000, ge=1_000, le=86_400_000, description="A connection to a worker that was not used this long is closed."
-    )
-    share_state: Literal["none", "nats"] = Field(
-        "none",
-        description="What all global routers of one namespace go by together and not each alone: the limits of "
-        "tenants, the bounds of the queue, and responses that are kept. nats = by buckets of JetStream at nats_url; "
-        "with names nats.",
-    )
-    queue_limit: int = Field(
-        1024, ge=0, le=1_000_000, description="Requests that may wait for a pool with room; one more is answered 429."
-    )
-    queue_prompt_tokens: int = Field(
-        4_194_304,
-        ge=0,
-        le=2**40,
-        description="Prompt tokens that may wait, over all requests; beyond it the lowest priority is answered 429. "
-        "The default is 4,096 for each of the requests that may wait, and 16 MiB of memory.",
-    )
-    queue_timeout_ms: float = Field(
-        30_000, gt=0, le=3_600_000, description="Longest wait for a pool with room; then the request is answered 429."
-    )
-    migration_limit: int = Field(
-        3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
-    )
-    move_timeout_ms: float = Field(
-        10_000,
-        ge=0,
-        le=3_600_000,
-        description="How long a request whose worker was lost may wait for a pool with room, before all new "
-        "requests; then the client sees an error.",
-    )
     local_prefill_max_tokens: int = Field(
         0,
         ge=0,
         le=4_194_304,
         description="In a disaggregated fleet, a prompt of at most this many tokens is served whole by its decode "
         "pool; 0 = never while a prefill pool can be used.",
-    )
-    reload_interval_ms: float = Field(
-        1_000, ge=10, le=3_600_000, description="Time between two looks whether the document's file has changed."
-    )
-    decision_log_length: int = Field(
-        10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
     )
 
     @field_validator("pool_url")

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.frontend.app import Application, create_app
-from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.shared_state import SharedState, Sharing
-from poolgrid.frontend.traffic import open_report
-from poolgrid.http.http_server import open_server
-from poolgrid.process.awake_clock import AwakeClock
-from poolgrid.process.clock import Clock, SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.clock import Clock
 from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, plugin
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
-from poolgrid.process.tracing.opening import open_tracing
-from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.drain_endpoint import add_drain_endpoint
 from poolgrid.router.dry_run import add_route_endpoint
-from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
-from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.health import Completeness
 from poolgrid.router.http_api import (
     add_index_endpoint,
@@ -45,20 +33,21 @@ from poolgrid.router.http_api import (
     readiness,
     troubles,
 )
-from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import make_state
-from poolgrid.router.ports import JournalFeed, PoolFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.link_budget import links_that_fit
-from poolgrid.transport.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
+from poolgrid.router.state_metrics import DecisionRecordCollector, register_views
+from poolgrid.serving.links import links_that_fit
+from poolgrid.serving.router_process import RouterProcess
+from poolgrid.transport.planes import MakeContext
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
     from poolgrid.consolidator.service import ConsolidatorService
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
     from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 log = logging.getLogger(__name__)
@@ -102,79 +91,57 @@ async def serve(
     """
     async with AsyncExitStack() as opened:
         opened.callback(log.info, "router has ended")
-        # Before the clock that judges others runs: a large vocabulary takes a second or two, and the loop stands still.
-        prompt_model = _load_prompt_model(frontend)
-        clock = SystemClock()
-        awake = _start_clock(opened, settings, clock)
-        registry = CollectorRegistry()
-        LoopMetrics(registry)
+        process = RouterProcess(opened, settings, frontend, place)
+        clock, registry = process.clock, process.registry
+        awake = process.start_clock(settings.worker_timeout_ms, settings.reservation_ttl_ms)
         metrics = RouterMetrics(registry)
-        make_context = _context_maker(settings, registry)
-        _warn_of_exposures(settings, frontend)
+        make_context = process.context_maker()
+        process.warn_of_exposures(_exposed_planes(settings))
         state = make_state(settings)
-        names: Names | None = None
-        if settings.has_names:
-            # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
-
-            names = await open_names(opened, settings, clock, registry)
-        shared = _open_shared(opened, settings, frontend, clock, registry)
+        await process.open_names()
+        process.open_shared(f"{settings.namespace}.{settings.nats_pool}", settings.router_id)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
-        if names is not None and isinstance(feed, RemoteFeed):
-            _follow_by_name(settings, names, feed, awake)
-        context = _open_context(opened, make_context)
+        if process.names is not None and isinstance(feed, RemoteFeed):
+            _follow_by_name(settings, process.names, feed, awake)
+        context = process.open_context(make_context)
         recorder = _open_recorder(opened, settings, consolidator, state, awake, registry)
-        tracing = open_tracing(opened, settings, clock, "poolgrid-router", settings.router_id)
-        service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder, prompt_model, tracing)
-        register_views(registry, service.view)
-        if shared is not None:
-            shared.limits.on_routers = service.line.divide
-        plane = _open_select_plane(opened, settings, context, service, state, metrics, awake, tracing, feed)
+        not_sampled = process.open_tracing("poolgrid-router", settings.router_id)
+        open_link = process.link_opener(context, awake, metrics)
+        check = partial(vocabulary_check, process.prompt_model)
+        service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit(), check, not_sampled)
+        opened.push_async_callback(service.stop)
+        service.tracker.recorder = recorder
+        register_views(registry, service)
+        plane = SelectPlane(
+            context, settings.host, settings.select_port, service, state, awake, process.tracing, feed.loading
+        )
+        opened.callback(plane.close)
         completeness = Completeness()
-        app = create_app(
+        app = process.open_app(
             service,
-            {prompt_model.name: prompt_model},
-            settings=frontend,
-            registry=registry,
-            ready=readiness(service, completeness),
-            endpoints=lambda: endpoints(service),
-            troubles=lambda: troubles(service, recorder, completeness),
-            clock=clock,
-            place=place,
-            data_dir=consolidator.data_dir,
-            tracing=tracing,
-            shared=shared,
+            readiness(service, completeness),
+            lambda: endpoints(service),
+            lambda: troubles(service, recorder, completeness),
+            consolidator.data_dir,
         )
-        opened.push_async_callback(app.close)
-        _add_endpoints(app, service, feed, clock, plane, recorder)
-        if names is not None:
-            add_fleet_list(app, names.fleet)
-        open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
-        server = open_server(
-            opened,
-            settings,
-            registry,
-            app,
-            service.end_requests,
-            has_keys=frontend.api_keys is not None,
-            place=place,
-        )
+        add_router_endpoints(app, service, clock, feed.loading)
+        add_index_endpoint(app, service)
+        add_route_endpoint(app, service)
+        add_drain_endpoint(app, service)
+        add_pool_endpoint(app, plane, service, recorder)
+        server = process.open_server(app, service.end_requests)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
-            import_module(FLEET_PAGE).open_router_page(
-                opened, app, settings, consolidator, embedded, service, state, clock, place
-            )
+            page = import_module(FLEET_PAGE)
+            page.open_router_page(opened, app, settings, consolidator, embedded, service, state, clock, place)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
             recorder.start()
         await unless(stop, service.start(), "start of the router")
+        if not stop.is_set():
+            await process.serve_requests(app, service, stop)
         if stop.is_set():
             return
-        app.state.preparation.forms.make_ready(service.view.models())
-        if shared is not None:
-            await unless(stop, shared.limits.first_shares(), "first shares of limits")
-            if stop.is_set():
-                return
         ext_proc = ""
         if settings.ext_proc_port is not None:
             # Late: it brings gRPC, which most routers have no use for.
@@ -183,15 +150,15 @@ async def serve(
                 opened, settings, frontend, app, service, state, registry, awake
             )
         offset = state.projection.next_offset
-        if names is not None:
-            await _register(opened, settings, names, server.url, plane, embedded)
+        if process.names is not None:
+            await _register(opened, settings, process.names, server.url, plane, embedded)
         log.info("router at %s, policy %s, journal offset %d", server.url, state.selector.policy.name, offset)
         ingest = embedded.ingest_endpoint if embedded is not None else ""
         ready(Endpoints(server.url, ingest, plane.endpoint, ext_proc, server.admin_url))
         await stop.wait()
 
 
-def vocabulary_objection(model: PromptModel, card: WorkerCard) -> str:
+def vocabulary_check(model: PromptModel, card: WorkerCard) -> str:
     """Say why the output of a worker with this card could not be read with a model's tokenizer; empty = it can."""
     if card.model != model.name or card.vocabulary_size <= model.vocab_size * VOCABULARY_PADDING:
         return ""
@@ -202,36 +169,12 @@ def vocabulary_objection(model: PromptModel, card: WorkerCard) -> str:
     )
 
 
-# -- made: nothing of it has to be closed ------------------------------------------------------------------------------
-
-
-def _context_maker(settings: RouterSettings, registry: CollectorRegistry) -> MakeContext:
-    keys = CurveKeys.load(settings)
-    metrics = PlaneMetrics(registry)
-    return lambda: PlaneContext.make(keys, metrics)
-
-
-def _warn_of_exposures(settings: RouterSettings, frontend: FrontendSettings) -> None:
-    planes = (
-        "the select plane"
-        if settings.feed_endpoint or settings.on_nats
-        else "the select, ingest, feed and query planes"
-    )
+def _exposed_planes(settings: RouterSettings) -> str:
+    own = settings.feed_endpoint is None and not settings.on_nats
+    planes = "the select, ingest, feed and query planes" if own else "the select plane"
     if settings.ext_proc_port is not None and settings.tls_certificate is None:
         planes += " and the endpoint picker"
-    for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
-        log.warning("%s", warning)
-
-
-def _load_prompt_model(frontend: FrontendSettings) -> PromptModel:
-    return PromptModel.load(
-        frontend.model_path,
-        frontend.model_name,
-        chat_template=frontend.chat_template,
-        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
-        fast_tokenizer=frontend.fast_tokenizer,
-        word_cache=frontend.word_cache,
-    )
+    return planes
 
 
 def _make_feed(
@@ -241,7 +184,7 @@ def _make_feed(
     clock: Clock,
     awake: Clock,
     make_context: MakeContext,
-) -> tuple[PoolFeed, ConsolidatorService | None]:
+) -> tuple[JournalFeed, ConsolidatorService | None]:
     """Return the feed, and the consolidator if it is one of this process; the service starts and ends both."""
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
         feed, query = settings.feed_endpoint, settings.query_endpoint
@@ -250,8 +193,8 @@ def _make_feed(
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
-        feed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
-        return cast(PoolFeed, feed), None
+        followed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
+        return cast(JournalFeed, followed), None
     # Late: most routers follow a consolidator elsewhere.
     from poolgrid.consolidator.bootstrap import create as create_consolidator
 
@@ -259,23 +202,23 @@ def _make_feed(
     return EmbeddedFeed(embedded), embedded
 
 
-def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed, clock: Clock) -> None:
+def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed, clock: Clock) -> None:
     """Follow the journal of a consolidator wherever it is, when it was given by name."""
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return
-    from poolgrid.discovery.consolidators import NamedConsolidator
+    from poolgrid.discovery.consolidators import DiscoveredConsolidator
 
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")
 
-    NamedConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
+    DiscoveredConsolidator(names, [feed_name, query_name], move, feed.answers, clock).start()
 
 
 async def _register(
     opened: AsyncExitStack,
     settings: RouterSettings,
-    names: Names,
+    names: Discovery,
     url: str,
     plane: SelectPlane,
     embedded: ConsolidatorService | None,
@@ -292,36 +235,6 @@ async def _register(
             "query": reachable(embedded.query_endpoint),
         }
         await names.register(CONSOLIDATOR, settings.router_id, planes)
-
-
-def _add_endpoints(
-    app: Application,
-    service: RouterService,
-    feed: PoolFeed,
-    clock: Clock,
-    plane: SelectPlane,
-    recorder: DecisionRecorder | None,
-) -> None:
-    add_router_endpoints(app, service, clock, feed.loading)
-    add_index_endpoint(app, service)
-    add_route_endpoint(app, service)
-    add_drain_endpoint(app, service)
-    add_pool_endpoint(app, plane, service, recorder)
-
-
-# -- opened: each says how it ends -------------------------------------------------------------------------------------
-
-
-def _start_clock(opened: AsyncExitStack, settings: RouterSettings, clock: Clock) -> AwakeClock:
-    awake = AwakeClock(clock, min(settings.worker_timeout_ms, settings.reservation_ttl_ms)).start()
-    opened.callback(awake.stop)
-    return awake
-
-
-def _open_context(opened: AsyncExitStack, make_context: MakeContext) -> zmq.Context[Any]:
-    context = make_context()
-    opened.callback(context.destroy, linger=0)
-    return context
 
 
 def _open_recorder(
@@ -343,61 +256,3 @@ def _open_recorder(
         state.log = recorder
         registry.register(DecisionRecordCollector(recorder))
     return recorder
-
-
-def _open_service(
-    opened: AsyncExitStack,
-    settings: RouterSettings,
-    state: RouterState,
-    feed: JournalFeed,
-    metrics: RouterMetrics,
-    awake: Clock,
-    context: zmq.Context[Any],
-    recorder: DecisionRecorder | None,
-    model: PromptModel,
-    tracing: Tracing | None,
-) -> RouterService:
-    open_link = link_opener(context, settings, metrics, awake)
-    objection = partial(vocabulary_objection, model)
-    not_kept = None if tracing is None else tracing.not_kept
-    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit(), objection, not_kept)
-    opened.push_async_callback(service.stop)
-    if recorder is not None:
-        service.books.record = recorder
-    return service
-
-
-def _open_select_plane(
-    opened: AsyncExitStack,
-    settings: RouterSettings,
-    context: zmq.Context[Any],
-    service: RouterService,
-    state: RouterState,
-    metrics: RouterMetrics,
-    awake: Clock,
-    tracing: Tracing | None,
-    feed: PoolFeed,
-) -> SelectPlane:
-    plane = SelectPlane(
-        context, settings.host, settings.select_port, service.view, state, metrics, awake, tracing, feed.loading
-    )
-    opened.callback(plane.close)
-    return plane
-
-
-def _open_shared(
-    opened: AsyncExitStack,
-    settings: RouterSettings,
-    frontend: FrontendSettings,
-    clock: Clock,
-    registry: CollectorRegistry,
-) -> SharedState | None:
-    if settings.share_state == "none":
-        return None
-    # A port that is given has one process at a time; one of the system's choice may have been anybody's.
-    address = settings.advertise_host or settings.host
-    place = f"{socket.gethostname()} {address}:{settings.port} {settings.router_id}" if settings.port else ""
-    scope = f"{settings.namespace}.{settings.nats_pool}"
-    sharing = Sharing(scope, place, settings.names_lease_s, settings.nats_replicas)
-    plane = load_plugin(EVENT_PLANES, settings.share_state)
-    return cast(SharedState, plane.open_shared_state(opened, settings, frontend, sharing, clock, registry))

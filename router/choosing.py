@@ -1,6 +1,6 @@
 """What a request needs next, and which worker gets it: legs by the plan, workers by the selector.
 
-Nothing here is booked or sent. A choice is made and used in one go, without an ``await`` between.
+Nothing here is booked or sent. A choice is used in the turn of the event loop in which it was made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Final
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
-from poolgrid.router.chosen import Chosen
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import Planner
@@ -28,19 +27,17 @@ from poolgrid.router.core.stage_plan import (
     PREFILL_ROLES,
     SECOND_LEG,
     WHOLE_ROLES,
-    Leg,
-    Staff,
+    LegSpec,
+    RoleAvailability,
     first_leg,
 )
 from poolgrid.router.fleet_links import FleetLinks
-from poolgrid.router.placement import Lack, NotPlaced
-from poolgrid.router.routed import Routed
+from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.targets import ttft_target_ms
 from poolgrid.serving.full_workers import FullWorkers
 from poolgrid.serving.legs import LegPlan
-from poolgrid.serving.media_path import media_hashes, media_kinds, prompt_path
-from poolgrid.serving.tenant_paths import TenantPaths
+from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 from poolgrid.wire.hashing import hash_seed
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
@@ -54,6 +51,8 @@ LONG_PROMPT_BYTES: Final = 8192 * 4
 
 NO_ADAPTER: Final = "it does not serve the adapter"
 """Filter reason of a worker for requests with an adapter that others of its model serve."""
+
+_NONE_BEHIND: Final[Mapping[WorkerKey, int]] = {}
 
 STRETCHES_PER_TURN: Final = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
@@ -71,7 +70,7 @@ class Chooser:
         behind_records: Callable[[], int],
         full: FullWorkers[WorkerKey],
     ) -> None:
-        self.paths = TenantPaths(settings.path_cache_bytes)
+        self.paths = TenantPaths()
         self.full = full
         """Workers that refused requests for lack of room: they get nothing for a while."""
         self._settings = settings
@@ -85,7 +84,7 @@ class Chooser:
         self._links = links
         self._clock = clock
         self._behind_records = behind_records
-        self._staff: dict[str, Staff] = {}
+        self._staff: dict[str, RoleAvailability] = {}
         """By model; forgotten whenever a link or the fleet changes."""
         self._staff_version = (-1, -1)
 
@@ -123,61 +122,63 @@ class Chooser:
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    def place(self, routed: Routed, send: Callable[[Routed, Chosen], bool]) -> NotPlaced | None:
-        """Choose a worker and ``send`` the request there, or say why not; who cannot be sent to is passed over."""
+    def choose(self, routed: LocalRequest) -> Placement | PlacementFailure:
+        """Choose a worker for a request's next leg."""
         machine = routed.machine
         request = machine.request
         now_ms = self._clock.monotonic_ms()
-        block_size = self.block_size(request.model)
-        if not routed.path and block_size:
+        if not routed.path:
             routed.path = self.path_now(request)
-        output_tokens = len(machine.delivery.output) // 4
-        seed = hash_seed(request.lora_name, request.cache_salt) if self._needs_seeds else 0
-        leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
-        forgiven = False
-        queued_ms = 0.0 if routed.queued is None else now_ms - routed.queued.entered_ms
-        while True:
-            full = self.full.at(now_ms)
-            found = self._state.apply(
-                WorkerWanted(
-                    _routing(request, output_tokens, block_size, leg, seed),
-                    routed.path,
-                    now_ms,
-                    self._clock.wall_ms(),
-                    self._unavailable(request, full, routed),
-                    machine.plan.dispatches,
-                    leg.roles,
-                    self._behind_records(),
-                    routed.behind,
-                    queued_ms,
-                )
+        leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
+        found = self._state.apply(wanted)
+        if isinstance(found, Decision):
+            return Placement(found, leg, now_ms)
+        if isinstance(found, PolicyFailed):
+            log.error(
+                "choosing a worker for request %s: %s",
+                request.request_id,
+                found,
+                exc_info=found.error,
+                extra=request.named(),
             )
-            if isinstance(found, Decision):
-                if send(routed, Chosen(found, leg, now_ms)):
-                    return None
-                routed.tried[found.worker] = "its connection is full"
-            elif isinstance(found, PolicyFailed):
-                log.error(
-                    "choosing a worker for request %s: %s",
-                    request.request_id,
-                    found,
-                    exc_info=found.error,
-                    extra=request.named(),
-                )
-                return NotPlaced(Lack.POLICY_FAILED, found)
-            elif leg.stage is Stage.ENCODE and not found.busy:
-                machine.plan.encodes_itself = True
-                leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
-            elif found.busy or self._may_come(found, full, routed):
-                return NotPlaced(Lack.BUSY, found, bool(full))
-            elif routed.tried and not forgiven:
-                # A worker that failed it once comes last, not never, unlike one that cannot do it. It may have been
-                # another's fault (a prefill worker that died before its KV moved), or be a new life by now. The
-                # migration limit ends what does not end.
-                forgiven = True
-                routed.tried.clear()
-            else:
-                return NotPlaced(Lack.NO_WORKER, found)
+            return PlacementFailure(found)
+        assert isinstance(found, NoWorker), "there is a decision, or none"
+        if leg.stage is Stage.ENCODE and not found.busy:
+            machine.plan.encodes_itself = True
+            return self.choose(routed)
+        full = self.full.at(now_ms)
+        coming = self._links.away | full.keys() if full else self._links.away
+        if found.busy or not coming.isdisjoint(found.reasons.keys() - routed.tried.keys() - routed.unable.keys()):
+            # Full or out of reach, only for the moment.
+            return PlacementFailure(found, busy=True, full=bool(full))
+        return PlacementFailure(found)
+
+    def _wanted(
+        self,
+        plan: LegPlan,
+        output_tokens: int,
+        path: array[int],
+        now_ms: float,
+        routed: LocalRequest | None = None,
+    ) -> tuple[LegSpec, WorkerWanted]:
+        """Return a request's next leg, and the question to the selector for it."""
+        request = plan.request
+        block_size = self.block_size(request.model)
+        leg = self._next_leg(plan, output_tokens, path, block_size)
+        seed = hash_seed(request.lora_name, request.cache_salt) if self._needs_seeds else 0
+        queued = None if routed is None else routed.queued
+        return leg, WorkerWanted(
+            _routing(request, output_tokens, block_size, leg, seed),
+            path,
+            now_ms,
+            self._clock.wall_ms(),
+            self._unavailable(request, self.full.at(now_ms), routed),
+            plan.dispatches,
+            leg.roles,
+            self._behind_records(),
+            _NONE_BEHIND if routed is None else routed.behind,
+            0.0 if queued is None else now_ms - queued.entered_ms,
+        )
 
     @property
     def plans(self) -> bool:
@@ -188,15 +189,15 @@ class Chooser:
         """Tell whether any worker of a model has so few prompt tokens to compute that one may go there that waits."""
         return self._planner is not None and self._planner.has_room(model, PROMPT_ROLES)
 
-    def can_be_planned(self, routed: Routed) -> bool:
+    def can_be_planned(self, routed: LocalRequest) -> bool:
         """Tell whether some worker could compute a request's prompt, which may wait for a better one."""
         wanted = self._wanted_by_plan(routed)
         return wanted is not None and self._planner is not None and self._planner.can_plan(wanted)
 
-    def plan(self, waiting: Sequence[Routed]) -> list[tuple[Routed, Mapping[WorkerKey, int]]]:
+    def plan(self, waiting: Sequence[LocalRequest]) -> list[tuple[LocalRequest, Mapping[WorkerKey, int]]]:
         """Return who of those that wait is to be placed now, in order, and what is planned behind each."""
-        due: list[tuple[Routed, Mapping[WorkerKey, int]]] = []
-        by_roles: dict[tuple[Role, ...], list[tuple[Routed, WorkerWanted]]] = {}
+        due: list[tuple[LocalRequest, Mapping[WorkerKey, int]]] = []
+        by_roles: dict[tuple[Role, ...], list[tuple[LocalRequest, WorkerWanted]]] = {}
         for routed in waiting:
             wanted = self._wanted_by_plan(routed)
             if wanted is None:
@@ -209,52 +210,28 @@ class Chooser:
                 due += [(group[row][0], behind) for row, behind in planned]
         return due
 
-    def _wanted_by_plan(self, routed: Routed) -> WorkerWanted | None:
-        """Return what a request wants whose next leg computes its prompt, ``None`` for another."""
+    def _wanted_by_plan(self, routed: LocalRequest) -> WorkerWanted | None:
+        """Return the question for a request whose next leg computes its prompt, ``None`` for another."""
         machine = routed.machine
-        request = machine.request
-        block_size = self.block_size(request.model)
-        leg = self._next_leg(machine.plan, machine.delivery.tokens, routed.path, block_size)
-        if leg.stage not in PROMPT_STAGES:
-            return None
         now_ms = self._clock.monotonic_ms()
-        return WorkerWanted(
-            _routing(request, machine.delivery.tokens, block_size, leg, 0),
-            routed.path,
-            now_ms,
-            0,
-            self._unavailable(request, self.full.at(now_ms), routed),
-            roles=leg.roles,
-        )
+        leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
+        return wanted if leg.stage in PROMPT_STAGES else None
 
-    def preview(self, request: InferenceRequest) -> Decision | NotPlaced:
+    def preview(self, request: InferenceRequest) -> Decision | PlacementFailure:
         """Return what a request would get now; nothing is booked, sent, counted or recorded."""
-        block_size = self.block_size(request.model)
-        path = self.path_now(request)
-        leg = self._next_leg(LegPlan(request), 0, path, block_size)
-        seed = hash_seed(request.lora_name, request.cache_salt) if self._needs_seeds else 0
         now_ms = self._clock.monotonic_ms()
-        full = self.full.at(now_ms)
-        found = self._state.preview(
-            WorkerWanted(
-                _routing(request, 0, block_size, leg, seed),
-                path,
-                now_ms,
-                self._clock.wall_ms(),
-                self._unavailable(request, full, None),
-                roles=leg.roles,
-                behind_records=self._behind_records(),
-            )
-        )
+        _, wanted = self._wanted(LegPlan(request), 0, self.path_now(request), now_ms)
+        found = self._state.preview(wanted)
         if isinstance(found, Decision):
             return found
         if isinstance(found, PolicyFailed):
-            return NotPlaced(Lack.POLICY_FAILED, found)
+            return PlacementFailure(found)
+        full = self.full.at(now_ms)
         busy = found.busy or not full.keys().isdisjoint(found.reasons.keys())
-        return NotPlaced(Lack.BUSY if busy else Lack.NO_WORKER, found, bool(full))
+        return PlacementFailure(found, bool(busy), bool(full))
 
     def _unavailable(
-        self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: Routed | None
+        self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: LocalRequest | None
     ) -> Mapping[WorkerKey, str]:
         """Return who is not asked for a request, and why."""
         found = self._links.unreachable
@@ -273,12 +250,7 @@ class Chooser:
         missing = {worker.key: NO_ADAPTER for worker in workers if name not in worker.card.loras}
         return missing if len(missing) < len(workers) else {}
 
-    def _may_come(self, found: NoWorker, full: Mapping[WorkerKey, str], routed: Routed) -> bool:
-        """Tell whether a worker could serve a request that is full, or out of reach, only for the moment."""
-        coming = self._links.away | full.keys() if full else self._links.away
-        return bool(coming & (found.reasons.keys() - routed.tried.keys() - routed.unable.keys()))
-
-    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> Leg:
+    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> LegSpec:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if plan.prefill_params is not None:
             return SECOND_LEG
@@ -293,7 +265,7 @@ class Chooser:
         local_max = self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL
         return first_leg(whole, True, True, uncached, local_max)
 
-    def _staff_of(self, model: str) -> Staff:
+    def _staff_of(self, model: str) -> RoleAvailability:
         """Return which roles of a model have anyone who takes requests."""
         version = (self._projection.fleet.version, self._links.version)
         if self._staff_version != version:
@@ -303,14 +275,14 @@ class Chooser:
         if staff is None:
             down = self._links.unreachable
             by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES)
-            staff = Staff(*(self._selector.available(model, roles, down) for roles in by_role))
+            staff = RoleAvailability(*(self._selector.available(model, roles, down) for roles in by_role))
             # Models that nobody serves are named by clients, without end.
             if any(staff):
                 self._staff[model] = staff
         return staff
 
 
-def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: Leg, seed: int) -> RoutingRequest:
+def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, seed: int) -> RoutingRequest:
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)

@@ -1,10 +1,10 @@
-"""The two ways to follow a journal: a consolidator inside this process, or one elsewhere."""
+"""How a router follows a journal: a consolidator inside this process, or one elsewhere (``nats_feed``: a stream)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
@@ -19,6 +19,37 @@ if TYPE_CHECKING:
 
 SILENCE_MS = 2500.0
 """Silence of a consolidator that is worth a word: it publishes at least every 500 ms."""
+
+
+class JournalFeed(Protocol):
+    """A journal that a router follows: of a consolidator in this process or elsewhere, or in a stream."""
+
+    async def start(self, listener: PoolListener) -> None:
+        """Deliver a snapshot, then every record after it; returns once the snapshot was delivered (not: loaded)."""
+        ...
+
+    def trouble(self, now_ms: float) -> str:
+        """Return why the state may not be current, in words; empty when all is well."""
+        ...
+
+    def resync(self) -> None:
+        """Deliver a snapshot soon, and what follows it: what was delivered could not be applied.
+
+        What comes before that snapshot is of no use to the listener. It never comes from inside the call.
+        """
+        ...
+
+    def behind(self) -> int:
+        """Return how many records the journal is known to hold beyond those delivered; 0 when that is none."""
+        ...
+
+    def loading(self) -> list[LoadingWorker]:
+        """Return the workers that still load, as they report it; it is for people, and may be a second old."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop delivering."""
+        ...
 
 
 class EmbeddedFeed:

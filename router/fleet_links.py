@@ -2,15 +2,15 @@
 
 Rules
     1. A worker that joins gets a link. One that leaves (its lease may have ended while it works on) loses it as soon
-       as nothing is under way on it; streams that flow are not cut. Each link is opened by itself: a worker that
-       cannot be connected to is unreachable, is said to be so once, is tried again at each ``check``, and is nobody
-       else's trouble.
-    2. A worker is reachable while its link is up. Whoever is not is named, with the reason, in ``unreachable``.
-    3. A worker whose card its router cannot serve (``objection``) gets no link: it is named in ``unreachable`` with the
-       reason, said to be so once, and never tried.
-    4. ``version`` changes whenever somebody's reachability may have.
+       as no leg runs on it; streams that flow are not cut. Each link is opened by itself: a worker that
+       cannot be connected to is unreachable, is reported once, is tried again at each ``check``, and delays no other
+       worker.
+    2. A worker is reachable while its link is up. The others are named, with the reason, in ``unreachable``.
+    3. A worker whose card its router cannot serve (``compatibility_check``) gets no link: it is named in
+       ``unreachable`` with the reason, reported once, and never tried.
+    4. ``version`` changes whenever the reachability of a worker may have.
     5. A router that starts waits for the links of the workers that it finds to come up, for ``FIRST_CONTACT_MS`` at
-       most: one that said before that it is ready would answer for a moment that nobody can serve.
+       most: one that reported earlier that it is ready would answer for a moment that no worker can serve.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import zmq
 
@@ -26,13 +26,10 @@ from poolgrid.process.awake_clock import within
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.router.core.fleet import Worker
-from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.happened import Happened
-from poolgrid.serving.worker_link import WorkerLink
+from poolgrid.serving.legs import LegEvent
+from poolgrid.serving.links import LINKS_MAX, LinkTable, OpenLink, WorkerLink
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.requests import TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -40,67 +37,33 @@ UNREACHABLE = "unreachable"
 """Filter reason of a worker that the pool knows and this router cannot talk to."""
 
 FIRST_CONTACT_MS = 1_000.0
-"""A worker that lives answers in milliseconds, on a busy host in tenths of a second. One that died and whose lease runs
-on answers never: a router started anew after a crash does not wait for it any longer."""
+"""A worker that lives answers in milliseconds, on a busy host in tenths of a second. One that died and whose lease
+still runs never answers: a router that is started again after a crash does not wait for it any longer."""
 
-OpenLink = Callable[
-    [
-        str,
-        Callable[[WorkerLink, Iterator[TokenDelta]], bool],
-        Callable[[WorkerLink], None],
-        Callable[[WorkerLink, str], None],
-    ],
-    WorkerLink,
-]
-"""Connects to an endpoint; told who hears of tokens, of the link coming up, and of its going down."""
+CompatibilityCheck = Callable[[WorkerCard], str]
+"""Returns why a router cannot serve a worker with this card; empty = it can."""
 
 
-def link_opener(
-    context: zmq.Context[zmq.Socket[bytes]], settings: RouterSettings, metrics: RouterMetrics, clock: Clock
-) -> OpenLink:
-    """Return what opens links over real sockets."""
-    timeout_ms, on_undecodable = settings.worker_timeout_ms, metrics.stream_faults.labels("undecodable").inc
-    return lambda endpoint, on_tokens, on_up, on_down: WorkerLink(
-        context, endpoint, timeout_ms, clock, on_tokens, on_up, on_down, on_undecodable
-    )
-
-
-Objection = Callable[[WorkerCard], str]
-"""Says why a router cannot serve a worker with this card; empty = it can."""
-
-
-class FleetLinks:
+class FleetLinks(LinkTable):
     """The links of one router."""
 
     def __init__(
         self,
         open_link: OpenLink,
-        links_max: int,
-        on_tokens: Callable[[WorkerLink, Iterator[TokenDelta]], bool],
-        on_reachable: Callable[[], None],
-        on_lost: Callable[[str, Happened, str], None],
-        holds: Callable[[str], bool],
-        objection: Objection = lambda _: "",
+        links_max: int = LINKS_MAX,
+        compatibility_check: CompatibilityCheck = lambda _: "",
     ) -> None:
-        """``on_reachable`` is told when a link came up, ``on_lost`` of an endpoint that broke or left, and why;
-        ``holds`` tells whether requests are under way on an endpoint, ``objection`` why none may go to a worker."""
+        super().__init__(open_link, links_max)
         self.unreachable: Mapping[WorkerKey, str] = {}
         """Workers that the pool knows and this router cannot talk to, and why."""
         self.away: frozenset[WorkerKey] = frozenset()
         """Those of them whose link may come up again by itself."""
         self.version = 0
-        self._open_link = open_link
-        self._links_max = links_max
-        self._on_tokens = on_tokens
-        self._on_reachable = on_reachable
-        self._on_lost = on_lost
-        self._holds = holds
-        self._links: dict[str, WorkerLink] = {}
         self._endpoint_of: dict[WorkerKey, str] = {}
         self._unlinked: dict[str, str] = {}
         """Endpoints that no link could be made to, and why."""
-        self._objection = objection
-        self._misfits: dict[WorkerKey, str] = {}
+        self._compatibility_check = compatibility_check
+        self._incompatible: dict[WorkerKey, str] = {}
         """Workers that this router cannot serve, and why."""
         self._contact: asyncio.Future[None] | None = None
         """Done once no link is down that may come up; of a router that starts."""
@@ -116,48 +79,50 @@ class FleetLinks:
 
     def sync(self, workers: Mapping[WorkerKey, Worker]) -> None:
         """Have exactly one link per worker process of the fleet."""
-        misfits = {key: self._objection(worker.card) for key, worker in workers.items()}
-        for key, why in misfits.items():
-            if why and self._misfits.get(key) != why:
+        incompatible = {key: self._compatibility_check(worker.card) for key, worker in workers.items()}
+        for key, why in incompatible.items():
+            if why and self._incompatible.get(key) != why:
                 log.error("worker %s gets no requests: %s", key, why, extra=about(worker=str(key)))
-        self._misfits = {key: why for key, why in misfits.items() if why}
+        self._incompatible = {key: why for key, why in incompatible.items() if why}
         self._endpoint_of = {
-            key: worker.card.request_endpoint for key, worker in workers.items() if key not in self._misfits
+            key: worker.card.request_endpoint for key, worker in workers.items() if key not in self._incompatible
         }
         wanted = set(self._endpoint_of.values())
-        # What still comes over a link that is up needs no membership: it ends there, or the link does.
-        gone = [each for each, link in self._links.items() if each not in wanted and not self._is_in_use(link)]
-        for endpoint in gone:
-            self._links.pop(endpoint).close()
+        gone = self._close_left(wanted)
         self._unlinked = {each: why for each, why in self._unlinked.items() if each in wanted}
         for endpoint in self._endpoint_of.values():
             if endpoint not in self._links:
-                self._open(endpoint)
+                self._try_connect(endpoint)
         self._note_reachability()
         # Last: what moves is placed among the workers that are there now, and each of those has its link.
-        for endpoint in gone:
-            self._on_lost(endpoint, Happened.LEFT, "the worker left the pool")
+        self._report_left(gone)
 
     def check(self, now_ms: float) -> None:
         """Ping every worker, notice silent ones, try again where no link could be made."""
         for link in list(self._links.values()):
             link.check(now_ms)
-        self.close_left()
+        self._report_left(self._close_left(set(self._endpoint_of.values())))
         if self._unlinked:
             for endpoint in list(self._unlinked):
-                self._open(endpoint)
+                self._try_connect(endpoint)
             self._note_reachability()
 
-    def close_left(self) -> None:
-        """Close links of workers that left the pool once nothing is under way on them."""
-        wanted = set(self._endpoint_of.values())
+    def _close_left(self, wanted: set[str]) -> list[str]:
+        """Close links of workers that left the pool, once no leg runs on them; return their endpoints.
+
+        What still comes over a link that is up needs no membership: it ends there, or the link does.
+        """
         left = [each for each, link in self._links.items() if each not in wanted and not self._is_in_use(link)]
         for endpoint in left:
             self._links.pop(endpoint).close()
-            self._on_lost(endpoint, Happened.LEFT, "the worker left the pool")
+        return left
+
+    def _report_left(self, endpoints: list[str]) -> None:
+        for endpoint in endpoints:
+            self._on_lost(endpoint, LegEvent.LEFT, "the worker left the pool")
 
     def _is_in_use(self, link: WorkerLink) -> bool:
-        return link.is_up and self._holds(link.endpoint)
+        return link.is_up and self._has_legs(link.endpoint)
 
     def to_worker(self, key: WorkerKey) -> WorkerLink:
         """Return the link to a worker of the fleet that is not in ``unreachable``."""
@@ -169,58 +134,34 @@ class FleetLinks:
         link = self._links.get(next(endpoints, ""))
         return link is not None and link.drain(timeout_ms)
 
-    def get(self, endpoint: str) -> WorkerLink | None:
-        return self._links.get(endpoint)
-
-    def endpoints(self) -> list[str]:
-        """Return where there are links to."""
-        return list(self._links)
-
-    def __len__(self) -> int:
-        return len(self._links)
-
-    def close(self) -> None:
-        """Close every link; nobody is told."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-
-    def _open(self, endpoint: str) -> None:
+    def _try_connect(self, endpoint: str) -> None:
         try:
-            if len(self._links) >= self._links_max:
-                raise ValueError(f"there are {self._links_max} connections to workers, the most that fit")
-            link = self._open_link(endpoint, self._on_tokens, self._on_up, self._on_down)
+            self._connect(endpoint)
         except (zmq.ZMQError, ValueError) as error:
             why = f"no connection can be made to {endpoint!r}: {error}"
             if self._unlinked.get(endpoint) != why:
                 names = ", ".join(str(key) for key, each in self._endpoint_of.items() if each == endpoint)
                 log.error("worker %s is unreachable: %s; it gets no requests, and it is tried again", names, why)
             self._unlinked[endpoint] = why
-            return
-        self._unlinked.pop(endpoint, None)
-        self._links[endpoint] = link
-
-    def _is_up(self, endpoint: str) -> bool:
-        link = self._links.get(endpoint)
-        return link is not None and link.is_up
+        else:
+            self._unlinked.pop(endpoint, None)
 
     def _note_reachability(self) -> None:
         down = {
             key: self._unlinked.get(endpoint, UNREACHABLE)
             for key, endpoint in self._endpoint_of.items()
-            if not self._is_up(endpoint)
+            if (link := self._links.get(endpoint)) is None or not link.is_up
         }
         self.away = frozenset(key for key in down if self._endpoint_of[key] in self._links)
-        self.unreachable = {**down, **self._misfits}
+        self.unreachable = {**down, **self._incompatible}
         self.version += 1
         if self._contact is not None and not self.away and not self._contact.done():
             self._contact.set_result(None)
 
-    def _on_up(self, _: WorkerLink) -> None:
+    def _on_up(self, link: WorkerLink) -> None:
         self._note_reachability()
-        self._on_reachable()
+        super()._on_up(link)
 
     def _on_down(self, link: WorkerLink, why: str) -> None:
         self._note_reachability()
-        log.warning("worker at %s is unreachable: %s", link.endpoint, why)
-        self._on_lost(link.endpoint, Happened.LOST, why)
+        super()._on_down(link, why)

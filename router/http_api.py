@@ -67,10 +67,10 @@ def add_router_endpoints(
         projection = service.projection
         now_ms = clock.wall_ms()
         rows = [
-            worker_row(projection, projection.fleet.workers[key], service.view.unreachable.get(key, ""), now_ms)
+            worker_row(projection, projection.fleet.workers[key], service.unreachable.get(key, ""), now_ms)
             for key in sorted(projection.fleet.workers)
         ]
-        queue = msgspec.convert(service.view.queue(), QueueRow, from_attributes=True)
+        queue = msgspec.convert(service.queue.view(), QueueRow, from_attributes=True)
         members = {row.worker_id for row in rows}
         # Who has just joined may still be among them.
         loading = [loading_row(each) for each in who_loads() if each.worker_id not in members]
@@ -81,17 +81,17 @@ def add_router_endpoints(
         limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
     ) -> dict[str, Any]:
         """List the last routing decisions, newest first."""
-        return DecisionList(data=[each.summary() for each in service.books.decisions.newest(limit)]).to_json()
+        return DecisionList(data=[each.summary() for each in service.decisions.newest(limit)]).to_json()
 
     @app.get("/v1/decisions/{request_id}", tags=["router"], responses=error_answers({"404": "Not kept (any more)"}))
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
         """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
-        attempts = [each.explanation() for each in service.books.decisions.of_request(request_id)]
+        attempts = [each.explanation() for each in service.decisions.of_request(request_id)]
         if not attempts:
             raise RequestError(
                 404,
                 "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.books.decisions)} are",
+                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
                 param="request_id",
             )
         return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
@@ -248,7 +248,7 @@ def endpoints(service: RouterService) -> list[EndpointRow]:
     if not service.ready:
         return []
     workers = service.projection.fleet.workers
-    return endpoint_rows((workers[key] for key in sorted(workers)), service.view.unreachable)
+    return endpoint_rows((workers[key] for key in sorted(workers)), service.unreachable)
 
 
 def troubles(

@@ -1,16 +1,23 @@
-"""Why no worker was chosen for a request, and what a request waits for."""
+"""A request at its router, the worker that was chosen for its next leg, or why there is none."""
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum, auto
+import asyncio
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-import msgspec
-
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
+from poolgrid.router.core.stage_plan import LegSpec
+from poolgrid.serving.fair_queue import QueuedRequest
+from poolgrid.serving.request_tracker import RoutedRequest
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 
 
 class WaitCause(StrEnum):
-    """Why a request waits, as metrics say it."""
+    """Why a request waits, as metrics name it."""
 
     WORKERS_FULL = "workers_full"
     UNREACHABLE = "unreachable"
@@ -20,24 +27,65 @@ class WaitCause(StrEnum):
     NEXT_LEG = "next_leg"
 
 
-class Lack(Enum):
-    """Why a request was not placed."""
+@dataclass(slots=True, eq=False)
+class LocalRequest(RoutedRequest):
+    """A request of a pool's router."""
 
-    BUSY = auto()
-    """Some worker could serve it, once it has room or can be reached again: it may wait."""
-    NO_WORKER = auto()
-    """No worker can serve it."""
-    POLICY_FAILED = auto()
-    """The policy raised; only this request is lost."""
+    path: array[int]
+    """Sequence hashes of the prompt's whole blocks."""
+    tried: dict[WorkerKey, str] = field(default_factory=dict)
+    """Workers that failed this request, and how: they come last."""
+    unable: dict[WorkerKey, str] = field(default_factory=dict)
+    """Workers that cannot do what it asks for, and why: they are not asked again."""
+    queued: QueuedRequest[LocalRequest] | None = None
+    """Its place in the queue, while it waits."""
+    behind: Mapping[WorkerKey, int] = field(default_factory=dict)
+    """Those that wait and will be computed behind it on each worker, while it is placed by a plan."""
+    resumed_for: WaitCause = WaitCause.WORKER_LOST
+    """Why it waits, while its client is being served already."""
+    placed: asyncio.Future[None] | None = None
+    """Resolved when a waiting request is on a worker; ``None`` for one whose client reads its stream already."""
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether a request that waits needs no worker any more."""
+        return self.machine.ended or (self.placed is not None and self.placed.done())
 
 
-class NotPlaced(msgspec.Struct, frozen=True):
-    """Nobody was chosen."""
+@dataclass(slots=True)
+class Placement:
+    """A worker, chosen for a leg of a request."""
 
-    lack: Lack
+    decision: Decision
+    leg: LegSpec
+    now_ms: float
+
+    def reason(self) -> str:
+        """Return the short reason code, with the stage where there are several."""
+        reason = self.decision.reason
+        stage = self.leg.stage
+        return reason if stage is Stage.WHOLE else f"{STAGE_WORD[stage]}-{reason}"
+
+    def overlap_tokens(self) -> int:
+        """Return the tokens of the request that the worker is believed to hold."""
+        request = self.decision.request
+        return min(request.isl, self.decision.overlap_blocks * request.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementFailure:
+    """Why no worker was chosen."""
+
     none: NoWorker | PolicyFailed
+    busy: bool = False
+    """Whether some worker could serve the request once it has room or can be reached again: it may wait."""
     full: bool = False
     """Whether some worker that could serve it has refused others for lack of room."""
+
+    @property
+    def is_policy_failure(self) -> bool:
+        """Tell whether the policy raised; only this request is lost."""
+        return isinstance(self.none, PolicyFailed)
 
     @property
     def wait_cause(self) -> WaitCause:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import zmq
 
@@ -25,13 +24,12 @@ from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
-from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
 from poolgrid.router.decision_span import tell_decision
-from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.service import RouterService
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import CallbackSocket, bind
 from poolgrid.wire import codec
@@ -70,46 +68,6 @@ UNSALTED = hash_seed()
 NOT_READY_RETRY_S = 1.0
 
 
-class PoolView(Protocol):
-    """What the select plane needs of the pool's router."""
-
-    @property
-    def ready(self) -> bool:
-        """Tell whether the router's state is that of the pool."""
-        ...
-
-    @property
-    def projection(self) -> Projection:
-        """Return the router's state."""
-        ...
-
-    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
-        """Keep and count a decision that reserved a worker."""
-        ...
-
-    @property
-    def unreachable(self) -> Mapping[WorkerKey, str]:
-        """Return the workers that the router cannot talk to, and why."""
-        ...
-
-    @property
-    def behind_records(self) -> int:
-        """Return how many records the pool's journal is known to hold beyond those applied."""
-        ...
-
-    def counts(self) -> tuple[int, int]:
-        """Return active and waiting requests of the router itself."""
-        ...
-
-    def retry_after_s(self) -> float:
-        """Return when a refused asker should come back."""
-        ...
-
-    def load_changed(self) -> None:
-        """Take note that a worker may have room again."""
-        ...
-
-
 class SelectPlane:
     """Answers global routers over one ROUTER socket."""
 
@@ -118,9 +76,8 @@ class SelectPlane:
         context: zmq.Context[zmq.Socket[bytes]],
         host: str,
         port: int,
-        pool: PoolView,
+        pool: RouterService,
         state: RouterState,
-        metrics: RouterMetrics,
         clock: Clock,
         tracing: Tracing | None = None,
         who_loads: Callable[[], Sequence[LoadingWorker]] = tuple,
@@ -130,7 +87,6 @@ class SelectPlane:
         self._who_loads = who_loads
         self._state = state
         self._selector = state.selector
-        self._metrics = metrics
         self._clock = clock
         self._tracing = tracing
         self._complaints = Complaints(log, clock)
@@ -150,17 +106,13 @@ class SelectPlane:
         try:
             message = codec.to_pool.decode(frames[-1])
         except DecodeError as error:
-            self._metrics.select_asks.labels("undecodable", "dropped").inc()
             self._complaints.about(f"{shown_peer(frames[0])} on the select plane", error)
             return
         answer: FromPool
         if isinstance(message, Select):
             answer = self._select_traced(message)
-            outcome = answer.code.value if isinstance(answer, SelectRefused) else "selected"
-            self._metrics.select_asks.labels("select", outcome).inc()
         elif isinstance(message, Probe):
             answer = self.probe(message)
-            self._metrics.select_asks.labels("probe", answer.code.value if answer.code is not None else "found").inc()
         elif isinstance(message, AskStatus):
             answer = self.status(message.ask)
         else:
@@ -188,7 +140,7 @@ class SelectPlane:
 
     def _give_back(self, worker: WorkerRank, request_id: str) -> None:
         self._state.apply(Released(_key(worker), request_id))
-        self._pool.load_changed()
+        self._pool.room_changed()
 
     def _select_traced(self, message: Select) -> Selected | SelectRefused:
         """Choose, with a span for an asker whose trace is kept."""

@@ -6,18 +6,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
-from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.plugins import is_installed, policy_names
 from poolgrid.process.settings import Settings, ZmqAddress
-from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.decision import DECISION_LOG_BYTES
-from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
+from poolgrid.router.core.load_ledger import LEDGER_BYTES
 from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
-from poolgrid.serving.prompt_paths import BUDGET_BYTES
-from poolgrid.serving.reuse_sketch import SKETCH_BYTES
+from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.wire.names import is_name
 
 EXT_PROC = ("grpc", "google.protobuf", "poolgrid.router.endpoint_picker")
@@ -62,7 +57,7 @@ class EndpointPickerSettings(Settings):
         return self
 
 
-class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSettings, EndpointPickerSettings):
+class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     select_port: int = Field(
@@ -107,33 +102,10 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
     index_budget_bytes: int = Field(
         4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
     )
-    path_cache_bytes: int = Field(
-        BUDGET_BYTES,
-        ge=0,
-        le=1024**4,
-        description="Memory for the sequence hashes of prompt parts that come again; 0 computes all of them each time.",
-    )
-    reuse_sketch_bytes: int = Field(
-        SKETCH_BYTES,
-        ge=0,
-        le=1024**4,
-        description="Memory for what prompts were seen, from which poolgrid_router_achievable_tokens_total says what "
-        "an infinite shared cache would have reused; 9 bytes a block and 180 for each prompt that is new, "
-        "and 0 leaves the metric at 0.",
-    )
-    decision_log_bytes: int = Field(
-        DECISION_LOG_BYTES,
-        ge=65_536,
-        description="Memory the decisions kept for /v1/decisions may use; the oldest is forgotten first.",
-    )
     ledger_budget_bytes: int = Field(
         LEDGER_BYTES,
         ge=65_536,
-        description="Memory the requests in the load ledger may use; a further one is not counted as load, and that is "
-        "counted in poolgrid_router_ledger_refused_entries_total.",
-    )
-    decision_log_length: int = Field(
-        10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
+        description="Memory the requests in the load ledger may use; a further one is not counted as load.",
     )
     router_id: str = Field(
         "router",
@@ -152,30 +124,10 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         description="Requests a worker is given at a time, as a multiple of its max_batch_size; the rest wait here, "
         "where they can still go elsewhere.",
     )
-    queue_limit: int = Field(
-        1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; one more is answered 429."
-    )
-    queue_prompt_tokens: int = Field(
-        4_194_304,
-        ge=0,
-        le=2**40,
-        description="Prompt tokens that may wait, over all requests; beyond it the lowest priority is answered 429. "
-        "The default is 4,096 for each of the requests that may wait, and 16 MiB of memory.",
-    )
     queue_order: Literal["arrival", "shortest-uncached-work-first"] = Field(
         "arrival",
         description="Order within a priority and tenant: first come first served, or the fewest prompt tokens to "
         "compute first, with aging.",
-    )
-    queue_aging_tokens_per_s: float = Field(
-        4_000,
-        gt=0,
-        le=1e9,
-        description="With shortest-uncached-work-first: how much work a second of waiting makes up for. A prompt with "
-        "60,000 tokens more than another is overtaken only when the other comes less than 15 s later.",
-    )
-    queue_timeout_ms: float = Field(
-        30_000, gt=0, le=3_600_000, description="Longest wait for a worker; then the request is answered 429."
     )
     hold_limit_ms: float = Field(
         HOLD_LIMIT_MS,
@@ -184,16 +136,6 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         description="With the policy predicted: how long a request may wait here for the worker that is best for it "
         "to have no prompt to compute; then it goes to a worker as it is. 0 = none waits.",
     )
-    migration_limit: int = Field(
-        3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
-    )
-    crowding_retries: int = Field(
-        CROWDING_RETRIES,
-        ge=0,
-        le=100,
-        description="How often a worker may refuse a request because other routers sent it more than this one knew; "
-        "the request is then chosen anew with what the worker said.",
-    )
     local_prefill_max_tokens: int = Field(
         256,
         ge=0,
@@ -201,22 +143,10 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         description="In a disaggregated pool, a prompt of which at most this many tokens are not cached on a decode "
         "worker is prefilled there: moving its KV would cost more than computing it.",
     )
-    worker_timeout_ms: float = Field(
-        5_000,
-        ge=100,
-        le=600_000,
-        description="Silence on the request plane after which a worker counts as unreachable.",
-    )
     reservation_ttl_ms: float = Field(
         30_000, ge=100, le=3_600_000, description="How long a prediction counts as load when no worker confirms it."
     )
 
-    share_state: Literal["none", "nats"] = Field(
-        "none",
-        description="What all routers of a pool (of one namespace and nats_pool) go by together and not each alone: "
-        "the limits of tenants, the bounds of the queue, and responses that are kept. nats = by buckets of JetStream "
-        "at nats_url; with names nats or event_plane nats.",
-    )
     retention: Literal["off", "learned"] = Field(
         "off",
         description="What engines that take it are told of how long a prompt's blocks should stay: nothing, or what "

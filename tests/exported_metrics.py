@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import zmq
@@ -12,18 +13,22 @@ from prometheus_client.metrics_core import Metric
 
 from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.discovery.metrics import NamesMetrics
+from poolgrid.discovery.discovery import DiscoveryMetrics
 from poolgrid.discovery.registry import Registry, Seen
-from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.metrics import register_views as register_pool_views
+from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.service import GlobalRouterService
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.global_router.state_metrics import register_views as register_pool_views
 from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.nats.connection import foreign_counter
-from poolgrid.nats.election import SuccessionMetrics
+from poolgrid.nats.election import LeaderElectionMetrics
+from poolgrid.nats.limits import ShareMetrics
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.event_loop import LoopMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -35,11 +40,12 @@ from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.feeds import EmbeddedFeed
-from poolgrid.router.fleet_links import link_opener
-from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
+from poolgrid.router.state_metrics import DecisionRecordCollector, register_views
+from poolgrid.serving.links import LinksOnDemand, link_opener
 from poolgrid.transport.planes import PlaneMetrics
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.transport.tls import Tls
@@ -49,6 +55,8 @@ from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.ranks.metrics import RankMetrics
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from tests.consolidator.journal_builder import FakeDisk
+
+GRID = Path(__file__).parents[1] / "pool_configs" / "disagg_two_by_two.json"
 
 REGISTERED = Registration(
     namespace="pool", component="router", instance="r", life="0" * 24, endpoints={}, lease_ms=10_000
@@ -85,24 +93,8 @@ def _of(registry: CollectorRegistry) -> list[Exported]:
     return found
 
 
-class NoPools:
-    """A global router that has nothing to show."""
-
-    def pool_states(self) -> dict[str, PoolStanding]:
-        return {}
-
-    def in_flight(self) -> dict[str, int]:
-        return {}
-
-    def counts(self) -> tuple[int, int]:
-        return 0, 0
-
-    queued_prompt_tokens = 0
-    queue_fill = 0.0
-    backlog_s = 0.0
-
-    def revision(self) -> int:
-        return 1
+async def _nowhere(url: str) -> str:
+    raise OSError(url)
 
 
 async def _no_application(scope: object, receive: object, send: object) -> None:
@@ -122,7 +114,7 @@ async def _registered() -> list[Exported]:
     TrtllmMetrics(registry)
     known = Registry()
     known.look([Seen(REGISTERED.key, encode_registration(REGISTERED))], 0.0)
-    NamesMetrics(registry, known)
+    DiscoveryMetrics(registry, known)
     FrontendMetrics(registry)
     ShareMetrics(registry, lambda: 0.0, lambda: 0.0)
     MediaMetrics(registry)
@@ -130,18 +122,24 @@ async def _registered() -> list[Exported]:
     projection = Projection(PrefixIndex(), LoadLedger())
     settings = RouterSettings.model_validate({})
     consolidator = create_consolidator(ConsolidatorSettings(), registry, clock)
-    SuccessionMetrics(registry)
+    LeaderElectionMetrics(registry)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     state = RouterState(Selector(projection, load_policy(settings)))
-    open_link = link_opener(context, settings, metrics, clock)
+    open_link = link_opener(context, settings.worker_timeout_ms, clock, lambda: None)
     service = RouterService(settings, state, EmbeddedFeed(consolidator), metrics, clock, open_link)
     PickerMetrics(registry)
     foreign_counter(registry)
-    register_views(registry, service.view)
+    register_views(registry, service)
     recorder = DecisionRecorder(DecisionSegments(FakeDisk(), 1, 1), state, settings_noted("r", "", {}), clock, 1, 1)
     registry.register(DecisionRecordCollector(recorder))
-    GlobalRouterMetrics(registry)
-    register_pool_views(registry, NoPools())
+    pool_metrics = GlobalRouterMetrics(registry)
+    configuration = Configuration(read_document_file(GRID), GRID, clock)
+    pools = Pools({}, context, _nowhere, clock, 250, 2000)
+    links = LinksOnDemand(open_link, 1.0, clock)
+    global_settings = GlobalRouterSettings(config=GRID)
+    register_pool_views(
+        registry, GlobalRouterService(global_settings, configuration, pools, links, pool_metrics, clock)
+    )
     await service.start()
     try:
         return _of(registry)

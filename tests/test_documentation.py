@@ -64,7 +64,7 @@ def test_what_pages_say_of_settings_is_what_the_settings_say(path: Path, text: s
 
 @needs_checkout
 def test_a_marked_table_that_is_out_of_date_is_written_anew() -> None:
-    assert "| `queue_limit` | `1024` |" in table(["GlobalRouterSettings"])
+    assert "| `queue_limit` | `1024` |" in table(["ServingSettings"])
     assert {path.name for path in pages()} >= {"configuration.md", "global_router.md", "worker.md", "http_api.md"}
     with pytest.raises(KeyError, match="NoSettings"):
         table(["NoSettings"])
@@ -100,8 +100,8 @@ def test_every_setting_is_read_by_its_own_service() -> None:
             package,
             *(PACKAGE / name for name in ("cli", "process", "transport", "http", "nats", "discovery", "fleet_page")),
         }
-        if package.name == "frontend":
-            holders |= {PACKAGE / "router", PACKAGE / "global_router"}
+        if package.name in ("frontend", "serving"):
+            holders |= {PACKAGE / "router", PACKAGE / "global_router", PACKAGE / "serving"}
         code = "\n".join(path.read_text() for holder in holders for path in holder.resolve().rglob("*.py"))
         read = set(re.findall(r"\.([a-z_]\w*)\b", code)) | set(re.findall(r'"([a-z_]\w*)"', code))
 

@@ -42,7 +42,7 @@ from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +71,12 @@ async def serve(
         context = _open_context(opened, settings, registry)
         for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
             log.warning("%s", warning)
-        names: Names | None = None
+        names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
+            from poolgrid.discovery.opening import open_discovery
 
-            names = await open_names(opened, settings, clock, registry)
+            names = await open_discovery(opened, settings, clock, registry)
         epoch = time.time_ns()
         api = HttpApi(registry)
         http = _open_server(opened, settings, registry, api)
@@ -243,14 +243,16 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await task
 
 
-def _follow_by_name(names: Names, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
+def _follow_by_name(names: Discovery, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
     """Push to the consolidator of the namespace, wherever it is."""
-    from poolgrid.discovery.consolidators import NamedConsolidator
+    from poolgrid.discovery.consolidators import DiscoveredConsolidator
 
-    NamedConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()
+    DiscoveredConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()
 
 
-async def _register(opened: AsyncExitStack, settings: WorkerProcessSettings, names: Names, card: WorkerCard) -> None:
+async def _register(
+    opened: AsyncExitStack, settings: WorkerProcessSettings, names: Discovery, card: WorkerCard
+) -> None:
     """Have a name."""
     opened.push_async_callback(names.withdraw)
     endpoints = {"generate": card.request_endpoint, "http": card.http_endpoint}

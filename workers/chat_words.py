@@ -6,10 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from poolgrid.wire.card import ChatSpec, WorkerCard
+from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX
 from poolgrid.wire.names import COMPONENTS
-from poolgrid.wire.output_parsers import AUTO
 from poolgrid.workers.settings import WorkerProcessSettings
 
 MEBIBYTE = 1024 * 1024

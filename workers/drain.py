@@ -22,7 +22,7 @@ HAND_OVER_TIMEOUT_S = 1.0
 """How long the engine may take to end cancelled requests at the end of a drain."""
 
 
-class Drain:
+class WorkerDrain:
     """The drain of one worker, on its event loop; nothing before the first order."""
 
     def __init__(

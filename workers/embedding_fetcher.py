@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import cancel_all, detached
@@ -13,7 +14,10 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import Generate
 from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import BusyError, RefusedError
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer, TensorUnavailable
+from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
 

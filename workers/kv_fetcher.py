@@ -20,7 +20,7 @@ from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import FetchKv, KvOffered, ReleaseKv
 from poolgrid.workers.adapters.sockets import PREFILL_WORKER, DealerSocket
-from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
+from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, ReleaseSource
 from poolgrid.workers.core.refusal import BusyError, RefusedError
 from poolgrid.workers.metrics import WorkerMetrics
 
@@ -148,7 +148,7 @@ class KvFetcher:
             if isinstance(effect, Ask):
                 # A question that does not leave is one without an answer.
                 self._send(effect.endpoint, codec.to_worker.encode(FetchKv(effect.transfer_id)))
-            elif isinstance(effect, Release):
+            elif isinstance(effect, ReleaseSource):
                 self._send(effect.endpoint, codec.to_worker.encode(ReleaseKv(effect.transfer_id)))
                 self._end_one(effect.endpoint)
             elif isinstance(effect, Offered):

@@ -39,12 +39,12 @@ class Membership:
         for publisher in self.publishers:
             publisher.leave(reason)
 
-    def come_back(self) -> None:
+    def rejoin(self) -> None:
         """Join in another life, with all that holds now."""
         self.is_away = False
         self.epoch += 1
         for publisher in self.publishers:
-            publisher.come_back(self.epoch)
+            publisher.rejoin(self.epoch)
 
     async def say_goodbye(self, reason: str) -> bool:
         """End every rank's stream; say whether all were acknowledged in time."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from poolgrid.process.clock import Clock
@@ -38,7 +38,7 @@ routers may have here together. A peer whose connection broke never asks."""
 
 
 @dataclass(slots=True)
-class Peer:
+class RouterPeer:
     """A router connection with requests here."""
 
     heard_ms: float
@@ -74,7 +74,7 @@ class Peers:
         self._metrics = metrics
         self._end = end
         self._broken = broken
-        self._peers: dict[bytes, Peer] = {}
+        self._peers: dict[bytes, RouterPeer] = {}
         self._abandoned: dict[str, bytes] = {}
         """Requests that were ended because their peer was silent, and the peer; oldest first."""
         self._silent: dict[bytes, dict[str, None]] = {}
@@ -97,7 +97,7 @@ class Peers:
         """Note that a peer's request was accepted."""
         peer = self._peers.get(peer_id)
         if peer is None:
-            peer = self._peers[peer_id] = Peer(self._clock.monotonic_ms())
+            peer = self._peers[peer_id] = RouterPeer(self._clock.monotonic_ms())
             self._watch_leases()
         peer.requests[request_id] = None
         self.owners[request_id] = peer_id
@@ -158,6 +158,13 @@ class Peers:
                 self.send_tokens(peer_id, [delta])
             return
         self.send(peer_id, frame)
+
+    def refuse_all(self, reason: str, kind: RefusalKind, but: Collection[str]) -> None:
+        """Tell every peer that its requests go on elsewhere, except those that have had their last delta."""
+        # A peer that cannot be reached loses its requests meanwhile.
+        for request_id, owner in list(self.owners.items()):
+            if owner is not None and request_id not in but:
+                self.send_tokens(owner, [refused_delta(request_id, reason, kind)])
 
     # -- the silent ----------------------------------------------------------------------------------------------------
 

@@ -125,10 +125,10 @@ class EventPublisher:
                 )
 
     def leave(self, reason: str) -> None:
-        """Say goodbye, for the time being; what is published until ``come_back`` is left out."""
+        """Say goodbye, for the time being; what is published until ``rejoin`` is left out."""
         self._do(self._stream.end(reason))
 
-    def come_back(self, epoch: int) -> None:
+    def rejoin(self, epoch: int) -> None:
         """Join again, in another life, with all that holds now."""
         self._load_said = None
         self._do(self._stream.begin_again(epoch, self._clock.monotonic_ms()))

@@ -53,7 +53,6 @@ from poolgrid.wire.requests import (
 from poolgrid.wire.requests import Drain as DrainOrder
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.booked_prefill import BookedPrefill
-from poolgrid.workers.core.joined_output import JoinedOutput
 from poolgrid.workers.core.refusal import (
     BrokenError,
     BusyError,
@@ -62,7 +61,8 @@ from poolgrid.workers.core.refusal import (
     RefusedError,
     UnknownModelError,
 )
-from poolgrid.workers.drain import Drain
+from poolgrid.workers.core.token_coalescer import TokenCoalescer
+from poolgrid.workers.drain import WorkerDrain
 from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
 from poolgrid.workers.leg_traces import LegTraces
@@ -135,14 +135,14 @@ class WorkerService:
         self._kept: set[str] = set()
         """Prefill legs that have had their last delta and whose KV is kept."""
         self._endings = Endings()
-        self._joined = JoinedOutput()
+        self._joined = TokenCoalescer()
         self._traces = None if tracing is None else LegTraces(tracing, worker_id, card.role.name.lower())
         self._books = [BookedPrefill() for _ in range(engine.dp_size)]
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when a report cannot be delivered."""
         self._empty = asyncio.Event()
         self._empty.set()
-        self._drain = Drain(
+        self._drain = WorkerDrain(
             worker_id, limits.drain_timeout_ms, self._peers.owners, self._empty, self._end_elsewhere, self._refuse_all
         )
         engine.observe_health(self._on_health)
@@ -258,10 +258,7 @@ class WorkerService:
 
     def _refuse_all(self, reason: str, kind: RefusalKind) -> None:
         """Tell every peer that its requests go on elsewhere, without the engine."""
-        # A peer that cannot be reached loses its requests meanwhile.
-        for request_id, owner in list(self._peers.owners.items()):
-            if owner is not None and request_id not in self._kept:
-                self._peers.send_tokens(owner, [refused_delta(request_id, reason, kind)])
+        self._peers.refuse_all(reason, kind, self._kept)
 
     def _on_health(self) -> None:
         """Leave the pool when the engine is silent, come back when it is well."""
@@ -277,7 +274,7 @@ class WorkerService:
             self._membership.leave(reason)
         elif self._membership.is_away and not self._engine.unhealthy_reason and not self._drain.is_on:
             log.warning("the engine is well again: joining the pool in another life")
-            self._membership.come_back()
+            self._membership.rejoin()
 
     # -- from routers --------------------------------------------------------------------------------------------------
 
@@ -290,21 +287,22 @@ class WorkerService:
             self._complaints.about(f"{shown_peer(peer_id)} on the request plane", error)
             return
         self._peers.heard(peer_id)
-        if isinstance(message, Generate):
-            self._generate(peer_id, message)
-        elif isinstance(message, Ping):
-            self._peers.pinged(peer_id)
-            self._peers.send(
-                peer_id, codec.from_worker.encode(Pong(message.nonce, self._membership.epoch, self._drain.is_on))
-            )
-        elif isinstance(message, Cancel):
-            self._cancel(peer_id, message)
-        elif isinstance(message, FetchKv):
-            self._peers.send(peer_id, codec.from_worker.encode(self._transfers.offer(message.transfer_id)))
-        elif isinstance(message, DrainOrder):
-            self.drain(message.timeout_ms)
-        else:
-            self._transfers.release(message.transfer_id)
+        match message:
+            case Generate():
+                self._generate(peer_id, message)
+            case Ping():
+                self._peers.pinged(peer_id)
+                pong = Pong(message.nonce, self._membership.epoch, self._drain.is_on)
+                self._peers.send(peer_id, codec.from_worker.encode(pong))
+            case Cancel():
+                if self._peers.owners.get(message.request_id) == peer_id:
+                    self._end_here(message.request_id)
+            case FetchKv():
+                self._peers.send(peer_id, codec.from_worker.encode(self._transfers.offer(message.transfer_id)))
+            case DrainOrder():
+                self.drain(message.timeout_ms)
+            case _:
+                self._transfers.release(message.transfer_id)
 
     def _generate(self, peer_id: bytes, request: Generate) -> None:
         traces, is_traced = self._traces, False
@@ -320,14 +318,13 @@ class WorkerService:
             if traces is not None and is_traced:
                 traces.end(request.request_id, "invalid" if refusal.kind is None else refusal.kind.value)
             self._metrics.refusals.labels("final" if refusal.kind is None else refusal.kind.value).inc()
-            booked = refusal.booked_tokens if isinstance(refusal, CrowdedError) else None
             delta = refused_delta(
                 request.request_id,
                 refusal.reason,
                 refusal.kind,
-                booked,
-                refusal.retry_after_ms if isinstance(refusal, BusyError) else None,
-                isinstance(refusal, UnknownModelError),
+                refusal.booked_tokens,
+                refusal.retry_after_ms,
+                refusal.unknown_model,
             )
             self._peers.send_tokens(peer_id, [delta])
             return
@@ -346,12 +343,7 @@ class WorkerService:
         self._empty.clear()
 
     def _check(self, peer_id: bytes, request: Generate) -> None:
-        """Refuse what the service itself cannot honour."""
-        if request.stage not in STAGES[self.card.role]:
-            raise BrokenError(
-                f"worker {self._worker_id} has the role {self.card.role.name.lower()}, it does not take the stage "
-                f"{STAGE_WORD[request.stage]}"
-            )
+        _check_stage(self._worker_id, self.card.role, request.stage)
         if self._drain.is_on:
             raise DrainingError(f"worker {self._worker_id} is draining and takes no new requests")
         if self._engine.unhealthy_reason:
@@ -371,16 +363,8 @@ class WorkerService:
         if expected is None or request.stage not in PROMPT_STAGES:
             return
         # What was chosen on a belief too far from the truth, where several routers choose.
-        booked = self._books[request.routing.dp_rank].crowding(expected)
-        if booked is not None and self._peers.several_routers():
-            raise CrowdedError(
-                f"worker {self._worker_id} has {booked} prompt tokens to compute, the router expected {expected}",
-                booked,
-            )
-
-    def _cancel(self, peer_id: bytes, cancel: Cancel) -> None:
-        if self._peers.owners.get(cancel.request_id) == peer_id:
-            self._end_here(cancel.request_id)
+        if self._peers.several_routers():
+            _check_crowding(self._worker_id, self._books[request.routing.dp_rank], expected)
 
     def _on_peer_gone(self, request_id: str) -> bool:
         """Cancel a request that nobody waits for; return whether its peer has not heard of an end yet."""
@@ -389,14 +373,12 @@ class WorkerService:
         return is_unheard
 
     def _end_here(self, request_id: str) -> None:
-        """Cancel a request, wherever it is."""
         if request_id in self._transfers.fetching:
             self._transfers.end(request_id, cancelled_delta(request_id), FinishReason.CANCELLED)
         else:
             self._stop(request_id)
 
     def _stop(self, request_id: str) -> None:
-        """Cancel what the engine has."""
         if request_id in self._kept:
             self._let_go(request_id)
         else:
@@ -513,6 +495,21 @@ class WorkerService:
             self._traces.end(request_id, "cancelled")  # unless its last delta has ended it
         self._endings.pop(request_id, None)
         self._kept.discard(request_id)
+
+
+def _check_crowding(worker_id: str, books: BookedPrefill, expected: int) -> None:
+    booked = books.crowding(expected)
+    if booked is not None:
+        raise CrowdedError(
+            f"worker {worker_id} has {booked} prompt tokens to compute, the router expected {expected}", booked
+        )
+
+
+def _check_stage(worker_id: str, role: Role, stage: Stage) -> None:
+    if stage not in STAGES[role]:
+        raise BrokenError(
+            f"worker {worker_id} has the role {role.name.lower()}, it does not take the stage {STAGE_WORD[stage]}"
+        )
 
 
 def _check_routing(worker_id: str, card: WorkerCard, routing: Routing) -> None:

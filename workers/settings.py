@@ -10,21 +10,21 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
+from poolgrid.wire.card import ReasoningParser, ToolCallParser, parser_name
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import CONSOLIDATOR, EndpointName, is_name
-from poolgrid.wire.output_parsers import ReasoningParser, ToolCallParser, parser_name
 from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 
 
-class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, NamesSettings):
+class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, DiscoverySettings):
     """What every worker process has, whatever its engine."""
 
     engine_name: ClassVar[str] = ""

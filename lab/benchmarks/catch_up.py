@@ -50,13 +50,12 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
-from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.ports import JournalFeed
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
+from poolgrid.serving.links import link_opener
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, JournalRecord, WorkerJoined
@@ -64,6 +63,7 @@ from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, WorkerId
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Hello, Welcome
+from poolgrid.wire.loading import LoadingWorker
 from tests.router.fleet_builder import decided
 
 BLOCKS_PER_RECORD = 32
@@ -205,6 +205,9 @@ class WatchedFeed:
         """Pass the wish on."""
         self._feed.resync()
 
+    def loading(self) -> list[LoadingWorker]:
+        return []
+
     def behind(self) -> int:
         """Pass on how much is missing."""
         return self._feed.behind()
@@ -314,7 +317,7 @@ def router_process(given: dict[str, Any]) -> None:
         feed = WatchedFeed(inner)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         metrics = RouterMetrics(CollectorRegistry())
-        open_link = link_opener(context, settings, metrics, clock)
+        open_link = link_opener(context, settings.worker_timeout_ms, clock, lambda: None)
         service = RouterService(settings, RouterState(selector), feed, metrics, clock, open_link)
         heartbeat = Heartbeat(service, selector)
         signal.signal(signal.SIGCONT, heartbeat.resumed)

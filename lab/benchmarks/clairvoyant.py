@@ -22,7 +22,7 @@ from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import RequestStarted
 from poolgrid.workers.core.timing import TimingModel
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, StepOutcome
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits, StepOutcome
 
 ROUNDS_MAX = 8
 """How often all requests of a moment are looked at anew; most are settled after two."""
@@ -54,7 +54,7 @@ class ClairvoyantPool(SimulatedPool):
         workload: Workload,
         policy: Clairvoyant,
         workers: int,
-        limits: EngineLimits,
+        limits: SimulatedLimits,
         timing: TimingModel,
         speeds: WorkerSpeeds | None = None,
     ) -> None:

@@ -43,9 +43,9 @@ GROUPS = (
 LINES: tuple[tuple[str, str, str], ...] = (
     ("zmq/sugar/socket.py", r".*\.send\w*", SEND),
     ("transport/zmq_socket.py", r".*\.send", SEND),
-    ("transport/stream_dealer.py", r"StreamDealer\.send", SEND),
+    ("transport/dealer.py", r"StreamDealer\.send", SEND),
     ("transport/zmtp.py", r"framed", SEND),
-    ("transport/stream_dealer.py", r".*", RECEIVE),
+    ("transport/dealer.py", r".*", RECEIVE),
     ("transport/zmtp.py", r".*", RECEIVE),
     ("zmq/sugar/", r".*", RECEIVE),
     ("transport/zmq_socket.py", r".*", RECEIVE),
@@ -77,19 +77,18 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("frontend/", r".*", ENDPOINT),
     ("wire/hashing.py", r"(?!(un)?pack_tokens).*", HASHING),
     ("serving/prompt_paths.py", r".*", HASHING),
-    ("serving/media_path.py", r".*", HASHING),
     ("router/choosing.py", r"Chooser\.path\w*", HASHING),
     ("router/core/decision.py", r".*", RECORDING),
     ("router/decision_journal/", r".*", RECORDING),
     ("router/metrics.py", r".*", RECORDING),
     ("prometheus_client/", r".*", RECORDING),
     ("router/core/", r".*", DECISION),
-    ("router/service.py", r"RouterService\.(_on_ended|_end|_give_up)", INTAKE),
-    ("serving/worker_link.py", r"WorkerLink\.(on|_take)_\w+", INTAKE),
+    ("router/service.py", r"RouterService\.(ended|room_changed|_give_up)", INTAKE),
+    ("serving/links.py", r"WorkerLink\.(on|_take)_\w+", INTAKE),
     ("serving/request_machine.py", r"RequestMachine\.begin", DISPATCH),
     ("serving/request_machine.py", r".*", INTAKE),
     ("serving/token_delivery.py", r".*", INTAKE),
-    ("serving/in_flight.py", r".*", INTAKE),
+    ("serving/request_tracker.py", r".*", INTAKE),
     ("serving/", r".*", DISPATCH),
     ("router/", r".*", DISPATCH),
     ("asyncio/", r".*", LOOP),
@@ -98,7 +97,7 @@ LINES: tuple[tuple[str, str, str], ...] = (
 """Beginning of the file's path, function, group; the first line that fits counts."""
 
 EVENT_FRAMES = ("consolidator/", "router/feeds.py")
-EVENT_FUNCTIONS = ("CatchingUp.on_records", "CatchingUp.on_snapshot", "CatchingUp._step")
+EVENT_FUNCTIONS = ("JournalApplier.on_records", "JournalApplier.on_snapshot", "JournalApplier._step")
 
 WAITS = frozenset(
     (

@@ -37,7 +37,7 @@ from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.tools.bench.trace import TraceError, read_trace
 from poolgrid.tools.simulation.workload import Workload, build_workload
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 BLOCK_SIZE = 64
 BLOCKS_PER_WORKER = 16_384
@@ -141,9 +141,9 @@ def strategies(limits: GridLimits) -> dict[str, tuple[Sequence[FleetPool], MakeC
     return found
 
 
-def engine_limits(workload: Workload) -> EngineLimits:
+def engine_limits(workload: Workload) -> SimulatedLimits:
     """Return what every worker of every fleet holds."""
-    return EngineLimits(
+    return SimulatedLimits(
         block_size=BLOCK_SIZE,
         total_kv_blocks=BLOCKS_PER_WORKER,
         max_sequence_length=workload.longest + 1,

@@ -33,7 +33,7 @@ from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.workers.core.shipped_timing import timing_model
 from poolgrid.workers.core.timing import TimingModel
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 WORKERS = 8
 BLOCK_SIZE = 64
@@ -88,9 +88,9 @@ def policy_called(name: str) -> Policy:
     return policy
 
 
-def limits_of(workload: Workload, blocks: int) -> EngineLimits:
+def limits_of(workload: Workload, blocks: int) -> SimulatedLimits:
     """Return engines with so many blocks."""
-    return EngineLimits(
+    return SimulatedLimits(
         block_size=BLOCK_SIZE,
         total_kv_blocks=blocks,
         max_sequence_length=workload.longest + 1,

@@ -18,7 +18,7 @@ from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from poolgrid.tools.simulation.pool import Retention, RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.workload import Workload, build_workload
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 BLOCK_SIZE = 64
 WORKERS = 8
@@ -125,7 +125,7 @@ MADE: dict[str, Callable[[random.Random], list[TraceRow]]] = {
 
 def reused(workload: Workload, cache_tokens: int, retention: Retention) -> float:
     """Return the share of prompt tokens that is reused."""
-    limits = EngineLimits(
+    limits = SimulatedLimits(
         block_size=BLOCK_SIZE,
         total_kv_blocks=cache_tokens // BLOCK_SIZE,
         max_sequence_length=workload.longest + 1,

@@ -31,7 +31,7 @@ from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import PrefillCompleted, RequestFinished
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming, TimingModel
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact
+from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedLimits
 
 EVALUATE_EVERY_MS = 1000.0
 """How often the closed loop judges its cells, as in the global router."""
@@ -252,7 +252,7 @@ class SimulatedFleet:
         fleet: Sequence[FleetPool],
         make_chooser: MakeChooser,
         mix: Sequence[TargetClass],
-        limits: EngineLimits,
+        limits: SimulatedLimits,
         timing: TimingModel | None = None,
     ) -> None:
         if not mix or not isclose(sum(target_class.share for target_class in mix), 1.0):

@@ -46,7 +46,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.inference.cache_domain import CacheDomain, CacheShares
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import SystemClock
-from poolgrid.serving.tenant_paths import TenantPaths
+from poolgrid.serving.prompt_paths import TenantPaths
 from poolgrid.wire.hashing import hash_seed
 from poolgrid.wire.requests import Sampling
 

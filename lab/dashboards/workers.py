@@ -245,15 +245,8 @@ WORKERS_BOARD = Board(
                 Panel(
                     "TensorRT-LLM: KV use",
                     "percentunit",
-                    (
-                        Query(f"trtllm_kv_cache_utilization{{{POOL}}}", "{{instance}}"),
-                        Query(
-                            f"sum by (instance) (poolgrid_trtllm_kv_blocks_used{{{POOL}}}) / "
-                            f"(sum by (instance) (poolgrid_trtllm_kv_blocks{{{POOL}}}) > 0)",
-                            "{{instance}} by our count",
-                        ),
-                    ),
-                    "Share of the engine's KV blocks in use, by its own count and by ours.",
+                    (Query(f"trtllm_kv_cache_utilization{{{POOL}}}", "{{instance}}"),),
+                    "Share of the engine's KV blocks in use, by its own count.",
                     "Near 1: smaller batches or more workers.",
                     "cache-thrashing",
                     maximum=1,

@@ -18,7 +18,7 @@ from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
 from poolgrid.cli.options import environment_name
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
@@ -27,6 +27,7 @@ from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.settings import Settings
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.router.settings import EndpointPickerSettings, RouterSettings
+from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
@@ -72,7 +73,7 @@ SECTIONS = (
     Section(
         "Router",
         "router",
-        (ServerSettings, RouterSettings),
+        (ServerSettings, ServingSettings, RouterSettings),
         "How workers are chosen, how requests wait, and where the server listens.",
     ),
     Section(
@@ -96,7 +97,7 @@ SECTIONS = (
     Section(
         "Global router",
         "global-router",
-        (ServerSettings, GlobalRouterSettings),
+        (ServerSettings, ServingSettings, GlobalRouterSettings),
         "`--config` names a document: [pool grids](pool_grids.md). The options of the HTTP API are options here too.",
     ),
     Section(
@@ -131,7 +132,7 @@ SECTIONS = (
     Section(
         "Names instead of addresses",
         "router",
-        (NamesSettings,),
+        (DiscoverySettings,),
         "`router`, `worker`, `consolidator` and `global-router` have the same options: "
         "[names](operations.md#names-instead-of-addresses).",
     ),

@@ -24,7 +24,7 @@ from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.workload import build_workload
 from poolgrid.workers.core.timing import PolynomialTiming
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -46,7 +46,7 @@ def simulated(policy: str, *, speed: float = 1.0, cache_tokens: int | None = Non
     workload = build_workload(read_trace(TRACE, None), speed, BLOCK_SIZE)
     count = len(workload.requests)
     roomy = workload.total_tokens // BLOCK_SIZE + 2 * count + 1
-    limits = EngineLimits(
+    limits = SimulatedLimits(
         block_size=BLOCK_SIZE,
         total_kv_blocks=roomy if cache_tokens is None else cache_tokens // BLOCK_SIZE,
         max_sequence_length=workload.longest + 1,
@@ -80,7 +80,7 @@ def unlike_run() -> tuple[Watched, RunResult, Mapping[str, float]]:
     """Return the policy ``predicted`` after the trace on unlike workers, what came of it, and when requests came."""
     workload = build_workload(read_trace(TRACE, None), 1.0, BLOCK_SIZE)
     count = len(workload.requests)
-    limits = EngineLimits(
+    limits = SimulatedLimits(
         block_size=BLOCK_SIZE,
         total_kv_blocks=workload.total_tokens // BLOCK_SIZE + 2 * count + 1,
         max_sequence_length=workload.longest + 1,

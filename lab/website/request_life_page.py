@@ -8,8 +8,8 @@ import sys
 from enum import Enum
 
 from poolgrid.serving import request_machine
-from poolgrid.serving.happened import Happened
-from poolgrid.serving.request_machine import ANY, LEGS, ROWS, Do, Standing
+from poolgrid.serving.legs import LegEvent, LegState
+from poolgrid.serving.request_machine import ANY, LEGS, ROWS, Step
 
 HEAD = """# The life of a request
 
@@ -33,30 +33,28 @@ def _text(member: Enum, source: str) -> str:
     return " ".join(found[1].split()) if found else ""
 
 
-def _step(step: Do) -> str:
-    return step.name.lower().replace("_", " ")
+def _step(step: Step) -> str:
+    return step.__name__.replace("_", " ")
 
 
 def page() -> str:
     """Return the whole page."""
     lines = [HEAD, "| the leg is | what happens | what follows, in this order | why |", "|---|---|---|---|"]
     for row in ROWS:
-        standings = "any" if row.standings == ANY else "any leg under way" if row.standings == LEGS else ""
-        names = standings or ", ".join(standing.value for standing in row.standings)
-        lines.append(f"| {names} | {row.happened.value} | {', '.join(map(_step, row.steps))} | {row.why} |")
+        states = "any" if row.states == ANY else "any leg under way" if row.states == LEGS else ""
+        names = states or ", ".join(state.value for state in row.states)
+        lines.append(f"| {names} | {row.event.value} | {', '.join(map(_step, row.steps))} | {row.why} |")
     lines += [
         "",
         "What is in no row cannot happen, or has no effect: the late end of a leg, output after the request's end.",
     ]
-    for title, members in (("Where a leg stands", Standing), ("What happens", Happened), ("What follows", Do)):
+    for title, members in (("Where a leg stands", LegState), ("What happens", LegEvent)):
         source = inspect.getsource(members)
-        described = [(member, _text(member, source)) for member in members]
         lines += ["", f"## {title}", "", "| | |", "|---|---|"]
-        lines += [
-            f"| {_step(member) if isinstance(member, Do) else member.value} | {text} |"
-            for member, text in described
-            if text
-        ]
+        lines += [f"| {member.value} | {text} |" for member in members if (text := _text(member, source))]
+    lines += ["", "## What follows", "", "| | |", "|---|---|"]
+    steps = dict.fromkeys(step for row in ROWS for step in row.steps)
+    lines += [f"| {_step(step)} | {inspect.getdoc(step)} |" for step in steps]
     return "\n".join(lines) + "\n" + TAIL.format(limit=request_machine.LOSSES_MAX, drains=request_machine.DRAINS_MAX)
 
 

@@ -70,7 +70,7 @@ class Booked(msgspec.Struct, frozen=True):
     """How long it counts unconfirmed; 0 is the ledger's own."""
 
 
-class Crowded(msgspec.Struct, frozen=True):
+class Overcommitted(msgspec.Struct, frozen=True):
     """A worker refused a dispatch: other routers had sent it more prompt tokens than this one knew."""
 
     worker: WorkerKey
@@ -111,5 +111,13 @@ class Expired(msgspec.Struct, frozen=True):
 
 
 Input = (
-    RecordsArrived | SnapshotArrived | WorkerWanted | Booked | Crowded | Renewed | PromptComputed | Released | Expired
+    RecordsArrived
+    | SnapshotArrived
+    | WorkerWanted
+    | Booked
+    | Overcommitted
+    | Renewed
+    | PromptComputed
+    | Released
+    | Expired
 )

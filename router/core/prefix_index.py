@@ -19,7 +19,7 @@ Rules
     5. At most ``budget_bytes``, after every store. Beyond it the blocks that are longest out of reach go first, then
        leaves from their ends, oldest first, but leaves in use get a second chance; evictions are counted.
     6. No call takes longer because the index is large. Nothing is copied or scanned whole, no map is rebuilt whole
-       (``BlockMap``, ``BlockPlaces``), and what sweeping and eviction do in one call has a limit. Beyond that a call
+       (``BlockMap``, ``BlockLocator``), and what sweeping and eviction do in one call has a limit. Beyond that a call
        does what its own event says: its blocks, the runs that they cut, and, where a block goes that a worker still
        holds blocks behind (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right
        below.
@@ -45,21 +45,16 @@ from itertools import islice
 from typing import Final
 
 from poolgrid.consolidator.core.sharded_map import KEY_BITS, SHARD_ENTRIES
-from poolgrid.router.core.block_map import BlockMap
-from poolgrid.router.core.block_places import GONE, BlockPlaces
+from poolgrid.router.core.block_locator import GONE
 from poolgrid.router.core.lower_tiers import LowerTiers, TierOverlap, add_bits
 from poolgrid.router.core.orphans import Orphans
-from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
-from poolgrid.wire.feed import BlockChain
-from poolgrid.wire.hashing import pack_hashes
+from poolgrid.router.core.run_forest import Run
+from poolgrid.router.core.run_map import RUN_BLOCKS_MAX, RunMap, common_prefix
 from poolgrid.wire.identifiers import Tier, WorkerKey
 
 BYTES_PER_BLOCK: Final = 128
 """Budgeted bytes per distinct block. Of runs of a hundred blocks one takes 20 to 40 (its place in the run, and as it is
 written down), of runs of a few several hundred; recorded decisions are replayed with the same number."""
-
-RUN_BLOCKS_MAX = 1024
-"""Blocks of one run: what is freed in one go, at the most, and twice what a split moves."""
 
 SWEEP_SLICE_ENTRIES: Final = 1024
 """Runs, orphans, entries of lower tiers and freed blocks looked at per call after a worker was dropped, at the most:
@@ -89,16 +84,6 @@ EDGES_SHARD_ENTRIES: Final = 32_768
 """Edges of a shard before it is split: eight million need no split, and a rebuild takes two to three milliseconds. At
 8,192 storing took a half more from two million on, where all shards were split, and a young run of the collector, which
 looks at all that is in new dicts, a tenth of a second."""
-
-PLACES_SHARD_ENTRIES: Final = 16_384
-"""Blocks of a shard of ``BlockPlaces``: looking through all of them takes five to ten microseconds, splitting them or
-putting them in order about a millisecond."""
-
-NEAR: Final = 8
-"""Blocks of a path that a leap looks at, at each place, for one that is the first or last of a run."""
-
-HOPS: Final = 16
-"""Runs in a row that a look-up passes one by one though nobody's part of the path ends there; then it leaps."""
 
 SECOND_CHANCES = 64
 """Leaves in use that one call of eviction passes over; then it takes what it finds, so that it always gets there."""
@@ -136,13 +121,7 @@ class PrefixIndex:
         self._shard_entries = shard_entries
         self._first_depth = first_depth
         self._max_blocks = sys.maxsize if budget_bytes is None else budget_bytes // BYTES_PER_BLOCK
-        self._edges = BlockMap(shard_entries, first_depth)
-        self._places = BlockPlaces(min(shard_entries, PLACES_SHARD_ENTRIES), first_depth)
-        self._blocks = 0
-        """How many blocks are in reach."""
-        self._crossed = False
-        """Whether two runs had the same block as their first or last, so that ``_edges`` may lack one."""
-        self._runs = RunForest()
+        self._reach = RunMap(shard_entries, first_depth)
         self._orphans = Orphans(min(shard_entries, SHARD_ENTRIES))
         self._lower = LowerTiers(min(shard_entries, SHARD_ENTRIES))
         self._slots: dict[WorkerKey, int] = {}
@@ -213,7 +192,7 @@ class PrefixIndex:
             self._lower.onboard(bit, hashes)
         if type(hashes) is not array:
             hashes = array("Q", hashes)
-        edges, orphans = self._edges, self._orphans
+        edges, orphans = self._reach.edges, self._orphans
         shards, shift, key_mask = edges.view
         first, last = hashes[0], hashes[-1]
         count = len(hashes)
@@ -235,7 +214,7 @@ class PrefixIndex:
         ):
             # A sequence that its only holder continues: the usual growth, almost without a call.
             assert parent is not None
-            places = self._places
+            places = self._reach.places
             if count > 1 and len(set(hashes)) != count:
                 self.counters.contradictions += 1
                 stored = 0
@@ -256,13 +235,15 @@ class PrefixIndex:
                     if len(places.fresh_blocks) >= places.fresh_entries:
                         places.hand_out()
                 above.used = True
-                self._blocks += count
+                self._reach.blocks += count
                 stored = count
                 if len(shard) > edges.crowded_entries:
                     edges.relieve(last)
         else:
             # A chain that nobody has yet, below the last of blocks that this worker holds.
-            stored = count if self._add_run(bit, above, parent, hashes) else 0
+            stored = count if self._reach.add_run(bit, above, parent, hashes) else 0
+            if not stored:
+                self.counters.contradictions += 1
         self._held[slot] += stored
         counters = self.counters
         counters.blocks_stored += stored
@@ -270,7 +251,7 @@ class PrefixIndex:
             counters.repeated_stores += count - stored
         if self._dead or self._sweeping:
             self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
-        if self._blocks + orphans.entries > self._max_blocks:
+        if self._reach.blocks + orphans.entries > self._max_blocks:
             self._evict(EVICTION_SLICE_BLOCKS + 4 * count)
 
     def remove(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
@@ -285,7 +266,7 @@ class PrefixIndex:
             hashes, lowered, unknown = lower.take_off(bit, hashes, tier)
             self._lower_blocks[slot] -= lowered
             self.counters.unknown_removes += unknown
-        edges, places, orphans = self._edges, self._places, self._orphans
+        edges, places, orphans = self._reach.edges, self._reach.places, self._orphans
         removed = at = 0
         count = len(hashes)
         in_order = hashes if type(hashes) is array else array("Q", hashes)
@@ -305,14 +286,14 @@ class PrefixIndex:
                         ending.reverse()
                         going = in_order[at - 1 : at - 1 + length]
                         if ending != going:
-                            length = _common_prefix(ending, going)
-                        self._shorten(run, length)
+                            length = common_prefix(ending, going)
+                        self._reach.shorten(run, length)
                         removed += length
                         at += length - 1
                         continue
                     # One block, without a call.
                     blocks.pop()
-                    self._blocks -= 1
+                    self._reach.blocks -= 1
                     removed += 1
                     places.fresh_blocks.append(sequence_hash)
                     places.fresh_numbers.append(run.number | GONE)
@@ -322,14 +303,14 @@ class PrefixIndex:
                         del shard[key]
                         edges.entries -= 1
                     if held > 2:
-                        self._set_edge(blocks[-1], run, run)
+                        self._reach.set_edge(blocks[-1], run, run)
                     continue
             elif orphans.entries and (orphan := orphans.get(sequence_hash)) is not None and orphan.mask & bit:
                 orphans.clear(orphan, bit)
                 removed += 1
                 continue
             else:
-                run = self._inside(sequence_hash, bit)
+                run = self._reach.inside(sequence_hash, bit)
                 if run is None:
                     continue
             gone = self._remove_reached(run, in_order, at - 1, bit)
@@ -340,7 +321,7 @@ class PrefixIndex:
         self.counters.unknown_removes += count - removed
         if self._dead or self._sweeping:
             self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
-        if self._blocks + orphans.entries > self._max_blocks:
+        if self._reach.blocks + orphans.entries > self._max_blocks:
             # Blocks that went out of reach for one worker, and not for others, take room twice.
             self._evict(EVICTION_SLICE_BLOCKS + 4 * count)
 
@@ -375,11 +356,8 @@ class PrefixIndex:
 
         Freed at once, a million blocks keep everybody waiting for a tenth of a second.
         """
-        for each in (self._lower, self._edges, self._places, self._orphans):
+        for each in (self._lower, self._reach, self._orphans):
             entries = each.discard(entries)
-        while entries > 0 and (run := self._runs.discard_newest()) is not None:
-            self._blocks -= len(run.blocks)
-            entries -= len(run.blocks) + 1
         return entries <= 0
 
     # -- queries ---------------------------------------------------------------------------------------------------
@@ -389,114 +367,7 @@ class PrefixIndex:
 
         ``depth`` counts leading blocks of the path. Masks are disjoint; whoever holds nothing of the path is in none.
         """
-        shards, shift, key_mask = self._edges.view
-        try:
-            block = path[0]
-        except IndexError:
-            return []
-        run = shards[block >> shift].get(block & key_mask)
-        if self._crossed:
-            run = self._child(None, block)
-        if run is None or not (mask := run.mask & self._live):
-            return []
-        last = len(path) - 1
-        blocks = run.blocks
-        if len(blocks) > last and blocks[last] == path[last]:
-            return [(last + 1, mask)]
-        block = path[last]
-        high = shards[block >> shift].get(block & key_mask)
-        high_mask = high.mask if high is not None else 0
-        if high_mask & mask == mask:
-            return [(last + 1, mask)]
-        at = 0 if blocks[0] == path[0] else -blocks.index(path[0])
-        # From run to run: behind a path's part of one comes the first block of the next, or nothing that anyone holds.
-        groups: list[tuple[int, int]] = []
-        hops = patience = HOPS
-        while True:
-            end = at + len(blocks)
-            if end > last:
-                break
-            block = path[end]
-            below = run.child
-            if below is None:
-                break
-            if below.right is None:
-                if below.blocks[0] != block:
-                    break
-            else:
-                below = shards[block >> shift].get(block & key_mask)
-                if self._crossed:
-                    below = self._child(blocks[-1], block)
-                if below is None:
-                    break
-            rest = below.mask & mask
-            if rest == mask:
-                # Nobody ends here.
-                if high_mask & mask == mask:
-                    groups.append((last + 1, mask))
-                    groups.reverse()
-                    return groups
-                run, at = below, end
-                hops -= 1
-                if not hops:
-                    run, at = self._leap(path, run, at, mask)
-                    if at == end:
-                        patience *= 2
-                    hops = patience
-                blocks = run.blocks
-                continue
-            groups.append((end, mask ^ rest))
-            if not rest:
-                groups.reverse()
-                return groups
-            run, at, mask, hops = below, end, rest, patience
-            blocks = run.blocks
-        groups.append((at + _followed(blocks, path, at), mask))
-        groups.reverse()
-        return groups
-
-    def _leap(self, path: Sequence[int], run: Run, at: int, mask: int) -> tuple[Run, int]:
-        """Return a run farther down a path that all of ``mask`` hold, and where it begins, or the same if none is seen.
-
-        Looked for in steps that double, then halve, and only by edges: where these are rare runs are long.
-        """
-        shards, shift, key_mask = self._edges.view
-        step, doubles = 2 * NEAR, True
-        low, high = at, len(path)
-        while high - low > 2 * NEAR:
-            probe = low + step if doubles and low + step < high else (low + high) >> 1
-            step *= 2
-            for near in range(probe, min(probe + NEAR, high)):
-                block = path[near]
-                seen = shards[block >> shift].get(block & key_mask)
-                if seen is not None:
-                    break
-            if seen is not None and seen.mask & mask == mask:
-                run = seen
-                low = near
-                at = near if seen.blocks[0] == block else near + 1 - len(seen.blocks)
-            else:
-                high, doubles = probe, False
-        return run, at
-
-    def _run_of(self, block: int, bit: int = -1) -> Run | None:
-        """Return the run that a block is in, which certain workers hold, or anybody."""
-        run = self._edges.get(block)
-        return run if run is not None and run.mask & bit else self._inside(block, bit)
-
-    def _inside(self, block: int, bit: int) -> Run | None:
-        """Return the run that a block is in and certain workers hold, where no edge says so; it takes microseconds."""
-        return next((run for run in self._places.where(block) if run.mask & bit and block in run.blocks), None)
-
-    def _child(self, parent: int | None, block: int) -> Run | None:
-        """Return the run that begins with a block, behind another or none."""
-        run = self._edges.get(block)
-        if run is None or run.parent != parent or run.blocks[0] != block:
-            run = None
-            if self._crossed:
-                found = self._places.where(block)
-                run = next((each for each in found if each.parent == parent and each.blocks[0] == block), None)
-        return run
+        return self._reach.find(path, self._live)
 
     def overlap(self, path: Sequence[int], worker: WorkerKey) -> TierOverlap:
         """Return how much of a path one worker holds, by tier."""
@@ -524,21 +395,6 @@ class PrefixIndex:
         slot = self._slots.get(worker)
         return 0 if slot is None else self._held[slot]
 
-    def holdings(self, worker: WorkerKey) -> dict[Tier, set[int]]:
-        """Return all that a worker holds, by tier; walks the whole index (for checks, not for serving)."""
-        held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
-        slot = self._slots.get(worker)
-        if slot is None:
-            return held
-        bit = 1 << slot
-        union = {h for run in self._runs.ages if run.mask & bit for h in run.blocks}
-        union.update(orphan.sequence_hash for orphan in self._orphans if orphan.mask & bit)
-        off_device = self._lower.off_device
-        held[Tier.DEVICE] = {h for h in union if not (off_device.get(h) or 0) & bit}
-        for tier in (Tier.HOST, Tier.DISK):
-            held[tier] = {h for h, mask in self._lower.tier(tier).items() if mask & bit}
-        return held
-
     def holdings_from(
         self, worker: WorkerKey, first: int, entries: int = LOOK_SLICE_ENTRIES
     ) -> tuple[list[tuple[int, Tier]], int]:
@@ -553,7 +409,7 @@ class PrefixIndex:
             return found, HASHES_END
         bit = 1 << slot
         while entries > 0 and first < HASHES_END:
-            blocks, runs, end = self._places.shard_from(first)
+            blocks, runs, end = self._reach.places.shard_from(first)
             held = [h for h, run in zip(blocks, runs, strict=True) if h >= first and run.mask & bit]
             looked = self._orphans.held_between(bit, first, end, held)
             held.sort()
@@ -566,30 +422,6 @@ class PrefixIndex:
             first = end
         return found, first
 
-    def dump(self, worker: WorkerKey) -> list[BlockChain]:
-        """Return a worker's blocks as chains, parents before children: ``store`` of each rebuilds the same index.
-
-        Walks the whole index (for checks, not for serving).
-        """
-        slot = self._slots.get(worker)
-        if slot is None:
-            return []
-        bit = 1 << slot
-        parents: dict[int, int | None] = {}
-        for run in self._runs.ages:
-            if run.mask & bit:
-                parents.update(zip(run.blocks, (run.parent, *run.blocks), strict=False))
-        parents.update((orphan.sequence_hash, orphan.parent) for orphan in self._orphans if orphan.mask & bit)
-        chains: list[BlockChain] = []
-        off_device = self._lower.off_device
-        for tier in Tier:
-            if tier is Tier.DEVICE:
-                on_tier = {h: None for h in parents if not (off_device.get(h) or 0) & bit}
-            else:
-                on_tier = {h: None for h, mask in self._lower.tier(tier).items() if mask & bit}
-            chains.extend(_chains(on_tier, parents, tier))
-        return chains
-
     @property
     def workers(self) -> tuple[WorkerKey, ...]:
         """Return every worker that has a bit, in order of arrival."""
@@ -601,13 +433,12 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Return how many blocks are resident; one that some hold in reach and others out of reach counts twice."""
-        return self._blocks + self._orphans.entries
+        return self._reach.blocks + self._orphans.entries
 
     def size_bytes(self) -> int:
         """Return a close estimate: the maps exactly, 40 bytes a block for its key and place in its run."""
-        maps = (self._edges, self._places, self._orphans, self._lower)
-        keys = 32 * (self._edges.entries + self._orphans.entries)
-        return sum(each.size_bytes() for each in maps) + 9 * self._blocks + keys + RUN_BYTES * self._runs.ages.entries
+        orphans = self._orphans.size_bytes() + 32 * self._orphans.entries
+        return self._reach.size_bytes() + orphans + self._lower.size_bytes()
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
@@ -616,7 +447,7 @@ class PrefixIndex:
         run: Run | None = None
         position = 0
         if parent is not None:
-            run = self._run_of(parent, bit)
+            run = self._reach.run_of(parent, bit)
             if run is None:
                 return self._store_orphans(bit, parent, hashes)
             position = run.blocks.index(parent) + 1
@@ -628,14 +459,14 @@ class PrefixIndex:
         while at < end:
             if run is not None and position < len(run.blocks):
                 # Held already: skip what the chain shares with the rest of its run.
-                shared = _common_prefix(run.blocks[position : position + end - at], hashes[at:])
+                shared = common_prefix(run.blocks[position : position + end - at], hashes[at:])
                 if not shared:
                     # It branches off, and nothing below a block that is not resident can be resident.
                     return stored + self._add_blocks(bit, run, parent, hashes[at:])
                 at += shared
                 position += shared
             else:
-                below = self._child(parent, hashes[at])
+                below = self._reach.child(parent, hashes[at])
                 if below is None:
                     return stored + self._add_blocks(bit, run, parent, hashes[at:])
                 run = below
@@ -644,9 +475,9 @@ class PrefixIndex:
                     continue
                 blocks = run.blocks
                 part = hashes[at : at + len(blocks)]
-                position = len(blocks) if blocks == part else _common_prefix(blocks, part)
+                position = len(blocks) if blocks == part else common_prefix(blocks, part)
                 if position < len(blocks):
-                    run = self._split(run, position)
+                    run = self._reach.split(run, position)
                 run.mask |= bit
                 run.used = True
                 at += position
@@ -655,123 +486,10 @@ class PrefixIndex:
         return stored
 
     def _add_blocks(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> int:
-        """Add new blocks below ``parent``, any block of ``above``; return how many there was nothing against."""
-        if len(blocks) <= RUN_BLOCKS_MAX:
-            return len(blocks) if self._add_run(bit, above, parent, blocks) else 0
-        for at in range(0, len(blocks), RUN_BLOCKS_MAX):
-            part = blocks[at : at + RUN_BLOCKS_MAX]
-            if not self._add_run(bit, above, parent, part):
-                return at
-            parent = part[-1]
-            above = self._edges.get(parent)
-        return len(blocks)
-
-    def _add_run(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> bool:
-        """Add new blocks, few enough for a run, behind a block of ``above``; refuse (False) what contradicts edges."""
-        edges = self._edges
-        first, last = blocks[0], blocks[-1]
-        if first in edges or last in edges or len(set(blocks)) != len(blocks):
+        added = self._reach.add_blocks(bit, above, parent, blocks)
+        if added < len(blocks):
             self.counters.contradictions += 1
-            return False
-        if above is not None and above.blocks[-1] != parent:
-            assert parent is not None
-            above = self._split(above, above.blocks.index(parent) + 1)
-        self._blocks += len(blocks)
-        if (
-            above is not None
-            and above.mask == bit
-            and above.child is None
-            and len(above.blocks) + len(blocks) <= RUN_BLOCKS_MAX
-        ):
-            if above.blocks[0] != parent:
-                self._no_edge(above.blocks[-1], above)
-            above.blocks.extend(blocks)
-            above.used = True
-            self._places.add(above, blocks)
-            self._set_edge(last, above)
-            return True
-        run = Run(parent, blocks[:], bit)
-        self._set_edge(first, run)
-        if first != last:
-            self._set_edge(last, run)
-        self._runs.add(run, above)
-        self._places.enter(run)
-        return True
-
-    def _split(self, run: Run, at: int) -> Run:
-        """Cut a run before position ``at``; return the front part, whose child the rest is.
-
-        The shorter part becomes a run of its own: its blocks are those that are written down anew.
-        """
-        if 2 * at > len(run.blocks):
-            moved = tail = self._runs.cut_tail(run, at)
-            front = run
-        else:
-            moved = front = self._runs.cut_front(run, at, self._above(run))
-            tail = run
-        self._places.take(run, moved.blocks)
-        self._places.enter(moved)
-        for part in (front, tail):
-            self._set_edge(part.blocks[0], part, run)
-            self._set_edge(part.blocks[-1], part, run)
-        get = self._edges.get
-        for part in (front, tail):
-            if get(part.blocks[0]) is not part or get(part.blocks[-1]) is not part:
-                # A run that has a block twice, which is then an edge of both parts.
-                self._crossed = True
-        return front
-
-    def _shorten(self, run: Run, count: int, evicted: bool = False) -> array[int]:
-        """Take blocks from the end of a run, perhaps all; return them."""
-        blocks = run.blocks
-        gone = blocks[-count:]
-        del blocks[-count:]
-        self._blocks -= count
-        self._places.take(run, gone)
-        self._no_edge(gone[-1], run)
-        if blocks:
-            self._set_edge(blocks[-1], run, run)
-            if gone[-1] == blocks[0]:
-                self._set_edge(blocks[0], run, run)
-        else:
-            self._no_edge(gone[0], run)
-            self._unlink(run, evicted)
-            self._places.leave(run)
-        return gone
-
-    def _set_edge(self, block: int, run: Run, before: Run | None = None) -> None:
-        """Name a run for its first or last block, where no other was named but perhaps ``before``."""
-        edges = self._edges
-        shard = edges.shards[block >> edges.shift]
-        key = block & edges.key_mask
-        named = shard.get(key)
-        if named is not run:
-            shard[key] = run
-            if named is None:
-                edges.entries += 1
-                if len(shard) > edges.crowded_entries:
-                    edges.relieve(block)
-            elif named is not before:
-                self._crossed = True
-
-    def _no_edge(self, block: int, run: Run) -> None:
-        """No longer name a run for a block."""
-        edges = self._edges
-        shard = edges.shards[block >> edges.shift]
-        key = block & edges.key_mask
-        if shard.get(key) is run:
-            del shard[key]
-            edges.entries -= 1
-
-    def _above(self, run: Run) -> Run | None:
-        """Return the run that names another as its child, where there is one."""
-        if run.parent is None or run.left is not None:
-            return None
-        above = self._edges.get(run.parent)
-        if above is not None and above.child is run:
-            return above
-        # It is gone, or another run has the same edge: a link to one that is gone must not stay.
-        return next((each for each in self._places.where(run.parent) if each.child is run), None)
+        return added
 
     def _store_orphans(self, bit: int, parent: int, hashes: Sequence[int]) -> int:
         """Keep blocks apart whose worker does not hold the block before them; reach resumes where it can."""
@@ -795,19 +513,20 @@ class PrefixIndex:
             pending.append((parent, sequence_hash))
             while pending:
                 before, block = pending.pop()
-                above = None if before is None else self._run_of(before, bit)
+                above = None if before is None else self._reach.run_of(before, bit)
                 if above is None or before is None or above.blocks[-1] == before:
-                    run = self._child(before, block)
+                    run = self._reach.child(before, block)
                 else:
                     following = above.blocks.index(before) + 1
                     run = above if above.blocks[following] == block else None
                 if run is None or not run.mask & bit:
                     if run is None:
-                        if not self._add_run(bit, above, before, array("Q", (block,))):
+                        if not self._reach.add_run(bit, above, before, array("Q", (block,))):
+                            self.counters.contradictions += 1
                             return stored
                     else:
                         if len(run.blocks) > 1:
-                            run = self._split(run, 1)
+                            run = self._reach.split(run, 1)
                         run.mask |= bit
                         run.used = True
                     orphan = orphans.get(block)
@@ -825,7 +544,7 @@ class PrefixIndex:
         """Remove a block of a run, and what goes next as far as that is the run backwards; return how many went."""
         sequence_hash = going[at]
         if run.blocks[-1] != sequence_hash:
-            run = self._split(run, run.blocks.index(sequence_hash) + 1)
+            run = self._reach.split(run, run.blocks.index(sequence_hash) + 1)
         blocks = run.blocks
         child = run.child
         if child is not None:
@@ -834,10 +553,10 @@ class PrefixIndex:
             child = run.child
         held = len(blocks)
         most = min(held, len(going) - at)
-        count = _common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
+        count = common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
         rest = run.mask ^ bit
         if not rest:
-            self._shorten(run, count)
+            self._reach.shorten(run, count)
         elif count == held:
             run.mask = rest
         elif (
@@ -850,17 +569,17 @@ class PrefixIndex:
             moved = blocks[-count:]
             del blocks[-count:]
             if len(child.blocks) > 1:
-                self._no_edge(child.blocks[0], child)
+                self._reach.no_edge(child.blocks[0], child)
             if count > 1:
-                self._no_edge(sequence_hash, run)
+                self._reach.no_edge(sequence_hash, run)
             child.blocks[:0] = moved
             child.parent = blocks[-1]
-            self._places.take(run, moved)
-            self._places.add(child, moved)
-            self._set_edge(moved[0], child, run)
-            self._set_edge(blocks[-1], run, run)
+            self._reach.places.take(run, moved)
+            self._reach.places.add(child, moved)
+            self._reach.set_edge(moved[0], child, run)
+            self._reach.set_edge(blocks[-1], run, run)
         else:
-            tail = self._split(run, held - count).child
+            tail = self._reach.split(run, held - count).child
             assert tail is not None, "a run that was split has no tail"
             tail.mask = rest
         return count
@@ -879,18 +598,7 @@ class PrefixIndex:
                 parent = block
             run.mask ^= bit
             if not run.mask:
-                self._delete(run)
-
-    def _delete(self, run: Run) -> None:
-        """Delete a run that nobody holds; its children, which nobody can hold either, follow in their turn."""
-        self._blocks -= len(run.blocks)
-        self._no_edge(run.blocks[0], run)
-        self._no_edge(run.blocks[-1], run)
-        self._unlink(run)
-        self._places.leave(run)
-
-    def _unlink(self, run: Run, evicted: bool = False) -> None:
-        self._runs.remove(run, self._above(run), evicted)
+                self._reach.delete(run)
 
     # -- lower tiers -----------------------------------------------------------------------------------------------
 
@@ -908,7 +616,7 @@ class PrefixIndex:
                 position += 1
                 continue
             if reaches:
-                run = self._run_of(sequence_hash, bit)
+                run = self._reach.run_of(sequence_hash, bit)
                 if run is not None:
                     position = run.blocks.index(sequence_hash) + 1
                     continue
@@ -933,7 +641,7 @@ class PrefixIndex:
         self._swept_too_far = max(0, -left)
         if left <= 0:
             return
-        ages = self._runs.ages
+        ages = self._reach.forest.ages
         if not self._sweeping:
             self._sweeping, self._dead = self._dead, 0
             # Newest first: a run must not go before those that continue it. What is new meanwhile has no dead holder.
@@ -947,7 +655,7 @@ class PrefixIndex:
                 run.mask &= ~dead
                 if not run.mask:
                     left -= len(run.blocks)
-                    self._delete(run)
+                    self._reach.delete(run)
         left = self._orphans.sweep(dead, left)
         left = self._lower.sweep(dead, left)
         self._swept_too_far = max(0, -left)
@@ -958,14 +666,14 @@ class PrefixIndex:
     def _evict(self, slice_blocks: int) -> None:
         """Evict until within budget, a bounded number of blocks."""
         orphans = self._orphans
-        excess = self._blocks + orphans.entries - self._max_blocks
+        excess = self._reach.blocks + orphans.entries - self._max_blocks
         while excess > 0 and slice_blocks > 0 and (orphan := orphans.oldest) is not None:
             mask = orphan.mask
             orphans.clear(orphan, mask)
             self._forget_evicted([orphan.sequence_hash], mask)
             excess -= 1
             slice_blocks -= 1
-        runs = self._runs
+        runs = self._reach.forest
         chances = SECOND_CHANCES
         while excess > 0 and slice_blocks > 0 and (run := runs.oldest_leaf) is not None:
             slice_blocks -= 1
@@ -975,7 +683,7 @@ class PrefixIndex:
                 runs.postpone(run)
                 continue
             count = min(len(run.blocks), excess, slice_blocks)
-            gone = self._shorten(run, count, evicted=True)
+            gone = self._reach.shorten(run, count, evicted=True)
             excess -= count
             slice_blocks -= count
             self._forget_evicted(gone, run.mask)
@@ -992,11 +700,7 @@ class PrefixIndex:
 
 
 _CONTENTS = (
-    "_edges",
-    "_places",
-    "_blocks",
-    "_crossed",
-    "_runs",
+    "_reach",
     "_orphans",
     "_lower",
     "_slots",
@@ -1024,57 +728,3 @@ def _siblings(run: Run | None) -> Iterator[Run]:
     while run is not None:
         yield run
         run = run.right
-
-
-def _followed(blocks: Sequence[int], path: Sequence[int], at: int) -> int:
-    """Return how many blocks of a run a path has that has the first of them at ``at``.
-
-    A sequence hash names all before it, so equal hashes in one place are equal hashes in all places before.
-    """
-    count = min(len(blocks), len(path) - at)
-    if blocks[count - 1] == path[at + count - 1]:
-        return count
-    low, high = max(0, -at), count - 1
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if blocks[middle] == path[at + middle]:
-            low = middle
-        else:
-            high = middle
-    return low + 1
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many leading elements two sequences share."""
-    count = min(len(left), len(right))
-    if left[:count] == right[:count]:
-        return count
-    shared = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        shared += 1
-    return shared
-
-
-def _chains(blocks: dict[int, None], parents: dict[int, int | None], tier: Tier) -> list[BlockChain]:
-    """Cut a set of blocks into chains, parents before children."""
-    below: dict[int, list[int]] = {}
-    heads: list[int] = []
-    for sequence_hash in blocks:
-        parent = parents.get(sequence_hash)
-        if parent is not None and parent in blocks:
-            below.setdefault(parent, []).append(sequence_hash)
-        else:
-            heads.append(sequence_hash)
-    chains: list[BlockChain] = []
-    for head in heads:
-        pending = [head]
-        while pending:
-            first = pending.pop()
-            chain = [first]
-            while (next_blocks := below.get(chain[-1])) is not None:
-                pending.extend(next_blocks[1:])
-                chain.append(next_blocks[0])
-            chains.append(BlockChain(parents.get(first), pack_hashes(chain), tier))
-    return chains

@@ -9,14 +9,15 @@ Rules
 
 from __future__ import annotations
 
-from typing import Protocol, assert_never, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol, overload
 
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
-    Crowded,
     Expired,
     Input,
+    Overcommitted,
     PromptComputed,
     RecordsArrived,
     Released,
@@ -49,66 +50,89 @@ class RouterState:
     @overload
     def apply(self, given: Renewed | PromptComputed | Released) -> bool: ...
     @overload
-    def apply(self, given: RecordsArrived | SnapshotArrived | Booked | Crowded | Expired) -> None: ...
+    def apply(self, given: RecordsArrived | SnapshotArrived | Booked | Overcommitted | Expired) -> None: ...
     @overload
     def apply(self, given: Input) -> Found | bool | None: ...
 
-    def apply(self, given: Input) -> Found | bool | None:
+    def apply(self, given: Input) -> Any:
         """Let an input take effect.
 
         Returns the decision for ``WorkerWanted``, or why there is none, and nothing changed; for ``Renewed``,
         ``PromptComputed`` and ``Released`` whether that changed something; else ``None``. Raises ``Hole`` for records
         that are not the next.
         """
-        log, projection = self.log, self.projection
-        match given:
-            case WorkerWanted():
-                found = self.selector.select(given)
-                if log is not None and isinstance(found, Decision):
-                    log.note(given, found)
-                return found
-            case RecordsArrived(records, now_ms):
-                if log is not None and records:
-                    projection.expect(records[0].offset)  # what is not applied must not be noted
-                    log.note(given)
-                for record in records:
-                    projection.apply(record, now_ms)
-                return None
-            case Expired(now_ms, held):
-                expired, renewed = projection.expire(now_ms, held)
-                if log is not None and (expired or renewed):
-                    # Of all that is held, only what was due made a difference.
-                    log.note(Expired(now_ms, renewed))
-                return None
-            case Renewed() | PromptComputed() | Released():
-                has_changed = self._on_dispatch(given)
-                if log is not None and has_changed:
-                    log.note(given)
-                return has_changed
-            case Booked():
-                self.selector.book(given.decision, given.path, given.now_ms, given.dispatch_id, given.lease_ms)
-            case Crowded(worker, dispatch_id, booked_tokens, now_ms):
-                projection.ledger.crowded(worker, projection.index.slot(worker), dispatch_id, booked_tokens, now_ms)
-            case SnapshotArrived(load, now_ms):
-                projection.adopt(load, now_ms)
-            case _:
-                assert_never(given)
-        if log is not None:
-            log.note(given)
-        return None
+        return _EFFECTS[type(given)](self, given)
 
-    def _on_dispatch(self, given: Renewed | PromptComputed | Released) -> bool:
-        """Let an input about one dispatch take effect; return whether it changed something."""
-        projection, worker, dispatch_id = self.projection, given.worker, given.dispatch_id
-        match given:
-            case Renewed():
-                return projection.ledger.renew(worker, dispatch_id, given.now_ms)
-            case Released():
-                return projection.release(worker, dispatch_id)
-            case PromptComputed():
-                is_news = projection.ledger.prompt_seen(worker, dispatch_id)
-                return (given.is_held and projection.trust.prompt_computed(worker, dispatch_id)) or is_news
+    def _note(self, given: Input) -> None:
+        if self.log is not None:
+            self.log.note(given)
+
+    def _select(self, given: WorkerWanted) -> Found:
+        found = self.selector.select(given)
+        if self.log is not None and isinstance(found, Decision):
+            self.log.note(given, found)
+        return found
+
+    def _book(self, given: Booked) -> None:
+        self.selector.book(given.decision, given.path, given.now_ms, given.dispatch_id, given.lease_ms)
+        self._note(given)
+
+    def _release(self, given: Released) -> bool:
+        is_known = self.projection.release(given.worker, given.dispatch_id)
+        if is_known:
+            self._note(given)
+        return is_known
+
+    def _renew(self, given: Renewed) -> bool:
+        is_open = self.projection.ledger.renew(given.worker, given.dispatch_id, given.now_ms)
+        if is_open:
+            self._note(given)
+        return is_open
+
+    def _see_prompt(self, given: PromptComputed) -> bool:
+        is_news = self.projection.ledger.prompt_seen(given.worker, given.dispatch_id)
+        if given.is_held and self.projection.trust.prompt_computed(given.worker, given.dispatch_id):
+            is_news = True
+        if is_news:
+            self._note(given)
+        return is_news
+
+    def _take_records(self, given: RecordsArrived) -> None:
+        if self.log is not None and given.records:
+            self.projection.expect(given.records[0].offset)  # what is not applied must not be noted
+            self.log.note(given)
+        apply, now_ms = self.projection.apply, given.now_ms
+        for record in given.records:
+            apply(record, now_ms)
+
+    def _expire(self, given: Expired) -> None:
+        expired, renewed = self.projection.expire(given.now_ms, given.held)
+        if expired or renewed:
+            # Of all that is held, only what was due made a difference.
+            self._note(Expired(given.now_ms, renewed))
+
+    def _overcommit(self, given: Overcommitted) -> None:
+        slot = self.projection.index.slot(given.worker)
+        self.projection.ledger.crowded(given.worker, slot, given.dispatch_id, given.booked_tokens, given.now_ms)
+        self._note(given)
+
+    def _adopt(self, given: SnapshotArrived) -> None:
+        self.projection.adopt(given.load, given.now_ms)
+        self._note(given)
 
     def preview(self, wanted: WorkerWanted) -> Found:
         """Return what ``apply`` would return for a request now; nothing is changed, counted or noted."""
         return self.selector.select(wanted, dry_run=True)
+
+
+_EFFECTS: Final[Mapping[type[Input], Callable[[RouterState, Any], Any]]] = {
+    WorkerWanted: RouterState._select,
+    Booked: RouterState._book,
+    Released: RouterState._release,
+    Renewed: RouterState._renew,
+    PromptComputed: RouterState._see_prompt,
+    RecordsArrived: RouterState._take_records,
+    SnapshotArrived: RouterState._adopt,
+    Overcommitted: RouterState._overcommit,
+    Expired: RouterState._expire,
+}

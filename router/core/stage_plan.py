@@ -26,7 +26,7 @@ ENCODE_ROLES = (Role.ENCODE,)
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class LegSpec:
     """What the next worker is asked to do, and who may be asked."""
 
     stage: Stage
@@ -35,7 +35,7 @@ class Leg:
     """``aggregated``, ``local_prefill``, ``no_prefill_worker``, ``disaggregated`` or ``media``."""
 
 
-class Staff(NamedTuple):
+class RoleAvailability(NamedTuple):
     """Whether any worker of a role takes requests, and can be reached."""
 
     whole: bool
@@ -46,7 +46,7 @@ class Staff(NamedTuple):
 
 def first_leg(
     has_aggregated: bool, has_prefill: bool, has_decode: bool, uncached_tokens: int, local_prefill_max_tokens: int
-) -> Leg:
+) -> LegSpec:
     """Return the first leg; ``uncached_tokens`` counts against the decode worker that holds most of the prompt."""
     if has_prefill and has_decode:
         return _LOCAL_PREFILL if uncached_tokens <= local_prefill_max_tokens else _PREFILL
@@ -55,16 +55,16 @@ def first_leg(
     return _AGGREGATED
 
 
-_LOCAL_PREFILL: Final = Leg(Stage.WHOLE, DECODE_ROLES, "local_prefill")
-_PREFILL: Final = Leg(Stage.PREFILL, PREFILL_ROLES, "disaggregated")
-_NO_PREFILL_WORKER: Final = Leg(Stage.WHOLE, DECODE_ROLES, "no_prefill_worker")
-_AGGREGATED: Final = Leg(Stage.WHOLE, WHOLE_ROLES, "aggregated")
+_LOCAL_PREFILL: Final = LegSpec(Stage.WHOLE, DECODE_ROLES, "local_prefill")
+_PREFILL: Final = LegSpec(Stage.PREFILL, PREFILL_ROLES, "disaggregated")
+_NO_PREFILL_WORKER: Final = LegSpec(Stage.WHOLE, DECODE_ROLES, "no_prefill_worker")
+_AGGREGATED: Final = LegSpec(Stage.WHOLE, WHOLE_ROLES, "aggregated")
 
-ENCODE_LEG: Final = Leg(Stage.ENCODE, ENCODE_ROLES, "media")
+ENCODE_LEG: Final = LegSpec(Stage.ENCODE, ENCODE_ROLES, "media")
 """Before the legs that compute tokens."""
 
 NEVER_LOCAL: Final = -1
 """As ``local_prefill_max_tokens``: not even a prompt that is all cached."""
 
-SECOND_LEG: Final = Leg(Stage.DECODE, DECODE_ROLES, "disaggregated")
+SECOND_LEG: Final = LegSpec(Stage.DECODE, DECODE_ROLES, "disaggregated")
 """After a prefill leg that did not finish the request."""

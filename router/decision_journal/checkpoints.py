@@ -9,8 +9,8 @@ from typing import Any
 from poolgrid.router.core.approximate_index import Beliefs, BelievedChain
 from poolgrid.router.core.load_ledger import LoadEntry
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.stream_trust import OpenChoice as AwaitedChoice
-from poolgrid.router.core.stream_trust import Window
+from poolgrid.router.core.stream_health import OpenChoice as AwaitedChoice
+from poolgrid.router.core.stream_health import Window
 from poolgrid.router.decision_journal.entries import (
     BelievedBlocks,
     Checkpoint,

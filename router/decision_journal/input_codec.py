@@ -11,15 +11,15 @@ from typing import assert_never
 
 import msgspec
 
-from poolgrid.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
+from poolgrid.consolidator.journal.inspection import NotKept, reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import StoredRecord, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
-    Crowded,
     Expired,
     Input,
+    Overcommitted,
     PromptComputed,
     RecordsArrived,
     Released,
@@ -65,7 +65,7 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
     decision: Decision
 
 
-Kept = Decided | Booked | Crowded | Renewed | PromptComputed | Released | Expired | JournalEntry
+Kept = Decided | Booked | Overcommitted | Renewed | PromptComputed | Released | Expired | JournalEntry
 """What is kept of an input until it is written: of records and snapshots no more than the entry says."""
 
 
@@ -112,7 +112,7 @@ class InputWriter:
                 return made_of(wanted, decision, self._named(workers, out))
             case Booked():
                 return DecisionBooked(item.decision.request.request_id, item.dispatch_id, item.now_ms, item.lease_ms)
-            case Crowded():
+            case Overcommitted():
                 number = self._named((item.worker,), out)[item.worker]
                 return WorkerCrowded(number, item.dispatch_id, item.booked_tokens, item.now_ms)
             case Renewed():
@@ -153,7 +153,7 @@ class NoDecision(Exception):
         self.request_id = request_id
 
 
-class TooOld(NotKept):
+class PoolJournalTooShort(NotKept):
     """The pool's journal no longer reaches back as far as an input does."""
 
 
@@ -173,7 +173,7 @@ class InputReader:
         """Return the input that an entry stands for, ``None`` for one that stands for none.
 
         ``workers`` are those named so far, by number; ``projection`` is what the input will be applied to.
-        Raises ``StreamDiffers``, ``NoDecision``, ``NotKept`` or ``TooOld``.
+        Raises ``StreamDiffers``, ``NoDecision``, ``NotKept`` or ``PoolJournalTooShort``.
         """
         match entry:
             case RecordsApplied():
@@ -188,7 +188,7 @@ class InputReader:
                     raise NoDecision(entry.request_id)
                 return Booked(decided.decision, decided.wanted.path, entry.dispatch_id, entry.now_ms, entry.lease_ms)
             case WorkerCrowded():
-                return Crowded(workers[entry.worker], entry.dispatch_id, entry.booked_tokens, entry.now_ms)
+                return Overcommitted(workers[entry.worker], entry.dispatch_id, entry.booked_tokens, entry.now_ms)
             case LeaseRenewed():
                 return Renewed(workers[entry.worker], entry.dispatch_id, entry.now_ms)
             case PrefillEnded():
@@ -205,9 +205,9 @@ class InputReader:
                 assert_never(entry)
 
     def snapshot(self, offset: int, now_ms: float, projection: Projection) -> SnapshotArrived:
-        """Return the pool's state before a record; raises ``NotKept`` or ``TooOld``."""
+        """Return the pool's state before a record; raises ``NotKept`` or ``PoolJournalTooShort``."""
         if offset and offset < self._reaches_back:
-            raise TooOld(
+            raise PoolJournalTooShort(
                 f"the pool's journal no longer holds what was seen: it reaches back to record {self._reaches_back}"
             )
         frozen = state_at(self._pool, offset, self._blocks_max).freeze()

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.consolidator.journal.as_of import NotKept
+from poolgrid.consolidator.journal.inspection import NotKept
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.policy import Policy
@@ -42,8 +42,8 @@ from poolgrid.router.decision_journal.input_codec import (
     Decided,
     InputReader,
     NoDecision,
+    PoolJournalTooShort,
     StreamDiffers,
-    TooOld,
     wanted_of,
 )
 from poolgrid.router.decision_journal.opening import settings_of
@@ -83,7 +83,7 @@ class ReplayOutcome:
     remarks: ReadRemarks = field(default_factory=ReadRemarks)
 
 
-class Replay:
+class DecisionReplay:
     """One router's decision journal against the journal of its pool."""
 
     def __init__(
@@ -183,7 +183,7 @@ class Replay:
 
     def _blind_by(self, error: NotKept) -> None:
         self._blind = str(error)
-        self._too_old = isinstance(error, TooOld)
+        self._too_old = isinstance(error, PoolJournalTooShort)
 
     def _lacks_beliefs(self, made: DecisionMade, state: RouterState) -> bool:
         """Tell whether a decision depends on choices that may be missing here: older ones than a checkpoint has."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.framing import FILE_HEADER, Fault, file_header, frame, scan
+from poolgrid.consolidator.journal.framing import FILE_HEADER, EntryFault, file_header, frame, scan
 from poolgrid.consolidator.journal.stored_records import SUFFIX, created_ms_of, offset_of, segment_names
 from poolgrid.consolidator.ports import Disk
 from poolgrid.router.decision_journal.entries import DECISIONS
@@ -62,7 +62,7 @@ class DecisionSegments:
             self._next = first + 1
             return
         positions, end, damage = scan(data, FILE_HEADER.size, first)
-        if damage is not None and damage.fault is Fault.TORN:
+        if damage is not None and damage.fault is EntryFault.TORN:
             self._disk.truncate(name, end)
             self.report.append(f"{name}: cut a torn tail of {len(data) - end} bytes at byte {end} ({damage.detail})")
             data = data[:end]
@@ -70,7 +70,7 @@ class DecisionSegments:
             self.report.append(f"{name}: damaged from byte {damage.position} on ({damage.detail})")
         self._segments.append(_Segment(name, first, created_ms, len(data)))
         # One number is left out behind damage, so that the next segment's name differs from all there are.
-        self._next = first + len(positions) + (damage is not None and damage.fault is Fault.CORRUPT)
+        self._next = first + len(positions) + (damage is not None and damage.fault is EntryFault.CORRUPT)
         if not positions:
             self._next = max(self._next, first + 1)
 

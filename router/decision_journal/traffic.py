@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from zlib import decompress
 
-from poolgrid.consolidator.journal.as_of import reaches_back_to, state_at
+from poolgrid.consolidator.journal.inspection import reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.decision_journal.entries import (

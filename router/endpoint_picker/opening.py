@@ -58,11 +58,11 @@ async def open_endpoint_picker(
         frontend.max_body_values,
     )
     picker = Picker(
-        service.view,
+        service,
         state,
         reader,
         service.chooser.path_now,
-        service.books.realised,
+        service.tracker.realised,
         RequestIds(f"g{secrets.token_hex(6)}"),
         FALLBACKS,
         metrics,

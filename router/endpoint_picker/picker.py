@@ -307,7 +307,7 @@ class Picker:
         wanted = booking.wanted
         is_held = wanted is not None and wanted.request.isl >= TOKENS_MIN
         if self._state.apply(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
-            self._router.load_changed()
+            self._router.room_changed()
 
     def ended(self, booking: Booking, cached_tokens: int | None) -> None:
         """Take a request off the books, whatever ended it; ``cached_tokens`` as the engine said."""
@@ -318,7 +318,7 @@ class Picker:
 
     def _release(self, booking: Booking) -> None:
         self._state.apply(Released(booking.worker, booking.dispatch_id))
-        self._router.load_changed()
+        self._router.room_changed()
 
     def renew(self, held: Iterable[Booking]) -> None:
         """Begin the leases of the bookings that open streams hold anew, and end the others."""

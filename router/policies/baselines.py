@@ -16,13 +16,13 @@ FIELD_WEIGHTS = CostWeights(queue_weight=1.0, decode_weight=1.0)
 _RANDOM_SEED = 3
 
 
-class Field(KvAware):
+class FieldCost(KvAware):
     """The lowest cost with the weights of the field's formula, whatever weights are set."""
 
     name = "field"
 
     @classmethod
-    def configured(cls, options: PolicyOptions) -> Field:
+    def configured(cls, options: PolicyOptions) -> FieldCost:
         return cls(FIELD_WEIGHTS, options.temperature)
 
 

@@ -21,7 +21,7 @@ SERVE = [
     "_Exchange.run (frontend/inference_endpoint.py:151)",
 ]
 DRAIN = "CallbackSocket._drain (transport/zmq_socket.py:68)"
-FOLD = ["CatchingUp.on_records (router/catching_up.py:3)", "PrefixIndex.store (router/core/prefix_index.py:4)"]
+FOLD = ["JournalApplier.on_records (router/journal_applier.py:3)", "PrefixIndex.store (router/core/prefix_index.py:4)"]
 DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._dispatch (router/service.py:520)"]
 
 
@@ -39,7 +39,7 @@ DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._disp
         ([*SERVE, *DISPATCH, "DecisionLog.add (router/core/decision.py:172)"], "recording"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:638)"], "ZMQ send"),
         ([DRAIN], "ZMQ receive"),
-        ([DRAIN, "WorkerLink.on_frame (serving/worker_link.py:116)"], "token intake"),
+        ([DRAIN, "WorkerLink.on_frame (serving/links.py:116)"], "token intake"),
         ([*SERVE, *DISPATCH, "Socket.send (zmq/sugar/socket.py:6)", "0x7f (zmq/backend/cython/_zmq.so)"], "ZMQ send"),
         ([*SERVE, "_Exchange._whole (frontend/inference_endpoint.py:371)"], "answer encode"),
         ([*SERVE, "HttpExchange._send_body (http/exchange.py:87)"], "write"),

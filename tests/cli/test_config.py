@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -99,28 +98,6 @@ def test_show_draws_a_large_grid_with_every_kth_cell(tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     assert "every 3. row, every 4. column" in out
     assert "A" * 25 + "B" * 25 in out
-
-
-def test_show_without_matplotlib_says_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-    assert config.show(EXAMPLE, tmp_path / "grid.png") == 1
-    err = capsys.readouterr().err
-    assert "pip install matplotlib" in err
-    assert "no file was written" in err
-    assert not (tmp_path / "grid.png").exists()
-
-
-def test_show_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "grid.png"
-
-    assert config.show(EXAMPLE, path) == 0
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-    assert config.show(EXAMPLE, tmp_path / "none" / "grid.png") == 1
-    assert "cannot write" in capsys.readouterr().err
 
 
 def test_convert_rewrites_dynamos_form_into_ours(dynamo_file: Path, tmp_path: Path) -> None:

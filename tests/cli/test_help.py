@@ -55,7 +55,6 @@ OTHERWISE = {
     "journal cat": "JSON lines",
     "config schema": "JSON",
     "config convert": "a document, which is JSON or YAML",
-    "engine-config convert": "a configuration, which is YAML",
     "keys hash": "one word",
     "keys revoke": "nothing",
 }

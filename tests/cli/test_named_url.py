@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.cli.router_client import other_url_of, url_of
-from poolgrid.discovery.directory import DirectoryNames
+from poolgrid.discovery.directory import DirectoryRegistrations
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.registration import encode_registration
 from tests.discovery.registrations import registration
@@ -32,7 +32,7 @@ def register(directory: Path, *routers: tuple[int, int, str]) -> None:
     """Register routers: a number, which says who began later, a port on this machine, and a namespace."""
 
     async def write() -> None:
-        store = DirectoryNames(directory, SystemClock())
+        store = DirectoryRegistrations(directory, SystemClock())
         await store.open()
         for number, port, pool in routers:
             endpoints = {"http": f"http://127.0.0.1:{port}", "select": "tcp://127.0.0.1:3"}

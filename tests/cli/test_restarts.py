@@ -15,7 +15,7 @@ import zmq
 
 from poolgrid.cli.part import Part, PartFailed, part_environment, stop_parts
 from poolgrid.process.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
-from poolgrid.transport.bound_socket import HeldPorts, bind
+from poolgrid.transport.bound_socket import ReservedPorts, bind
 
 HOST = "127.0.0.1"
 
@@ -50,7 +50,7 @@ def test_parts_that_die_together_do_not_come_back_together_and_every_run_is_the_
 
 
 def test_a_held_port_is_its_parts_and_nobody_elses_who_does_not_insist() -> None:
-    ports = HeldPorts(HOST)
+    ports = ReservedPorts(HOST)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         port = ports.hold()
@@ -74,7 +74,7 @@ def test_a_part_whose_port_a_stranger_took_comes_back_when_the_stranger_is_gone(
             await asyncio.sleep(0.02)
 
     async def scenario() -> None:
-        ports = HeldPorts(HOST)
+        ports = ReservedPorts(HOST)
         port = ports.hold()
         part = Part("consolidator", ["consolidator", "--ingest-port", str(port)], part_environment())
         try:

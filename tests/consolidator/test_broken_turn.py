@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from poolgrid.consolidator.core.consolidator import Consolidator, Turn
+from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.process.tasks import on_fatal
 from poolgrid.wire.identifiers import StreamState
@@ -25,13 +25,13 @@ def ended() -> Iterator[list[str]]:
     on_fatal.reset(token)
 
 
-def raising(core: Consolidator, turn: Turn) -> None:
+def raising(core: Consolidator, turn: ConsolidatorTurn) -> None:
     """Change the state and write a record of it, then fail: the turn's record never gets to the journal."""
     core.note_stream(next(iter(core.pool.workers)), "kvbm", StreamState.STALE, "made up", turn)
     raise RuntimeError("planted")
 
 
-def forgetting(core: Consolidator, turn: Turn) -> None:
+def forgetting(core: Consolidator, turn: ConsolidatorTurn) -> None:
     """Lose a record of the turn, without an error."""
     core.note_stream(next(iter(core.pool.workers)), "kvbm", StreamState.STALE, "made up", turn)
     turn.records.clear()
@@ -39,7 +39,7 @@ def forgetting(core: Consolidator, turn: Turn) -> None:
 
 @pytest.mark.parametrize("fault", [raising, forgetting])
 def test_a_turn_that_failed_is_the_last_and_the_next_start_goes_on_from_the_journal(
-    fault: Callable[[Consolidator, Turn], None], tmp_path: Path, ended: list[str]
+    fault: Callable[[Consolidator, ConsolidatorTurn], None], tmp_path: Path, ended: list[str]
 ) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         service = await started(data_dir=tmp_path)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from poolgrid.consolidator.core.consolidator import (
     Consolidator,
     ConsolidatorLimits,
+    ConsolidatorTurn,
     MemberJoined,
     MemberLeft,
     Now,
-    Turn,
 )
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.wire import codec
@@ -69,14 +69,14 @@ class Bench:
     def now(self) -> Now:
         return Now(self.now_ms, 1_000_000 + int(self.now_ms))
 
-    def close(self, turn: Turn) -> list[FromConsolidator]:
+    def close(self, turn: ConsolidatorTurn) -> list[FromConsolidator]:
         self.core.finish(turn)
         self.records.extend(turn.records)
         self.members.extend(turn.members)
         return [reply for _, reply in turn.replies]
 
     def say(self, message: ToConsolidator | EventBatch, peer: bytes = b"p") -> list[FromConsolidator]:
-        turn = Turn(self.now())
+        turn = ConsolidatorTurn(self.now())
         if isinstance(message, EventBatch):
             self.core.batch(peer, message, turn)
         else:
@@ -84,7 +84,7 @@ class Bench:
         return self.close(turn)
 
     def expire(self) -> None:
-        turn = Turn(self.now())
+        turn = ConsolidatorTurn(self.now())
         self.core.expire(turn)
         self.close(turn)
 
@@ -145,7 +145,7 @@ def test_a_worker_joins_pushes_and_is_acknowledged_with_the_next_number() -> Non
 def test_many_batches_of_one_turn_get_one_acknowledgement() -> None:
     bench = Bench()
     bench.say(hello())
-    turn = Turn(bench.now())
+    turn = ConsolidatorTurn(bench.now())
     for seq in range(5):
         bench.core.batch(b"p", batch([stored([seq + 1])], seq), turn)
 
@@ -426,7 +426,7 @@ def test_a_further_source_starts_over_without_taking_the_others_blocks() -> None
     bench.say(batch([stored([1, 2])], 0))
 
     def take(events: list[AnyEvent], epoch: int, seq: int) -> None:
-        turn = Turn(bench.now())
+        turn = ConsolidatorTurn(bench.now())
         assert bench.core.take(EventBatch("w", 0, epoch, seq, 0, events, "kvbm"), turn)
         bench.close(turn)
 
@@ -480,7 +480,7 @@ def played(bench: Bench, history: list[Step], after_each: Callable[[], None] = l
             epoch, seq = second.get(name, (1, 0))
             if number and seq:
                 epoch, seq = epoch + 1, 0
-            turn = Turn(bench.now())
+            turn = ConsolidatorTurn(bench.now())
             taken = bench.core.take(EventBatch(name, 0, epoch, seq, 0, some, "kvbm"), turn)
             bench.close(turn)
             second[name] = (epoch, seq + 1) if taken else (epoch + 1, 0)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 
 
 @pytest.mark.parametrize(
     ("epoch", "seq", "verdict"),
     [
-        (5, 3, Verdict.NEXT),
-        (5, 2, Verdict.DUPLICATE),
-        (5, 0, Verdict.DUPLICATE),
-        (5, 4, Verdict.GAP),
-        (5, 400, Verdict.GAP),
-        (6, 0, Verdict.NEW_EPOCH),
-        (6, 3, Verdict.NEW_EPOCH),
-        (4, 3, Verdict.OLD_EPOCH),
-        (4, 99, Verdict.OLD_EPOCH),
+        (5, 3, SequenceVerdict.NEXT),
+        (5, 2, SequenceVerdict.DUPLICATE),
+        (5, 0, SequenceVerdict.DUPLICATE),
+        (5, 4, SequenceVerdict.GAP),
+        (5, 400, SequenceVerdict.GAP),
+        (6, 0, SequenceVerdict.NEW_EPOCH),
+        (6, 3, SequenceVerdict.NEW_EPOCH),
+        (4, 3, SequenceVerdict.OLD_EPOCH),
+        (4, 99, SequenceVerdict.OLD_EPOCH),
     ],
 )
-def test_a_batch_is_judged_by_the_table(epoch: int, seq: int, verdict: Verdict) -> None:
+def test_a_batch_is_judged_by_the_table(epoch: int, seq: int, verdict: SequenceVerdict) -> None:
     cursor = Cursor(5, 3)
 
     assert cursor.judge_batch(epoch, seq) is verdict
@@ -31,15 +31,15 @@ def test_a_batch_is_judged_by_the_table(epoch: int, seq: int, verdict: Verdict) 
 @pytest.mark.parametrize(
     ("epoch", "next_seq", "verdict"),
     [
-        (5, 3, Verdict.NEXT),
-        (5, 4, Verdict.GAP),
-        (5, 2, Verdict.BACKWARDS),
-        (5, 0, Verdict.BACKWARDS),
-        (6, 0, Verdict.NEW_EPOCH),
-        (4, 9, Verdict.OLD_EPOCH),
+        (5, 3, SequenceVerdict.NEXT),
+        (5, 4, SequenceVerdict.GAP),
+        (5, 2, SequenceVerdict.BACKWARDS),
+        (5, 0, SequenceVerdict.BACKWARDS),
+        (6, 0, SequenceVerdict.NEW_EPOCH),
+        (4, 9, SequenceVerdict.OLD_EPOCH),
     ],
 )
-def test_an_announcement_is_judged_by_the_table(epoch: int, next_seq: int, verdict: Verdict) -> None:
+def test_an_announcement_is_judged_by_the_table(epoch: int, next_seq: int, verdict: SequenceVerdict) -> None:
     assert Cursor(5, 3).judge_announcement(epoch, next_seq) is verdict
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core import frozen_blocks, presence
-from poolgrid.consolidator.core.consolidator import Turn
+from poolgrid.consolidator.core import block_ownership, frozen_blocks
+from poolgrid.consolidator.core.block_ownership import DUMP_STEP_BLOCKS, BlockOwnership, chains, dump
+from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
 from poolgrid.consolidator.core.frozen_blocks import Discarded, Overlay
-from poolgrid.consolidator.core.held_blocks import HeldBlocks
+from poolgrid.consolidator.core.owned_blocks import OwnedBlocks
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
-from poolgrid.consolidator.core.presence import DUMP_STEP_BLOCKS, Presence, chains, dump
 from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.consolidator.pusher import removed, stored
@@ -40,7 +40,7 @@ changes = st.lists(
 def test_an_overlay_answers_as_the_mapping_would_and_its_base_stays_until_it_is_thawed(
     before: Held, history: list[tuple[str, object]]
 ) -> None:
-    base, model = HeldBlocks(before), dict(before)
+    base, model = OwnedBlocks(before), dict(before)
     overlay = Overlay(base)
     thawing = False
     for what, given_ in history:
@@ -146,7 +146,7 @@ def test_what_is_frozen_is_the_plain_copy_whatever_happens_meanwhile_and_changes
     history: list[Step], pace: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(presence, "DUMP_STEP_BLOCKS", 2)
+        patch.setattr(block_ownership, "DUMP_STEP_BLOCKS", 2)
         patch.setattr(frozen_blocks, "FREED_AT_ONCE_BLOCKS", 1)
         frozen, plain = Bench(), Bench()
         freezing = Freezing(frozen.core.pool, pace)
@@ -157,7 +157,7 @@ def test_what_is_frozen_is_the_plain_copy_whatever_happens_meanwhile_and_changes
         assert frozen.records == plain.records
         same(frozen.core.pool, plain.core.pool)
         for worker in frozen.core.pool.workers.values():
-            assert all(type(held) is HeldBlocks for tier in worker.presence._tiers for held in tier.values())
+            assert all(type(held) is OwnedBlocks for tier in worker.presence._tiers for held in tier.values())
         discarded = frozen.core.pool.discarded
         while discarded.free(1):
             pass
@@ -184,7 +184,7 @@ def test_a_fold_that_is_frozen_meanwhile_reaches_the_same_state(history: list[St
 @given(st.lists(st.dictionaries(hashes, st.none() | hashes), max_size=3), st.integers(1, 5))
 def test_a_dump_names_each_block_once_however_long_its_steps_are(holdings: list[Held], step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(presence, "DUMP_STEP_BLOCKS", step)
+        patch.setattr(block_ownership, "DUMP_STEP_BLOCKS", step)
         found: Held = {}
         for parent, run in dump(holdings):
             previous = parent
@@ -228,7 +228,7 @@ def test_no_step_of_a_dump_looks_at_more_blocks_because_more_are_held() -> None:
 
 def test_freezing_and_thawing_cost_what_changed_and_not_what_is_held() -> None:
     pool = Bench().core.pool
-    here = Presence(10_000_000, pool.discarded)
+    here = BlockOwnership(10_000_000, pool.discarded)
     here.store("worker", stored(list(range(1, 100_001))), [])
     (_, _, base), *rest = here.freeze_in_place()
     assert not rest
@@ -257,7 +257,7 @@ def test_blocks_of_a_worker_that_left_are_freed_a_few_at_a_time_also_when_it_was
         worker.presence.store("worker", stored(list(range(1, 10_001))), [])
         if freezes:
             frozen = pool.freeze_in_place()
-        turn = Turn(bench.now())
+        turn = ConsolidatorTurn(bench.now())
         bench.core.detach(worker.key, "gone", turn)
         if freezes:
             assert len(pool.discarded) == 0
@@ -275,12 +275,12 @@ def test_blocks_of_a_worker_that_left_are_freed_a_few_at_a_time_also_when_it_was
 
 def test_few_blocks_are_freed_at_once_and_all_are_where_nobody_frees_them() -> None:
     discarded = Discarded()
-    discarded.put(HeldBlocks(dict.fromkeys(range(100_000))))
+    discarded.put(OwnedBlocks(dict.fromkeys(range(100_000))))
     assert not discarded
     discarded.in_slices = True
-    discarded.put(HeldBlocks(dict.fromkeys(range(frozen_blocks.FREED_AT_ONCE_BLOCKS))))
+    discarded.put(OwnedBlocks(dict.fromkeys(range(frozen_blocks.FREED_AT_ONCE_BLOCKS))))
     assert not discarded
-    discarded.put(HeldBlocks(dict.fromkeys(range(frozen_blocks.FREED_AT_ONCE_BLOCKS + 1))))
+    discarded.put(OwnedBlocks(dict.fromkeys(range(frozen_blocks.FREED_AT_ONCE_BLOCKS + 1))))
     assert discarded
 
 

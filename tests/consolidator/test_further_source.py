@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.consolidator import MemberJoined, Turn
+from poolgrid.consolidator.core.consolidator import ConsolidatorTurn, MemberJoined
 from poolgrid.consolidator.core.further_source import FollowerLimits, FurtherSource
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.kv_events.follower import END_OF_REPLAY, REPLAY_ATTEMPTS_MAX, AskReplay
@@ -148,7 +148,7 @@ class Scene:
 
     def carry_out(self, effects: list[EventBatch | AskReplay]) -> None:
         asked: AskReplay | None = None
-        turn: Turn = Turn(self.bench.now())
+        turn: ConsolidatorTurn = ConsolidatorTurn(self.bench.now())
         for effect in effects:
             if isinstance(effect, AskReplay):
                 asked = effect
@@ -295,7 +295,7 @@ def test_a_large_batch_is_taken_from_a_worker_with_several_sources() -> None:
 def test_a_batch_of_a_further_source_acknowledges_nothing_and_is_not_the_workers_lag() -> None:
     scene = Scene()
     scene.join()
-    turn = Turn(scene.bench.now())
+    turn = ConsolidatorTurn(scene.bench.now())
     scene.bench.core.batch(b"p", batch([stored([1])], 0), turn)
     assert scene.bench.core.take(EventBatch(*W, 5, 0, 0, [stored([2])], "other"), turn)
     lag_ms = scene.bench.core.lags_ms()[W]
@@ -647,7 +647,7 @@ def test_a_source_that_is_not_listed_any_more_takes_its_blocks_along() -> None:
     scene.push(stored(names(prompt(1)), None, Tier.HOST))
     scene.store(2)
     after = Bench(folded(scene.bench.records))
-    turn = Turn(after.now())
+    turn = ConsolidatorTurn(after.now())
 
     after.core.drop_unlisted({W: ["another"]}, turn)
     after.close(turn)
@@ -655,7 +655,7 @@ def test_a_source_that_is_not_listed_any_more_takes_its_blocks_along() -> None:
     worker = after.core.pool.workers[W]
     assert {block for _, _, held in worker.presence.freeze() for block in held} == everything(1)
     assert worker.stream(NAME).state is StreamState.ABSENT
-    again = Turn(after.now())
+    again = ConsolidatorTurn(after.now())
     after.core.drop_unlisted({}, again)
     assert again.records == []
 

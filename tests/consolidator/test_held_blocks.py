@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.held_blocks import (
+from poolgrid.consolidator.core.owned_blocks import (
     PAGE_BLOCKS,
     SHARD_ENTRIES,
     SPARSE_BLOCKS_MIN,
     SPARSE_SHARE,
-    HeldBlocks,
+    OwnedBlocks,
 )
 
 TOP = 1 << 59
@@ -28,11 +28,11 @@ changes = st.lists(
 )
 
 
-def small(blocks: dict[int, int | None] | None = None) -> HeldBlocks:
-    return HeldBlocks(blocks, page_blocks=5, shard_entries=3)
+def small(blocks: dict[int, int | None] | None = None) -> OwnedBlocks:
+    return OwnedBlocks(blocks, page_blocks=5, shard_entries=3)
 
 
-def _same(held: HeldBlocks, model: dict[int, int | None]) -> None:
+def _same(held: OwnedBlocks, model: dict[int, int | None]) -> None:
     assert list(held.items()) == list(model.items())
     assert list(held) == list(model)
     assert (len(held), bool(held)) == (len(model), bool(model))
@@ -44,7 +44,7 @@ def _same(held: HeldBlocks, model: dict[int, int | None]) -> None:
         assert held[block] == parent
 
 
-def _bounded(held: HeldBlocks) -> None:
+def _bounded(held: OwnedBlocks) -> None:
     for number, page in held._pages.items():
         if number != held._number:
             assert page.held
@@ -52,7 +52,7 @@ def _bounded(held: HeldBlocks) -> None:
             assert not is_sparse or number in held._sparse
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(changes)
 def test_pages_answer_as_one_dict_would_order_included(history: list[tuple[str, list[int]]]) -> None:
     held, model = small(), dict[int, int | None]()
@@ -116,7 +116,7 @@ def test_what_nobody_asks_for_is_freed_bit_by_bit() -> None:
 
 
 def test_blocks_that_stay_while_all_others_come_and_go_do_not_keep_their_pages() -> None:
-    held = HeldBlocks(page_blocks=100)
+    held = OwnedBlocks(page_blocks=100)
     for number in range(0, 10_000, 100):
         held.add(None, range(number, number + 100))
     for number in range(0, 10_000, 100):
@@ -132,7 +132,7 @@ def test_blocks_that_stay_while_all_others_come_and_go_do_not_keep_their_pages()
 
 
 def test_no_dict_is_large_however_much_is_held() -> None:
-    held = HeldBlocks()
+    held = OwnedBlocks()
     for number in range(300):
         held.add(None, [(number * 1000 + each) * 0x9E3779B97F4A7C15 % 2**64 for each in range(1000)])
 

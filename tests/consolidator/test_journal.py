@@ -16,7 +16,7 @@ from poolgrid.consolidator.journal.framing import (
     FILE_HEADER,
     SECTOR_BYTES,
     ZEROS_MIN,
-    Fault,
+    EntryFault,
     frame,
     scan,
 )
@@ -91,13 +91,13 @@ def test_a_last_sector_of_zeros_is_torn_however_little_of_the_record_was_in_it(l
     assert len(whole) == 2 * SECTOR_BYTES + lost
 
     _, end, damage = scan(whole[: 2 * SECTOR_BYTES] + bytes(lost), FILE_HEADER.size, 7)
-    assert (end, damage and damage.fault) == (FILE_HEADER.size, Fault.TORN)
+    assert (end, damage and damage.fault) == (FILE_HEADER.size, EntryFault.TORN)
 
     flipped = bytearray(whole)
     flipped[600] ^= 1
     _, _, damage = scan(bytes(flipped), FILE_HEADER.size, 7)
     assert damage is not None
-    assert damage.fault is Fault.CORRUPT
+    assert damage.fault is EntryFault.CORRUPT
 
 
 def test_an_unfinished_segment_header_is_cut() -> None:

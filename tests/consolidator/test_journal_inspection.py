@@ -8,11 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.as_of import NotKept, next_offset, offset_at, reaches_back_to, state_at
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings, verify
 from poolgrid.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER
-from poolgrid.consolidator.journal.inspection import check_journal, survey
+from poolgrid.consolidator.journal.inspection import (
+    NotKept,
+    check_journal,
+    next_offset,
+    offset_at,
+    reaches_back_to,
+    state_at,
+    survey,
+)
 from poolgrid.consolidator.journal.stored_records import TornTail, stored_records, understand_all
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError

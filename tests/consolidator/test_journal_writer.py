@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from poolgrid.consolidator import journal_writer
-from poolgrid.consolidator.core.consolidator import Now, Turn
+from poolgrid.consolidator.core.consolidator import ConsolidatorTurn, Now
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal_writer import JournalWriter
 from poolgrid.process.bulk_work import BulkWork
@@ -71,7 +71,7 @@ class Scene:
         )
 
     def put(self, number: int, records: int = 1, size: int = 10) -> None:
-        self.writer.put(Turn(Now(0.0, number)), [b"x" * size] * records)
+        self.writer.put(ConsolidatorTurn(Now(0.0, number)), [b"x" * size] * records)
 
     async def until_told(self, count: int) -> None:
         async with asyncio.timeout(10):
@@ -193,7 +193,7 @@ def test_answers_count_for_the_bound_also_when_they_come_without_records(monkeyp
         scene.disk.go.clear()
         scene.put(0)
         for number in range(1, 200):
-            scene.writer.put(Turn(Now(0.0, number), replies=[(b"peer", Unknown("w", 0))]), [])
+            scene.writer.put(ConsolidatorTurn(Now(0.0, number), replies=[(b"peer", Unknown("w", 0))]), [])
         assert scene.calls == ["full"]
         scene.disk.go.set()
         await scene.until_told(200)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.presence import CHAIN_BLOCKS_MAX, BlockEvent, Presence, chains
+from poolgrid.consolidator.core.block_ownership import CHAIN_BLOCKS_MAX, BlockEvent, BlockOwnership, chains
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksShared, BlocksStored, CacheCleared, SnapshotBegan
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
@@ -25,7 +25,7 @@ operations = st.lists(
 )
 
 
-def perform(presence: Presence, operation: Operation, out: list[AnyEvent]) -> None:
+def perform(presence: BlockOwnership, operation: Operation, out: list[AnyEvent]) -> None:
     what, source, tier, parent, blocks = operation
     if what == "store":
         presence.store(source, stored(blocks, parent, tier), out)
@@ -64,14 +64,14 @@ def read(view: dict[Tier, set[int]], events: list[AnyEvent]) -> None:
                 held.clear()
 
 
-def frozen(presence: Presence) -> dict[tuple[Tier, str], dict[int, int | None]]:
+def frozen(presence: BlockOwnership) -> dict[tuple[Tier, str], dict[int, int | None]]:
     return {(tier, source): dict(held.items()) for tier, source, held in presence.freeze() if held}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(operations)
 def test_readers_see_what_at_least_one_source_holds(history: list[Operation]) -> None:
-    presence, model = Presence(), {}  # type: ignore[var-annotated]
+    presence, model = BlockOwnership(), {}  # type: ignore[var-annotated]
     view: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     for operation in history:
         out: list[AnyEvent] = []
@@ -88,7 +88,7 @@ def test_readers_see_what_at_least_one_source_holds(history: list[Operation]) ->
 @settings(max_examples=300, deadline=None)
 @given(operations)
 def test_the_fold_of_what_was_emitted_is_the_same_presence(history: list[Operation]) -> None:
-    presence, folded = Presence(), Presence()
+    presence, folded = BlockOwnership(), BlockOwnership()
     for operation in history:
         out: list[AnyEvent] = []
         perform(presence, operation, out)
@@ -104,7 +104,7 @@ def test_the_fold_of_what_was_emitted_is_the_same_presence(history: list[Operati
 @settings(max_examples=200, deadline=None)
 @given(operations)
 def test_a_dump_names_each_block_once_with_its_parent(history: list[Operation]) -> None:
-    presence = Presence()
+    presence = BlockOwnership()
     for operation in history:
         perform(presence, operation, [])
 
@@ -120,7 +120,7 @@ def test_a_dump_names_each_block_once_with_its_parent(history: list[Operation]) 
 
 
 def test_the_first_arrival_and_the_last_departure_are_told_and_nothing_between() -> None:
-    presence, out = Presence(), []  # type: ignore[var-annotated]
+    presence, out = BlockOwnership(), []  # type: ignore[var-annotated]
 
     presence.store("worker", stored([1, 2]), out)
     presence.store("kvbm", stored([1, 2]), out)
@@ -139,7 +139,7 @@ def test_the_first_arrival_and_the_last_departure_are_told_and_nothing_between()
 
 
 def test_a_chain_that_known_blocks_interrupt_is_told_in_pieces_with_the_right_parents() -> None:
-    presence, out = Presence(), []  # type: ignore[var-annotated]
+    presence, out = BlockOwnership(), []  # type: ignore[var-annotated]
     presence.store("worker", stored([3], 2), [])
 
     presence.store("worker", stored([1, 2, 3, 4]), out)
@@ -148,7 +148,7 @@ def test_a_chain_that_known_blocks_interrupt_is_told_in_pieces_with_the_right_pa
 
 
 def test_tiers_are_told_apart() -> None:
-    presence, out = Presence(), []  # type: ignore[var-annotated]
+    presence, out = BlockOwnership(), []  # type: ignore[var-annotated]
 
     presence.store("worker", stored([1]), out)
     presence.store("worker", stored([1], tier=Tier.HOST), out)
@@ -159,7 +159,7 @@ def test_tiers_are_told_apart() -> None:
 
 
 def test_a_dump_puts_parents_before_children_and_merges_long_chains() -> None:
-    presence = Presence()
+    presence = BlockOwnership()
     for block in range(1, CHAIN_BLOCKS_MAX + 11):
         presence.store("worker", stored([block], block - 1 or None), [])
     presence.store("worker", stored([100_000, 100_001], 5), [])
@@ -172,7 +172,7 @@ def test_a_dump_puts_parents_before_children_and_merges_long_chains() -> None:
 
 
 def test_hashes_that_name_each_other_in_a_circle_are_dumped_once() -> None:
-    presence = Presence()
+    presence = BlockOwnership()
     presence.store("worker", stored([1, 2, 3], 3), [])
     presence.store("worker", stored([4], 2), [])
     presence.store("worker", stored([9], 9), [])
@@ -183,7 +183,7 @@ def test_hashes_that_name_each_other_in_a_circle_are_dumped_once() -> None:
 
 
 def test_blocks_beyond_the_limit_are_not_taken_in_and_counted() -> None:
-    presence, out = Presence(blocks_max=3), []  # type: ignore[var-annotated]
+    presence, out = BlockOwnership(blocks_max=3), []  # type: ignore[var-annotated]
 
     presence.store("worker", stored([1, 2]), out)
     presence.store("worker", stored([3, 4], 2), out)

@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from poolgrid.consolidator import metrics
 from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.core import presence
+from poolgrid.consolidator.core import block_ownership
 from poolgrid.consolidator.core.feed_reader import FeedEffect, FeedState
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.feed_follower import FeedFollower
@@ -198,29 +198,6 @@ def test_an_outbox_that_does_not_reach_back_restates_the_cache() -> None:
     run(scenario)
 
 
-def test_a_late_subscriber_gets_the_same_state_as_an_early_one() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started()
-        early, late = Reader(), Reader()
-        service.subscribe(early)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        random_work(pusher, random.Random(2), 50)
-        await pusher.settle()
-        end = service.subscribe(late)
-        random_work(pusher, random.Random(3), 20)
-        await pusher.settle()
-        assert late.view == early.view == truth(pusher)
-        end()
-        random_work(pusher, random.Random(4), 5)
-        await pusher.settle()
-
-        assert late.offset < early.offset
-        await service.stop()
-
-    run(scenario)
-
-
 def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives() -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         registry = CollectorRegistry()
@@ -270,7 +247,7 @@ def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_i
 ) -> None:
     """Each part of it is one block long, and workers are heard between any two."""
     monkeypatch.setattr(snapshot_file, "ENTRY_BYTES", 1)
-    monkeypatch.setattr(presence, "DUMP_STEP_BLOCKS", 1)
+    monkeypatch.setattr(block_ownership, "DUMP_STEP_BLOCKS", 1)
 
     async def scenario(context: zmq.asyncio.Context) -> None:
         service = await started(data_dir=tmp_path, snapshot_every_records=100)
@@ -311,22 +288,6 @@ def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_i
                     folded.apply(record)
             assert loaded.facts() == folded.facts()
     disk.close()
-
-
-def test_a_silent_worker_leaves_when_its_lease_ends() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started(lease_ms=100)
-        reader = Reader()
-        service.subscribe(reader)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        await reader.until(lambda: "w" in reader.view)
-        await reader.until(lambda: "w" not in reader.view)
-
-        assert service.core.tally.lease_expiries == 1
-        await service.stop()
-
-    run(scenario)
 
 
 class FailingJournal(MemoryJournal):

@@ -191,43 +191,6 @@ def test_a_publisher_that_is_lost_takes_what_only_it_said_and_brings_it_back(tmp
     run(scenario)
 
 
-def test_blocks_of_a_lost_life_do_not_survive_into_the_next(tmp_path: Path) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        engine, cache = PubEngine(context), Cache("vllm")
-        lasting, lasting_cache = PubEngine(context), Cache("vllm", salt=5)
-        replays = [asyncio.create_task(one.answer_replays("vllm")) for one in (engine, lasting)]
-        listed = sources_file(tmp_path, entry(engine), entry(lasting, "store", outlives_worker=True))
-        service = await started(pub_sources=listed, lease_ms=60_000)
-        reader = Reader()
-        service.subscribe(reader)
-        pusher = await joined(context, service)
-        await engine.publish([cache.store(prompt(1), Tier.HOST)])
-        await lasting.publish([lasting_cache.store(prompt(2), Tier.DISK)])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, cache, lasting_cache))
-        pusher.push([stored(names(prompt(4)))])
-        await pusher.settle()
-
-        pusher.close()
-        pusher = await joined(context, service, epoch=2)
-        await reader.until(lambda: reader.view.get("w") == both(pusher, lasting_cache))
-        assert state(service) is StreamState.FORMER
-        await engine.publish([cache.store(prompt(3), Tier.HOST)])
-        await lasting.publish([lasting_cache.store(prompt(5), Tier.DISK)])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, lasting_cache))
-
-        await engine.publish([cache.clear(), cache.store(prompt(6), Tier.HOST)])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, cache, lasting_cache))
-        assert state(service) is StreamState.LIVE
-        for task in replays:
-            await ended(task)
-        engine.close()
-        lasting.close()
-        pusher.close()
-        await service.stop()
-
-    run(scenario)
-
-
 def test_a_restarted_consolidator_merges_as_before_and_forgets_what_is_not_listed_any_more(tmp_path: Path) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         engine, cache = PubEngine(context), Cache("vllm")

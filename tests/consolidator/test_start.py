@@ -21,14 +21,14 @@ from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken
 
 
 def starting(
-    directory: Path, *, ready: Callable[[bootstrap.Endpoints], None] = lambda at: None, **settings: Any
+    directory: Path, *, ready: Callable[[bootstrap.ConsolidatorEndpoints], None] = lambda at: None, **settings: Any
 ) -> Callable[[], Any]:
     """Return what starts a consolidator, and stops it as soon as it is ready."""
 
     async def serve() -> None:
         stop = asyncio.Event()
 
-        def on_ready(at: bootstrap.Endpoints) -> None:
+        def on_ready(at: bootstrap.ConsolidatorEndpoints) -> None:
             ready(at)
             stop.set()
 

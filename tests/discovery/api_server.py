@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import trustme
 
-from poolgrid.kubernetes.names import KubernetesNames
+from poolgrid.kubernetes.registrations import KubernetesRegistrations
 from poolgrid.process.clock import Clock, SystemClock
 
 PATH = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
@@ -62,9 +62,9 @@ class ApiServer:
         (self.account / "token").write_text(f"{self.token}\n")
         (self.account / "ca.crt").write_bytes(authority.cert_pem.bytes())
 
-    def names(self, clock: Clock | None = None) -> KubernetesNames:
+    def names(self, clock: Clock | None = None) -> KubernetesRegistrations:
         """Return a reader of it."""
-        return KubernetesNames(self.url, self.account, (), clock or SystemClock(), 0.0)
+        return KubernetesRegistrations(self.url, self.account, (), clock or SystemClock(), 0.0)
 
     async def start(self, authority: trustme.CA = AUTHORITY, port: int = 0) -> None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.discovery.consolidators import PATIENCE_MS, NamedConsolidator
-from poolgrid.discovery.names import Names
+from poolgrid.discovery.consolidators import PATIENCE_MS, DiscoveredConsolidator
+from poolgrid.discovery.discovery import Discovery
 from poolgrid.discovery.registry import Seen
 from poolgrid.wire.registration import Registration, encode_registration
 from tests.router.recorded_router import TurnedClock
@@ -20,11 +20,11 @@ class Follower:
 
     def __init__(self) -> None:
         self.clock = TurnedClock()
-        self.names = Names(NoStore(), "blue", 10, self.clock)  # type: ignore[arg-type]
+        self.names = Discovery(NoStore(), "blue", 10, self.clock)  # type: ignore[arg-type]
         self.moves: list[str] = []
         self.alive: set[str] = set()
         self.is_asked = True
-        self.consolidator = NamedConsolidator(
+        self.consolidator = DiscoveredConsolidator(
             self.names, ["dyn://blue.consolidator.ingest"], self._moved, self._answers, self.clock
         )
 

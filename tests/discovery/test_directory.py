@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.discovery.directory import SWEEP_AFTER_S, DirectoryNames
-from poolgrid.discovery.names import Names
-from poolgrid.discovery.ports import NamesUnavailable, Scope
+from poolgrid.discovery.directory import SWEEP_AFTER_S, DirectoryRegistrations
+from poolgrid.discovery.discovery import Discovery
+from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.settings import RouterSettings
@@ -21,8 +21,8 @@ from tests.discovery.registrations import registration
 from tests.discovery.waiting import HTTP, until, until_found
 
 
-def names_in(directory: Path, lease_s: int = 5) -> Names:
-    return Names(DirectoryNames(directory, SystemClock()), "blue", lease_s, SystemClock())
+def names_in(directory: Path, lease_s: int = 5) -> Discovery:
+    return Discovery(DirectoryRegistrations(directory, SystemClock()), "blue", lease_s, SystemClock())
 
 
 def test_who_registers_is_found_and_who_closes_is_gone(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_who_registers_is_found_and_who_closes_is_gone(tmp_path: Path) -> None:
 
 def test_a_renewal_touches_a_file_that_is_there_and_writes_one_that_was_removed(tmp_path: Path) -> None:
     async def scenario() -> None:
-        store = DirectoryNames(tmp_path, SystemClock())
+        store = DirectoryRegistrations(tmp_path, SystemClock())
         made = registration()
         data = encode_registration(made)
         path = tmp_path / f"{made.key}.json"
@@ -72,7 +72,7 @@ def test_a_renewal_touches_a_file_that_is_there_and_writes_one_that_was_removed(
 
 def test_links_pipes_directories_and_large_files_hold_nobody_up(tmp_path: Path) -> None:
     async def scenario() -> None:
-        store = DirectoryNames(tmp_path, SystemClock())
+        store = DirectoryRegistrations(tmp_path, SystemClock())
         made = registration()
         await store.write(made, encode_registration(made))
         secret = tmp_path / "secret"
@@ -93,7 +93,7 @@ def test_links_pipes_directories_and_large_files_hold_nobody_up(tmp_path: Path) 
 
 def test_what_was_left_behind_long_ago_is_swept_by_whoever_registers(tmp_path: Path) -> None:
     async def scenario() -> None:
-        store = DirectoryNames(tmp_path, SystemClock())
+        store = DirectoryRegistrations(tmp_path, SystemClock())
         old, half, other = (tmp_path / name for name in ("blue.router.0.json", ".blue.router.0.new", "note.txt"))
         for path in (old, half, other):
             path.write_text("{}")
@@ -110,7 +110,7 @@ def test_a_directory_into_which_everybody_may_write_is_refused(tmp_path: Path) -
     tmp_path.chmod(0o777)
 
     with pytest.raises(ValueError, match="mode 0777"):
-        asyncio.run(DirectoryNames(tmp_path, SystemClock()).open())
+        asyncio.run(DirectoryRegistrations(tmp_path, SystemClock()).open())
 
 
 def test_a_directory_that_is_gone_is_an_error_that_passes_and_nobody_loses_a_name(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_directory_that_is_gone_is_an_error_that_passes_and_nobody_loses_a_nam
         await other.close()
 
     asyncio.run(scenario())
-    with pytest.raises(NamesUnavailable):
-        asyncio.run(DirectoryNames(tmp_path / "none", SystemClock()).look([Scope()]))
+    with pytest.raises(DiscoveryUnavailable):
+        asyncio.run(DirectoryRegistrations(tmp_path / "none", SystemClock()).look([Scope()]))
 
 
 @pytest.mark.parametrize(

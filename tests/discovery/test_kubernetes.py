@@ -11,11 +11,11 @@ import pytest
 import trustme
 from pydantic import ValidationError
 
-from poolgrid.discovery.names import Names
-from poolgrid.discovery.ports import NamesUnavailable, Scope
+from poolgrid.discovery.discovery import Discovery
+from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.kubernetes import names as kubernetes
-from poolgrid.kubernetes.names import KubernetesNames, api_server
+from poolgrid.kubernetes import registrations as kubernetes
+from poolgrid.kubernetes.registrations import KubernetesRegistrations, api_server
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.settings import RouterSettings
 from tests.discovery.api_server import ApiServer
@@ -39,7 +39,7 @@ class HandClock:
 
 
 @asynccontextmanager
-async def reading(server: ApiServer, clock: HandClock | None = None) -> AsyncIterator[KubernetesNames]:
+async def reading(server: ApiServer, clock: HandClock | None = None) -> AsyncIterator[KubernetesRegistrations]:
     await server.start()
     names = server.names(clock)
     try:
@@ -56,7 +56,7 @@ def test_who_is_ready_is_found_and_who_ends_is_gone_while_nothing_is_written(tmp
         server.slices = [endpoint_slice(endpoints=[endpoint(1)])]
         async with reading(server) as store:
             store.look_s = 0.05
-            names = Names(store, "blue", 10, SystemClock())
+            names = Discovery(store, "blue", 10, SystemClock())
             names.follow(ROUTERS[0], lambda: None)
             await names.register("router", "r", {"http": "http://0.0.0.0:1"})
 
@@ -104,7 +104,7 @@ def test_pages_are_all_read_and_a_list_too_old_to_go_on_with_is_begun_again(tmp_
             server.changes_between_pages = 1
             assert len(await names.look(ROUTERS)) == 7
             server.changes_between_pages = 100
-            with pytest.raises(NamesUnavailable, match="too old between its pages, 3 times"):
+            with pytest.raises(DiscoveryUnavailable, match="too old between its pages, 3 times"):
                 await names.look(ROUTERS)
 
     asyncio.run(scenario())
@@ -118,7 +118,7 @@ def test_a_list_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
         server.slices = [endpoint_slice(f"a-{number:05}", [endpoint(number)]) for number in range(7)]
         server.from_memory, server.page = False, 2
         async with reading(server) as names:
-            with pytest.raises(NamesUnavailable, match="more than 3 EndpointSlices"):
+            with pytest.raises(DiscoveryUnavailable, match="more than 3 EndpointSlices"):
                 await names.look(ROUTERS)
         assert len(server.asked) == 2
 
@@ -135,7 +135,7 @@ def test_a_token_that_has_ended_is_read_again_at_once_and_a_new_authority_after_
             assert len(await names.look(ROUTERS)) == 1
 
             server.renew("third", told=False)
-            with pytest.raises(NamesUnavailable, match=r"status 401: Unauthorized\. The token in .*account is not"):
+            with pytest.raises(DiscoveryUnavailable, match=r"status 401: Unauthorized\. The token in .*account is not"):
                 await names.look(ROUTERS)
             server.tell()
             assert len(await names.look(ROUTERS)) == 1
@@ -143,10 +143,10 @@ def test_a_token_that_has_ended_is_read_again_at_once_and_a_new_authority_after_
             await server.stop()
             other = trustme.CA(key_type=trustme.KeyType.ECDSA)
             await server.start(other, int(server.url.rpartition(":")[2]))
-            with pytest.raises(NamesUnavailable, match="certificate"):
+            with pytest.raises(DiscoveryUnavailable, match="certificate"):
                 await names.look(ROUTERS)
             server.tell(other)
-            with pytest.raises(NamesUnavailable):
+            with pytest.raises(DiscoveryUnavailable):
                 await names.look(ROUTERS)
             assert len(await names.look(ROUTERS)) == 1
 
@@ -179,10 +179,10 @@ def test_a_server_that_is_asked_too_much_is_left_alone(
         clock, server = HandClock(), ApiServer(tmp_path)
         async with reading(server, clock) as names:
             server.refusals = [(code, headers)]
-            with pytest.raises(NamesUnavailable, match=f"status {code}: too many requests"):
+            with pytest.raises(DiscoveryUnavailable, match=f"status {code}: too many requests"):
                 await names.look(ROUTERS)
             clock.now_ms += 1000 * alone_s - 1
-            with pytest.raises(NamesUnavailable, match="left alone"):
+            with pytest.raises(DiscoveryUnavailable, match="left alone"):
                 await names.look(ROUTERS)
             assert not server.asked
 
@@ -200,7 +200,7 @@ def test_what_no_role_allows_is_said_and_everybody_keeps_the_name_they_have(tmp_
         server.slices = [endpoint_slice(endpoints=[endpoint(1)])]
         async with reading(server) as store:
             store.look_s = 0.05
-            names = Names(store, "blue", 10, SystemClock())
+            names = Discovery(store, "blue", 10, SystemClock())
             names.follow(ROUTERS[0], lambda: None)
             await until_found(names, 1)
 
@@ -225,7 +225,7 @@ def test_who_is_in_no_pod_and_has_no_account_is_told_at_the_start(
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     assert api_server() == "https://[fd00::1]:443"
     with pytest.raises(OSError, match="token"):
-        asyncio.run(KubernetesNames(api_server(), tmp_path, (), SystemClock(), 0.5).open())
+        asyncio.run(KubernetesRegistrations(api_server(), tmp_path, (), SystemClock(), 0.5).open())
 
 
 @pytest.mark.parametrize(

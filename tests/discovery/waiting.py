@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.discovery.names import Names
+from poolgrid.discovery.discovery import Discovery
 from poolgrid.wire.names import parse_name
 
 HTTP = parse_name("dyn://blue.router.http")
@@ -20,6 +20,6 @@ async def until(holds: Callable[[], bool]) -> None:
             tick.clear()
 
 
-async def until_found(names: Names, count: int) -> list[str]:
+async def until_found(names: Discovery, count: int) -> list[str]:
     await until(lambda: len(names.addresses(HTTP)) == count)
     return names.addresses(HTTP)

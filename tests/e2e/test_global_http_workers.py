@@ -63,7 +63,7 @@ def group(tmp_path: Path) -> Iterator[Process]:
     grid.write_text(document(f"http://127.0.0.1:{port}", 1000))
     worker = ("worker", "--consolidator", f"tcp://127.0.0.1:{ingest}", "--model", "tiny", "--speedup", "20")
     small = ("--max-batch-size", str(CAPACITY // 2), "--vocabulary-size", "4096")
-    options = ("--config", str(grid), "--port", "0", "--http-workers", "2", "--reload-interval-ms", "20")
+    options = ("--config", str(grid), "--port", "0", "--http-workers", "2")
     limits = ("--api-keys", str(keys(tmp_path / "keys.json")), "--queue-limit", str(QUEUE_LIMIT))
     # All at once: each waits for whom it needs.
     with (

@@ -213,7 +213,7 @@ def test_a_pool_may_be_missing_at_the_start_and_documents_may_change_while_it_ru
         document.write_text(two_pools(urls, ["late", "late"]))
         with (
             Process("worker", "--consolidator", here.word("ingest"), *vocabulary) as worker,
-            Process("global-router", "--config", str(document), "--port", "0", "--reload-interval-ms", "20") as router,
+            Process("global-router", "--config", str(document), "--port", "0") as router,
         ):
             worker.wait_ready()
             router.wait_ready()

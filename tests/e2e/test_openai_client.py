@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Generate, Sampling
-from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream
+from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from tests.e2e.processes import Process, eventually, is_settled, running_pool, worker_rows
@@ -230,7 +230,7 @@ def test_a_guided_answer_goes_on_unbroken_when_its_worker_is_killed() -> None:
     prompt = (5, 6, 7)
     sampling = Sampling(400, guided_regex="([a-z]+ ){80}end")
     vocabulary = Vocabulary(TINY.vocab_size, 3, 2)
-    right = GuidedTokenStream(
+    right = GuidedTokens(
         vocabulary,
         pack_tokens(prompt),
         Generate("r", pack_tokens(prompt), sampling),

@@ -58,7 +58,7 @@ class View:
     def retry_after_s(self) -> float:
         return 6.2
 
-    def load_changed(self) -> None:
+    def room_changed(self) -> None:
         self.load_changes += 1
 
 

@@ -7,10 +7,8 @@ import numpy as np
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.core.load_ledger import LoadLedger
 from tests.fault_simulation.processes import (
-    DECISIONS_KEPT,
     MAX_WAITING_REQUESTS,
     AnyStore,
-    GlobalRouterProcess,
     RouterProcess,
     WorkerProcess,
     kept_transfers_max,
@@ -55,11 +53,9 @@ def router_faults(router: RouterProcess) -> str | None:
     service = router.service
     if not router.alive or service is None:
         return None
-    waiting = len(service.line) - len(service.line.resumed())
+    waiting = len(service.queue) - len(service.queue.resumed())
     if waiting > router.settings.queue_limit:
         return f"{router.life}: {waiting} requests wait, those that moved left out"
-    if len(service.books.decisions) > DECISIONS_KEPT:
-        return f"{router.life}: {len(service.books.decisions)} decisions are kept"
     faults = ledger_faults(service.projection.ledger)
     return None if faults is None else f"{router.life}: {faults}"
 
@@ -71,14 +67,4 @@ def store_faults(store: AnyStore) -> str | None:
         size = journal.sizes()[1]
         if size > store.memory_journal_bytes + RECORD_BYTES_MAX:
             return f"the journal in memory has {size} bytes"
-    return None
-
-
-def global_faults(router: GlobalRouterProcess) -> str | None:
-    """Return which bound of the global router does not hold."""
-    service = router.service
-    if not router.alive or service is None:
-        return None
-    if len(service.decisions) > DECISIONS_KEPT:
-        return f"{router.life}: {len(service.decisions)} decisions are kept"
     return None

@@ -407,7 +407,7 @@ class Link:
 
     @property
     def journal(self) -> JetStreamJournal:
-        """Return what makes the stream, as ``Succession`` uses it."""
+        """Return what makes the stream, as ``LeaderElection`` uses it."""
         return cast(JetStreamJournal, SimpleNamespace(connection=self.connection, open=self._open_stream))
 
     async def open(self) -> None:

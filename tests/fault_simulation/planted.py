@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.consolidator.core.consolidator import Consolidator, Turn
-from poolgrid.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
+from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.feed_reader import FeedReader
 from poolgrid.consolidator.journal import files
 from poolgrid.consolidator.journal.files import FileJournal
@@ -52,10 +52,10 @@ def _skip_the_hole(self: FeedReader, now_ms: float) -> list[Any]:
     return [] if payload is None else self._deliver([payload], now_ms)
 
 
-def _duplicates_are_news(self: Cursor, epoch: int, seq: int) -> Verdict:
+def _duplicates_are_news(self: Cursor, epoch: int, seq: int) -> SequenceVerdict:
     if epoch != self.epoch:
-        return Verdict.NEW_EPOCH if epoch > self.epoch else Verdict.OLD_EPOCH
-    return Verdict.NEXT if seq <= self.next_seq else Verdict.GAP
+        return SequenceVerdict.NEW_EPOCH if epoch > self.epoch else SequenceVerdict.OLD_EPOCH
+    return SequenceVerdict.NEXT if seq <= self.next_seq else SequenceVerdict.GAP
 
 
 _hello = Consolidator._hello
@@ -72,13 +72,13 @@ def _forget_the_epoch(self: Consolidator, peer: bytes, hello: Hello, turn: Any) 
 _put = JournalWriter.put
 
 
-def _answer_at_once(self: JournalWriter, turn: Turn, payloads: list[bytes]) -> None:
+def _answer_at_once(self: JournalWriter, turn: ConsolidatorTurn, payloads: list[bytes]) -> None:
     replies, turn.replies = turn.replies, []
-    self._on_stored(Turn(turn.now, replies=replies), [])
+    self._on_stored(ConsolidatorTurn(turn.now, replies=replies), [])
     _put(self, turn, payloads)
 
 
-def _append_on_the_loop(self: JournalWriter, turn: Turn, payloads: list[bytes]) -> None:
+def _append_on_the_loop(self: JournalWriter, turn: ConsolidatorTurn, payloads: list[bytes]) -> None:
     try:
         if payloads:
             self._store(payloads, turn.now.wall_ms)

@@ -28,8 +28,8 @@ from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.nats.election import Succession, SuccessionMetrics
+from poolgrid.global_router.settings import GlobalRouterSettings, Timings
+from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
 from poolgrid.nats.follower import NatsFeed
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderWatch
@@ -40,25 +40,24 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
-from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.ports import JournalFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.worker_links import WorkerLinks
+from poolgrid.serving.links import LinksOnDemand, link_opener
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.leadership import Leader
+from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.core.refusal import BusyError
 from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
@@ -87,7 +86,6 @@ KEPT_TRANSFERS_MAX = 6
 KV_FETCH_TIMEOUT_MS = 1_500.0
 """Longer than a socket that lost its connection waits before it tries again."""
 MAX_WAITING_REQUESTS = 12
-DECISIONS_KEPT = 50
 LEADER_LEASE_S = 1
 STREAM_RETENTION_BYTES = 12_000
 """Of a journal in a stream; where nothing ever becomes durable it is a hundred times as much."""
@@ -97,7 +95,6 @@ NARROW_BODY_BYTES = 1_000
 BLOCKS_PER_WORKER_MAX = 1024
 
 _ROUTER_SETTINGS = RouterSettings(
-    decision_log_length=DECISIONS_KEPT,
     worker_timeout_ms=1_000,
     reservation_ttl_ms=3_000,
 )
@@ -325,7 +322,7 @@ class SucceedingProcess(Process):
     def __init__(self, world: World, plan: PoolPlan, number: int) -> None:
         super().__init__(world, f"{plan.name}.consolidator{number}")
         self.store = Store(world, plan, self.machine)
-        self.succession: Succession | None = None
+        self.succession: LeaderElection | None = None
         self._servers = world.streams[plan.name]
         self._ids = 0
 
@@ -337,11 +334,11 @@ class SucceedingProcess(Process):
         settings = ConsolidatorProcessSettings.model_construct(
             **{**ConsolidatorProcessSettings().model_dump(), "leader_lease_s": LEADER_LEASE_S}
         )
-        self.succession = Succession(
+        self.succession = LeaderElection(
             settings,
             link.journal,
             self.machine,
-            SuccessionMetrics(CollectorRegistry()),
+            LeaderElectionMetrics(CollectorRegistry()),
             lambda name, on_fenced: self.store.make_successor(name, on_fenced, self._servers),
             self._new_id,
         )
@@ -423,6 +420,9 @@ class WatchedFeed:
         """Pass the wish on."""
         self._feed.resync()
 
+    def loading(self) -> list[LoadingWorker]:
+        return []
+
     def behind(self) -> int:
         """Pass on how much is missing."""
         return self._feed.behind()
@@ -496,15 +496,15 @@ class RouterProcess(Process):
             )
         self.feed = feed
         context = world.network.context()
-        open_link = link_opener(context, settings, metrics, clock)
+        open_link = link_opener(context, settings.worker_timeout_ms, clock, lambda: None)
         service = RouterService(settings, state, WatchedFeed(feed, world.watcher, self), metrics, clock, open_link)
         self.service = service
         if world.recordings is not None:
             recorder = world.recordings.begin(self.plan.name, str(life), settings, state, clock)
-            service.books.record = recorder
+            service.tracker.recorder = recorder
             state.log = recorder
             recorder.start()
-        plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, clock)
+        plane = SelectPlane(context, settings.host, settings.select_port, service, state, clock)
         self.select_endpoint = plane.endpoint
         await service.start()
         await asyncio.Event().wait()
@@ -559,7 +559,7 @@ class WorkerProcess(Process):
         context = network.context()
         self.epoch = epoch = clock.wall_ms() * 1_000_000 + clock.lives
         requests = RequestSocket(context, "127.0.0.1", self._port if plan.same_port else world.port())
-        limits = EngineLimits(
+        limits = SimulatedLimits(
             block_size=world.scenario.block_size,
             total_kv_blocks=plan.total_kv_blocks,
             host_kv_blocks=plan.host_kv_blocks,
@@ -653,7 +653,7 @@ class GlobalRouterProcess(Process):
         self._document = document
         self._routers = routers
         self.service: GlobalRouterService | None = None
-        self.links: WorkerLinks | None = None
+        self.links: LinksOnDemand | None = None
         self._ready = False
 
     async def run(self, life: Life) -> None:
@@ -662,26 +662,27 @@ class GlobalRouterProcess(Process):
         self._ready = False
         settings = GlobalRouterSettings(
             config=Path("simulated"),
+            worker_timeout_ms=1_000,
+            local_prefill_max_tokens=self.world.scenario.local_prefill_max_tokens,
+        )
+        timings = Timings(
             status_interval_ms=100,
             status_timeout_ms=600,
             select_timeout_ms=SELECT_TIMEOUT_MS,
             connect_timeout_ms=300,
-            worker_timeout_ms=1_000,
             link_idle_ms=2_000,
             move_timeout_ms=4_000,
-            local_prefill_max_tokens=self.world.scenario.local_prefill_max_tokens,
-            decision_log_length=DECISIONS_KEPT,
         )
         metrics = GlobalRouterMetrics(CollectorRegistry())
         context = self.world.network.context()
-        self.links = links = WorkerLinks(
-            context, settings.worker_timeout_ms, settings.link_idle_ms, clock, lambda: None
-        )
+        open_link = link_opener(context, settings.worker_timeout_ms, clock, lambda: None)
+        self.links = links = LinksOnDemand(open_link, timings.link_idle_ms, clock)
         configuration = Configuration(self._document, settings.config, clock)
         urls = {name: f"http://{name}" for name in self._routers}
-        pools = Pools(urls, context, self._discover, clock, settings.status_interval_ms, settings.status_timeout_ms)
-        self.service = service = GlobalRouterService(settings, configuration, pools, links, metrics, clock)
-        links.attach(service)
+        pools = Pools(urls, context, self._discover, clock, timings.status_interval_ms, timings.status_timeout_ms)
+        self.service = service = GlobalRouterService(
+            settings, configuration, pools, links, metrics, clock, timings=timings
+        )
         pools.use(self._document.document)
         housekeeping = asyncio.create_task(service.run_housekeeping())
         await pools.first_look()

@@ -30,6 +30,7 @@ from tests.fault_simulation.processes import (
     WorkerProcess,
 )
 from tests.fault_simulation.watcher import Watcher
+from tests.router.index_structure import holdings
 
 FOLLOWED = frozenset({StreamState.LIVE, StreamState.SYNCING})
 """States of a stream of which nothing is missing."""
@@ -136,9 +137,9 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
     if service is None or not service.ready:
         return f"{router.life} is not ready"
     active, waiting = service.counts()
-    links = service.in_flight.endpoints()
+    links = service.tracker.endpoints()
     if active or waiting or links:
-        return f"{router.life} has {list(service.books.active)} active, {waiting} waiting, on links {links}"
+        return f"{router.life} has {list(service.tracker.requests)} active, {waiting} waiting, on links {links}"
     feed, offset = router.feed, router.store.offset
     if isinstance(feed, RemoteFeed | NatsFeed):
         follower = feed._follower
@@ -158,8 +159,8 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
             return f"{router.life} knows epoch {known.epoch} of {key}, draining {known.draining}"
         if projection.trust.stream(key)[0] not in FOLLOWED:
             return f"{router.life} believes of the stream of {key}: {projection.trust.stream(key)}"
-        holdings = projection.index.holdings(key)
-        believed = {(sequence_hash, tier) for tier, blocks in holdings.items() for sequence_hash in blocks}
+        blocks_of = holdings(projection.index, key)
+        believed = {(sequence_hash, tier) for tier, blocks in blocks_of.items() for sequence_hash in blocks}
         if believed != held(worker):
             return _differ(f"{router.life} on {key}", believed, held(worker))
     ledger = projection.ledger
@@ -175,8 +176,8 @@ def unquiet_global(router: GlobalRouterProcess) -> str | None:
     service = router.service
     if service is None or not router.ready:
         return f"{router.life} is not ready"
-    if len(service) or service.in_flight.endpoints():
-        return f"{router.life} has {list(service.books.flights)} under way"
+    if len(service) or service.tracker.endpoints():
+        return f"{router.life} has {list(service.tracker.requests)} under way"
     for pool in service.pools.all():
         if pool.status is None or not pool.status.ready:
             return f"{router.life} has lost pool {pool.name}: {pool.last_error}"

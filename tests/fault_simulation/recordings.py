@@ -21,7 +21,7 @@ from poolgrid.router.decision_journal.entries import Checkpoint
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from poolgrid.router.decision_journal.reader import stored_entries
 from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
-from poolgrid.router.decision_journal.replay import Replay, shown
+from poolgrid.router.decision_journal.replay import DecisionReplay, shown
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire import codec
@@ -93,7 +93,7 @@ class Recordings:
             names = disk.names()
             for kept in sorted({0, len(names) // 2}):
                 decisions = FakeDisk({name: bytes(disk.files[name]) for name in names[kept:]})
-                outcome = Replay(journal, decisions, policy_of, blocks_per_worker_max).run()
+                outcome = DecisionReplay(journal, decisions, policy_of, blocks_per_worker_max).run()
                 difference = outcome.difference
                 if difference is not None:
                     return (

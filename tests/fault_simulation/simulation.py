@@ -299,8 +299,6 @@ class Simulation:
                 fault = bounds.worker_faults(process)
             elif isinstance(process, RouterProcess):
                 fault = bounds.router_faults(process)
-            elif isinstance(process, GlobalRouterProcess):
-                fault = bounds.global_faults(process)
             if fault is not None:
                 yield fault
         for store in self.stores.values():

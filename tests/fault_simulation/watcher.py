@@ -175,7 +175,7 @@ class Watcher:
         router = self.routers.get(life.machine)
         if pipe.plane != "request" or not from_client or life.dead or router is None or router.service is None:
             return
-        under_way = router.service.in_flight.under_way(pipe.client.endpoint)
+        under_way = router.service.tracker.legs_on(pipe.client.endpoint)
         if under_way:
             self.fail(f"{life} cut the streams of {under_way}, whose connection to {pipe.server.life} stands")
 

@@ -59,6 +59,24 @@ async def in_process(app: Application) -> AsyncIterator[httpx.AsyncClient]:
             await app.close()
 
 
+def post_once(
+    backend: InferenceBackend | None, path: str, settings: dict[str, Any] | None = None, **arguments: Any
+) -> httpx.Response:
+    """Return the answer of an application that is asked this once; ``arguments`` are those of the client's ``post``."""
+
+    async def go() -> httpx.Response:
+        async with in_process(application(backend or FakeBackend(), **(settings or {}))) as client:
+            return await client.post(path, **arguments)
+
+    return asyncio.run(go())
+
+
+def prompt_of(backend: FakeBackend) -> str:
+    """Return the text of the prompt that the first request brought."""
+    token_ids = list(memoryview(backend.requests[0].token_ids).cast("I"))
+    return TINY.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
 class FrontEnd:
     """One application for tests that ask many times; each time another backend is behind it."""
 

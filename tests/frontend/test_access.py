@@ -22,13 +22,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.access import key_file
-from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.gate import PathClass, key_of, path_class
-from poolgrid.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant
+from poolgrid.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant, cache_salt
 from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
-from poolgrid.frontend.access.meter import Rate
+from poolgrid.frontend.access.meter import Rate, TokenBucket
 from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.access.token_bucket import Bucket
 from poolgrid.frontend.errors import REFUSAL_STATUSES
 from poolgrid.frontend.media.refusals import STATUS_BY_CODE
 from poolgrid.frontend.metrics import MODEL_LABELS_MAX, TENANT_LABELS_MAX, FrontendMetrics
@@ -309,7 +307,7 @@ def test_answers_say_how_much_of_the_limits_is_left(write: Callable[..., Path]) 
     [(-5.0, "0ms"), (12.4, "12ms"), (1500.0, "1.5s"), (20_000.0, "20s"), (360_000.0, "6m0s"), (61_500.0, "1m1.5s")],
 )
 def test_the_time_until_a_limit_is_whole_again_is_written_as_openai_does(full_in_ms: float, told: str) -> None:
-    headers = dict(limit_headers([(Rate.REQUESTS, Bucket(1000.0 + full_in_ms, 60), 1000.0)]))
+    headers = dict(limit_headers([(Rate.REQUESTS, TokenBucket(1000.0 + full_in_ms, 60), 1000.0)]))
 
     assert headers[b"x-ratelimit-reset-requests"] == told.encode()
     assert {name.decode() for name in headers} <= set(LIMIT_HEADERS)
@@ -498,7 +496,7 @@ def test_series_by_model_are_bounded() -> None:
 
 
 def test_a_bucket_holds_a_minute_and_fills_at_its_rate() -> None:
-    bucket = Bucket().resized(60, 0.0)
+    bucket = TokenBucket().resized(60, 0.0)
     assert bucket.wait_s(60, 0.0) == 0.0
     bucket = bucket.charged(60, 0.0)
     assert bucket.wait_s(1, 0.0) == pytest.approx(1.0)
@@ -512,7 +510,7 @@ def test_a_bucket_holds_a_minute_and_fills_at_its_rate() -> None:
 
 
 def test_a_bucket_that_changes_size_remembers_what_was_used() -> None:
-    bucket = Bucket().resized(60, 0.0).charged(50, 0.0).resized(600, 0.0)
+    bucket = TokenBucket().resized(60, 0.0).charged(50, 0.0).resized(600, 0.0)
     assert bucket.wait_s(550, 0.0) == 0.0
     assert bucket.wait_s(551, 0.0) > 0.0
     assert bucket.resized(10, 0.0).wait_s(1, 0.0) == pytest.approx(41 / 10 * 60)
@@ -521,7 +519,7 @@ def test_a_bucket_that_changes_size_remembers_what_was_used() -> None:
 @pytest.mark.parametrize("per_minute", [7, 60, 601, 50_000])
 def test_a_minutes_worth_is_given_to_the_last_whatever_the_uptime(per_minute: int) -> None:
     now_ms = 1e10 + 1 / 3
-    bucket = Bucket().resized(per_minute, now_ms)
+    bucket = TokenBucket().resized(per_minute, now_ms)
     for _ in range(per_minute):
         assert bucket.wait_s(1, now_ms) == 0.0
         bucket = bucket.charged(1, now_ms)

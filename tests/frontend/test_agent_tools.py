@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.parsers.custom_calls import CustomCalls
-from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
+from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
+from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.tools import custom_arguments, custom_text, joined_name, read_tools
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import FrontEnd, application, front_end, served_in_thread
@@ -370,25 +370,25 @@ def test_whatever_tools_and_items_are_they_are_served_or_refused_by_name(front: 
 class _Scripted:
     """Yields prepared pieces, one for each character fed."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[AnswerPiece]) -> None:
         self._pieces = pieces
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPiece]:
         given_now, self._pieces = self._pieces[: len(text)], self._pieces[len(text) :]
         return given_now
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerPiece]:
         return self._pieces
 
 
 _TURNS = st.lists(
     st.one_of(
-        st.text(max_size=3).map(lambda text: [Piece(Kind.CONTENT, text)]),
+        st.text(max_size=3).map(lambda text: [AnswerPiece(PieceKind.CONTENT, text)]),
         st.tuples(st.sampled_from(["custom", "other"]), st.text(max_size=8), st.integers(1, 3)).map(
             lambda made: [
-                Piece(Kind.CALL, made[0]),
+                AnswerPiece(PieceKind.CALL, made[0]),
                 *(
-                    Piece(Kind.ARGUMENTS, custom_arguments(made[1])[at : at + made[2]])
+                    AnswerPiece(PieceKind.ARGUMENTS, custom_arguments(made[1])[at : at + made[2]])
                     for at in range(0, len(custom_arguments(made[1])), made[2])
                 ),
             ]
@@ -399,14 +399,17 @@ _TURNS = st.lists(
 
 
 @given(_TURNS, st.integers(1, 5))
-def test_custom_calls_are_the_same_however_the_answer_is_cut(turns: list[list[Piece]], step: int) -> None:
+def test_custom_calls_are_the_same_however_the_answer_is_cut(turns: list[list[AnswerPiece]], step: int) -> None:
     pieces = [piece for turn in turns for piece in turn]
     parser = CustomCalls(_Scripted(list(pieces)), {"custom"}, custom_text)
     found = [piece for _ in range(0, len(pieces), step) for piece in parser.feed("x" * step)]
-    expected: list[Piece] = []
+    expected: list[AnswerPiece] = []
     for turn in turns:
-        if turn[0] == Piece(Kind.CALL, "custom"):
-            expected += [turn[0], Piece(Kind.ARGUMENTS, custom_text("".join(piece.text for piece in turn[1:])))]
+        if turn[0] == AnswerPiece(PieceKind.CALL, "custom"):
+            expected += [
+                turn[0],
+                AnswerPiece(PieceKind.ARGUMENTS, custom_text("".join(piece.text for piece in turn[1:]))),
+            ]
         else:
             expected += turn
     assert joined_pieces([*found, *parser.finish()]) == joined_pieces(expected)

@@ -16,8 +16,7 @@ from poolgrid.frontend.body_shape import SHORT_BYTES, VALUES_PER_PART, check_sha
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, in_process
+from tests.frontend.server import post_once
 
 LIMIT = FrontendSettings().max_body_values
 
@@ -62,11 +61,7 @@ def test_what_is_no_json_has_some_count(body: bytes) -> None:
 
 
 def post(path: str, content: bytes, **settings: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        async with in_process(application(FakeBackend(), **settings)) as client:
-            return await client.post(path, content=content, headers={"content-type": "application/json"})
-
-    return asyncio.run(go())
+    return post_once(None, path, settings, content=content, headers={"content-type": "application/json"})
 
 
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]'

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import pytest
 from msgspec import Meta, Struct
 
-from poolgrid.frontend.field_words import allowed, fields_without_words, words_at
+from poolgrid.frontend.field_words import allowed, words_at
 from poolgrid.frontend.schema import ChatBody, CompletionBody
+from tests.frontend.untold_fields import fields_without_words
 
 
 @pytest.mark.parametrize(

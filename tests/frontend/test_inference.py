@@ -18,7 +18,7 @@ from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
-from tests.frontend.server import FrontEnd, application, front_end, in_process
+from tests.frontend.server import FrontEnd, application, front_end, in_process, post_once
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -40,12 +40,7 @@ def post(
 ) -> httpx.Response:
     if front is not None:
         return front.post(backend, path, json={"model": "tiny", **fields}, headers=headers)
-
-    async def go() -> httpx.Response:
-        async with in_process(application(backend)) as client:
-            return await client.post(path, json={"model": "tiny", **fields}, headers=headers)
-
-    return asyncio.run(go())
+    return post_once(backend, path, json={"model": "tiny", **fields}, headers=headers)
 
 
 def ask(backend: FakeBackend, **fields: Any) -> dict[str, Any]:

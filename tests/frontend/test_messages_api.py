@@ -20,9 +20,9 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.card import MediaSpec
-from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
+from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.media.samples import png
-from tests.frontend.server import application, in_process, served_in_thread
+from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
@@ -56,17 +56,8 @@ def client() -> Iterator[anthropic.Anthropic]:
 
 
 def post(backend: FakeBackend, path: str = "/v1/messages", **body: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        async with in_process(application(backend)) as http:
-            limit = {} if path.endswith("count_tokens") else {"max_tokens": 100}
-            return await http.post(path, json={"model": "tiny", "messages": HI, **limit, **body})
-
-    return asyncio.run(go())
-
-
-def prompt_of(backend: FakeBackend) -> str:
-    token_ids = list(memoryview(backend.requests[0].token_ids).cast("I"))
-    return TINY.tokenizer.decode(token_ids, skip_special_tokens=False)
+    limit = {} if path.endswith("count_tokens") else {"max_tokens": 100}
+    return post_once(backend, path, json={"model": "tiny", "messages": HI, **limit, **body})
 
 
 def test_the_client_gets_thinking_text_and_tool_uses_as_blocks(client: anthropic.Anthropic) -> None:

@@ -14,7 +14,6 @@ from fastapi import Query
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.field_words import fields_without_words
 from poolgrid.frontend.messages_api.schema import MessagesBody
 from poolgrid.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
 from poolgrid.frontend.prompt_model import PromptModel
@@ -30,7 +29,8 @@ from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
 from poolgrid.inference.ports import Refused, ServedModel
 from tests.frontend.fake_backend import TINY, FakeBackend, speak, with_logprobs
 from tests.frontend.inference_requests import fields_of
-from tests.frontend.server import FrontEnd, application, front_end, in_process
+from tests.frontend.server import FrontEnd, application, front_end, in_process, post_once
+from tests.frontend.untold_fields import fields_without_words
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -46,11 +46,7 @@ def post(
     headers: dict[str, str] | None = None,
     **settings: Any,
 ) -> httpx.Response:
-    async def go() -> httpx.Response:
-        async with in_process(application(backend or FakeBackend(), **settings)) as client:
-            return await client.post(path, content=content, headers=JSON if headers is None else headers)
-
-    return asyncio.run(go())
+    return post_once(backend, path, settings, content=content, headers=JSON if headers is None else headers)
 
 
 @pytest.fixture(scope="module")

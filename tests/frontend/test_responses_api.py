@@ -15,8 +15,8 @@ import pytest
 
 from poolgrid.frontend.prompt_encoder import PromptEncoder
 from poolgrid.inference.inference_request import InferenceRequest
-from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
-from tests.frontend.server import application, in_process, served_in_thread
+from tests.frontend.fake_backend import FakeBackend, Step, speak
+from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 from tests.frontend.weather_tool import TOOL
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
@@ -44,16 +44,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 def post(backend: FakeBackend, **body: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        async with in_process(application(backend)) as http:
-            return await http.post("/v1/responses", json={"model": "tiny", "input": "hi", **body})
-
-    return asyncio.run(go())
-
-
-def prompt_of(backend: FakeBackend) -> str:
-    token_ids = list(memoryview(backend.requests[0].token_ids).cast("I"))
-    return TINY.tokenizer.decode(token_ids, skip_special_tokens=False)
+    return post_once(backend, "/v1/responses", json={"model": "tiny", "input": "hi", **body})
 
 
 def test_the_client_gets_reasoning_text_and_calls_as_items(client: openai.OpenAI) -> None:

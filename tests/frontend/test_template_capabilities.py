@@ -17,13 +17,18 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.content_form import ContentForm
 from poolgrid.frontend.message_adaptation import adapt, adapt_tools
 from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prompts import look_up
 from poolgrid.frontend.schema import ChatBody, Function, Message, ToolCall
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.template_capabilities import Arguments, EmptyContent, TemplateCapabilities, TextWithCalls
+from poolgrid.frontend.template_capabilities import (
+    Arguments,
+    ContentForm,
+    EmptyContent,
+    TemplateCapabilities,
+    TextWithCalls,
+)
 from poolgrid.frontend.template_probes import TIME_LIMIT_MS, capabilities_of, probe
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process

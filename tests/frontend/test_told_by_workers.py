@@ -13,8 +13,7 @@ import pytest
 
 from poolgrid.frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES
 from poolgrid.inference.ports import ServedModel
-from poolgrid.wire.card import ChatSpec, MediaSpec
-from poolgrid.wire.output_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from poolgrid.wire.card import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatSpec, MediaSpec
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.media.samples import png
 from tests.frontend.server import application, in_process

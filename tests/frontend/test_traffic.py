@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from poolgrid.frontend.traffic import (
-    Account,
     EndedRequest,
+    TokenTotals,
     Totals,
     Traffic,
     report_line,
@@ -37,7 +37,7 @@ def level() -> Iterator[None]:
 def ended(**fields: object) -> EndedRequest:
     given = EndedRequest(
         name="mine", endpoint="completions", status=200, error="", streaming=False, model="tiny", tenant="",
-        account=Account(160, 128, 7), ttft_ms=12.4, duration_ms=80.6, workers="w-1",
+        account=TokenTotals(160, 128, 7), ttft_ms=12.4, duration_ms=80.6, workers="w-1",
     )  # fmt: skip
     return given._replace(**fields)  # type: ignore[arg-type]
 
@@ -52,8 +52,8 @@ def test_the_line_of_a_request_names_counts_and_times() -> None:
 
 
 def test_the_line_about_all_is_of_the_interval_alone_and_silence_has_none() -> None:
-    before = Totals(10, 0, Account(1000, 500, 100))
-    now = Totals(22, 4, Account(1000 + 30_720, 500 + 15_360, 100 + 768))
+    before = Totals(10, 0, TokenTotals(1000, 500, 100))
+    now = Totals(22, 4, TokenTotals(1000 + 30_720, 500 + 15_360, 100 + 768))
 
     assert report_line(before, now, 1, 10.0) == (
         "last 10 s: 12 requests, 30,720 prompt tokens (3,072/s, 50.0% cached), 768 output tokens (77/s); "
@@ -101,7 +101,7 @@ def test_nothing_is_said_of_single_requests_unless_asked_for(caplog: pytest.LogC
 
 def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     traffic: Traffic[str] = Traffic(False, lambda request: got, lambda request: ended(name=request))
-    got = Account(100, 0, 0)
+    got = TokenTotals(100, 0, 0)
 
     class Ticks:
         def monotonic_ms(self) -> float:
@@ -123,7 +123,7 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
         await looks.get()
         assert caplog.records == []
         traffic.running.add("one")
-        got = Account(100, 64, 9)
+        got = TokenTotals(100, 64, 9)
         await looks.get()
         await looks.get()  # what was looked at before is said by now
         assert traffic.totals() == Totals(0, 1, got)

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.compression import accepts_gzip
+from poolgrid.frontend.inflation import accepts_gzip
 from tests.frontend.fake_backend import FakeBackend, speak
-from tests.frontend.server import application, in_process, served_in_thread
+from tests.frontend.server import application, in_process, post_once, served_in_thread
 
 BODY = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
 
@@ -24,13 +24,8 @@ def _gzip(body: bytes) -> bytes:
 
 
 def post(body: bytes, headers: dict[str, str], backend: FakeBackend | None = None, **settings: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        async with in_process(application(backend or FakeBackend(), **settings)) as client:
-            return await client.post(
-                "/v1/completions", content=body, headers={"content-type": "application/json", **headers}
-            )
-
-    return asyncio.run(go())
+    headers = {"content-type": "application/json", **headers}
+    return post_once(backend, "/v1/completions", settings, content=body, headers=headers)
 
 
 @pytest.mark.parametrize("body", [_gzip(BODY), _gzip(BODY[:5]) + _gzip(BODY[5:])])

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -22,11 +22,12 @@ from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection, Pools
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.service import GlobalRouterService
-from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.serving.legs import LegEvent
+from poolgrid.serving.links import LinksOnDemand, WorkerLink
 from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.serving.worker_links import Link
 from poolgrid.wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
@@ -170,23 +171,24 @@ class FakeLink:
         self.cancelled.append(request_id)
 
 
-class FakeLinks:
+class FakeLinks(LinksOnDemand):
     """One link per endpoint; a worker in ``out_of_reach`` never comes up."""
 
-    def __init__(self, on_generate: Callable[[FakeLink, Generate], None]) -> None:
+    def __init__(self, on_generate: Callable[[FakeLink, Generate], None], clock: FakeClock) -> None:
+        super().__init__(cast(Any, None), 60_000, clock)
         self.links: dict[str, FakeLink] = {}
         self.out_of_reach: set[str] = set()
         self._on_generate = on_generate
 
-    async def up(self, endpoint: str, timeout_s: float) -> Link | None:
+    async def up(self, endpoint: str, timeout_s: float) -> WorkerLink | None:
         await asyncio.sleep(0)
         if endpoint.removeprefix("tcp://") in self.out_of_reach:
             return None
         link = self.links.setdefault(endpoint, FakeLink(endpoint, on_generate=self._on_generate))
-        return link if link.is_up else None
+        return cast(WorkerLink, link) if link.is_up else None
 
-    def get(self, endpoint: str) -> Link | None:
-        return self.links.get(endpoint)
+    def get(self, endpoint: str) -> WorkerLink | None:
+        return cast("WorkerLink | None", self.links.get(endpoint))
 
     def check(self) -> None:
         pass
@@ -218,12 +220,15 @@ class FakeFleet:
         self.scripts: dict[str, Script] = {}
         self.default_script: Script = speak
         self.pools = FakePools(self.clock, loaded.document)
-        self.links = FakeLinks(self._on_generate)
+        self.links = FakeLinks(self._on_generate, self.clock)
         self.registry = CollectorRegistry()
         self.metrics = GlobalRouterMetrics(self.registry)
+        timings = Timings(**{name: settings.pop(name) for name in list(settings) if name in Timings.__slots__})
         options = GlobalRouterSettings(config=Path("grid.json"), **settings)
         configuration = Configuration(loaded, options.config, self.clock)
-        self.service = GlobalRouterService(options, configuration, self.pools, self.links, self.metrics, self.clock)
+        self.service = GlobalRouterService(
+            options, configuration, self.pools, self.links, self.metrics, self.clock, timings=timings
+        )
         roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "aggregated": Role.AGGREGATED}
         for stage_name, stage in loaded.document.stages.items():
             for pool in stage.pools:
@@ -261,12 +266,12 @@ class FakeFleet:
             None,
             params,
         )
-        self.service.on_tokens(link, iter([delta]))
+        self.service.tracker.on_tokens(cast(WorkerLink, link), iter([delta]))
 
     def break_link(self, worker: str) -> None:
         link = self.links.links[f"tcp://{worker}"]
         link.is_up = False
-        self.service.on_link_down(link.endpoint, "connection lost")
+        self.service.tracker.on_lost(link.endpoint, LegEvent.LOST, "connection lost")
 
     def sent_to(self, pool: str) -> list[Generate]:
         return [
@@ -279,8 +284,8 @@ class FakeFleet:
     def assert_nothing_is_left(self) -> None:
         assert len(self.service) == 0
         assert all(not pool.reserved for pool in self.pools.all() if isinstance(pool, FakePool))
-        assert all(count == 0 for count in self.service.view.in_flight().values())
-        assert not any(self.service.holds(endpoint) for endpoint in self.links.links)
+        assert all(count == 0 for count in self.service.in_flight().values())
+        assert not any(self.service.tracker.has_legs(endpoint) for endpoint in self.links.links)
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0

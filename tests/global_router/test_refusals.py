@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
@@ -26,7 +27,7 @@ def refusing(kind: RefusalKind, retry_after_ms: int | None = None, unknown: bool
     def script(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
         tokens = pack_tokens(range(len(message.token_ids) // 4, len(message.token_ids) // 4 + after))
         if after:
-            fleet.service.on_tokens(link, iter([TokenDelta(message.request_id, 0, tokens)]))
+            fleet.service.tracker.on_tokens(cast(Any, link), iter([TokenDelta(message.request_id, 0, tokens)]))
         worker = link.endpoint.removeprefix("tcp://")
         delta = TokenDelta(
             message.request_id,
@@ -38,7 +39,7 @@ def refusing(kind: RefusalKind, retry_after_ms: int | None = None, unknown: bool
             retry_after_ms=retry_after_ms,
             unknown_model=unknown,
         )
-        fleet.service.on_tokens(link, iter([delta]))
+        fleet.service.tracker.on_tokens(cast(Any, link), iter([delta]))
 
     return script
 
@@ -72,17 +73,17 @@ def test_when_every_worker_is_full_a_request_waits_and_is_served_when_time_is_ov
         fleet = FakeFleet(aggregated(), migration_limit=0)
         fleet.default_script = refusing(RefusalKind.BUSY, 5000)
         stream = await fleet.service.submit(request())
-        await until(lambda: len(fleet.service.waiting_room) == 1)
+        await until(lambda: len(fleet.service.queue) == 1)
         asked = sum(len(link.sent) for link in fleet.links.links.values())
         assert asked == 6, "every worker of three pools, once"
         for _ in range(50):
-            fleet.service.waiting_room.changed()
+            fleet.service.queue.changed()
             await asyncio.sleep(0)
         assert sum(len(link.sent) for link in fleet.links.links.values()) == asked
 
         fleet.default_script = speak
         fleet.clock.now_ms += 5001
-        fleet.service.waiting_room.changed()
+        fleet.service.queue.changed()
 
         assert (await read(stream))[0] == right_answer()
         fleet.assert_nothing_is_left()

@@ -661,13 +661,13 @@ class TestHousekeeping:
             stream = await fleet.service.submit(request(hints=targets(0, 0)))
             pool = fleet.pool("a")
 
-            fleet.service.books.renew(fleet.clock.now_ms + 10_000)
+            fleet.service.tracker.renew(fleet.clock.now_ms + 10_000)
             assert pool.renewed == []
-            fleet.service.books.renew(fleet.clock.now_ms + 16_000)
+            fleet.service.tracker.renew(fleet.clock.now_ms + 16_000)
             assert [each.request_id for each in pool.renewed] == ["r"]
             link = fleet.links.links["tcp://a-1"]
             fleet.say(link, link.sent[0], [1], 0)
-            fleet.service.books.renew(fleet.clock.now_ms + 60_000)
+            fleet.service.tracker.renew(fleet.clock.now_ms + 60_000)
 
             assert len(pool.renewed) == 1
             stream.cancel()
@@ -692,7 +692,7 @@ class TestHousekeeping:
             fleet.service.judge(fleet.clock.now_ms)
             spilled = [await answer(fleet, request_id=f"r{number}", hints=targets(900, 15)) for number in range(20)]
 
-            assert len(fleet.service.books.loop_steps) == 1
+            assert len(fleet.service.tracker.loop_steps) == 1
             assert sum(pool == "b" for _, _, pool in spilled) >= 14
             assert {pool for _, _, pool in spilled} <= {"b", "c"}
             assert fleet.count("poolgrid_global_router_loop_steps_total", pool="c") == 1

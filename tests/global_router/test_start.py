@@ -14,6 +14,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router import bootstrap
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.process_group import GroupPlace
+from poolgrid.serving.router_process import RouterProcess
 from tests.global_router.documents import disagg
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
@@ -53,13 +54,17 @@ def test_one_whose_port_is_taken_leaves_nothing(tmp_path: Path) -> None:
         ended_leaving_nothing(starting(tmp_path, port=number), OSError, "binding port:")
 
 
-@pytest.mark.parametrize(
-    "step", [name for name in vars(bootstrap) if name.startswith(("_open_", "_take_", "_join_", "_start_"))]
-)
+STEPS = [
+    *((bootstrap, name) for name in vars(bootstrap) if name.startswith(("_open_", "_make_", "_take_"))),
+    *((RouterProcess, name) for name in vars(RouterProcess) if name.startswith(("open_", "start_", "join_", "serve_"))),
+]
+
+
+@pytest.mark.parametrize(("owner", "step"), STEPS)
 def test_one_whose_start_fails_at_any_step_leaves_nothing(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap, step, breaks)
+    monkeypatch.setattr(owner, step, breaks)
 
     ended_leaving_nothing(starting(tmp_path, GroupPlace(tmp_path, 0, 1)), Broken)
 

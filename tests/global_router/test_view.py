@@ -8,20 +8,19 @@ from typing import Any, cast
 
 import pytest
 
-from poolgrid.global_router.view import GlobalRouterView
+from poolgrid.global_router.view import PoolsView
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.card import ChatSpec, MediaSpec
 from poolgrid.wire.selection import ModelStatus, PoolStatus
 
 
-def view_of(**chats: ChatSpec) -> GlobalRouterView:
+def view_of(**chats: ChatSpec) -> PoolsView:
     """Return a view of pools, in this order, whose workers were told these."""
     pools: list[Any] = [SimpleNamespace(name="away", status=None)]
     for name, chat in chats.items():
         served = ModelStatus("m", 32, "xxh3-64/1337", 4096, (), (), MediaSpec(item_bytes_max=7), chat)
         pools.append(SimpleNamespace(name=name, status=PoolStatus(1, True, (served,))))
-    service = SimpleNamespace(pools=SimpleNamespace(all=lambda: pools))
-    return GlobalRouterView(cast(Any, service), SystemClock())
+    return PoolsView(cast(Any, SimpleNamespace(all=lambda: pools)), cast(Any, None), SystemClock())
 
 
 def test_what_workers_were_told_comes_from_every_pool_and_the_first_counts(caplog: pytest.LogCaptureFixture) -> None:
@@ -35,8 +34,8 @@ def test_what_workers_were_told_comes_from_every_pool_and_the_first_counts(caplo
     assert served.chat == ChatSpec("qwen3", "hermes")
     (record,) = caplog.records
     assert record.getMessage() == (
-        "pool west says of model 'm': reasoning_parser 'deepseek_r1'; an earlier pool of the document says 'qwen3', "
-        "which is used"
+        "pool west reports of model 'm': reasoning_parser 'deepseek_r1'; an earlier pool of the document reports "
+        "'qwen3', which is used"
     )
 
 

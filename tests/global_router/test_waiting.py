@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.metrics import register_views
-from poolgrid.global_router.waiting_room import ATTEMPTS_PER_LANE_MAX
+from poolgrid.global_router.queue import ATTEMPTS_PER_LANE_MAX
+from poolgrid.global_router.state_metrics import register_views
 from poolgrid.inference.ports import Refused
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Role
@@ -49,7 +49,7 @@ class Scene:
 
     def __init__(self, raw: dict[str, Any] | None = None, room: int = 1, **settings: Any) -> None:
         self.fleet = FakeFleet(raw or aggregated(), **settings)
-        register_views(self.fleet.registry, self.fleet.service.view)
+        register_views(self.fleet.registry, self.fleet.service)
         self.running: list[tuple[FakeLink, Generate]] = []
         self.order: list[str] = []
         self.fleet.default_script = self._take
@@ -64,7 +64,7 @@ class Scene:
         self.order.append(message.request_id)
 
     def waiting(self) -> int:
-        return self.fleet.service.view.counts()[1]
+        return self.fleet.service.counts()[1]
 
     async def submit(self, name: str, **fields: Any) -> asyncio.Task[TokenDelivery]:
         """Submit a request, and return when it is on a worker, waits, or is refused."""
@@ -90,7 +90,7 @@ def test_requests_wait_and_go_by_priority_then_by_arrival() -> None:
         await scene.submit("first")
         for name, priority in (("x", 0), ("low", -1), ("y", 0), ("high", 5), ("z", 0)):
             await scene.submit(name, priority=priority)
-        assert scene.fleet.service.view.counts() == (1, 5)
+        assert scene.fleet.service.counts() == (1, 5)
         assert scene.count("queued_requests") == 5
         assert scene.count("queued_prompt_tokens") == 5 * 32
         selects = len(scene.fleet.pool("a").selects)
@@ -109,7 +109,7 @@ def test_requests_wait_and_go_by_priority_then_by_arrival() -> None:
         assert record is not None
         assert record.summary().queued_ms >= 0
         scene.fleet.assert_nothing_is_left()
-        assert scene.fleet.service.view.counts() == (0, 0)
+        assert scene.fleet.service.counts() == (0, 0)
 
     run(scenario)
 
@@ -292,7 +292,7 @@ def test_who_waited_too_long_is_told_when_to_come_back_by_the_measured_rate() ->
 
         # Five requests in 20 s, and nobody before it: it left the queue before it was told.
         assert refused.value.retry_after_s in (4.0, 8.0)
-        assert scene.fleet.service.view.counts() == (1, 0)
+        assert scene.fleet.service.counts() == (1, 0)
         await scene.finish()
         await read(await scene.tasks["first"])
         scene.fleet.assert_nothing_is_left()
@@ -509,7 +509,7 @@ def test_whoever_waits_is_served_though_the_serving_failed_once(caplog: pytest.L
         scene = Scene()
         await scene.submit("first")
         await scene.submit("second")
-        room = scene.fleet.service.waiting_room
+        room = scene.fleet.service.queue
         find = room._next
         failures = [KeyError("a bug of ours")]
 

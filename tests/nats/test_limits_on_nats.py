@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
 from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import Tenants
@@ -42,7 +42,7 @@ class Router:
     """The limits of one router, and requests that are in flight there for as long as somebody wants."""
 
     def __init__(self, server: NatsServer, scope: str, place: str = "") -> None:
-        settings = NamesSettings(names="nats", nats_url=(server.url,))
+        settings = DiscoverySettings(names="nats", nats_url=(server.url,))
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
         self.limits = LimitsOnNats(settings, scope, place, LEASE_S, 1, self.clock, self.registry)

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 
 from poolgrid.cli.router_client import url_of
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.discovery.names import Names
-from poolgrid.discovery.ports import NamesUnavailable, Scope
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.discovery import Discovery
+from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.nats.bucket import ANSWERS_MAX
 from poolgrid.nats.connection import NatsConnection, NatsMessage
-from poolgrid.nats.names import STREAM, SUBJECT, NatsNames
+from poolgrid.nats.registrations import STREAM, SUBJECT, NatsRegistrations
 from poolgrid.process.clock import SystemClock
 from tests.discovery.registrations import registration, seen
 from tests.discovery.waiting import HTTP, until, until_found
@@ -36,19 +36,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     made.kill()
 
 
-def settings_of(server: NatsServer) -> NamesSettings:
-    return NamesSettings(names="nats", nats_url=(server.url,))
+def settings_of(server: NatsServer) -> DiscoverySettings:
+    return DiscoverySettings(names="nats", nats_url=(server.url,))
 
 
-def names_on(server: NatsServer, lease_s: int = 30) -> Names:
-    return Names(NatsNames(settings_of(server), lease_s, 1, SystemClock()), "blue", lease_s, SystemClock())
+def names_on(server: NatsServer, lease_s: int = 30) -> Discovery:
+    return Discovery(NatsRegistrations(settings_of(server), lease_s, 1, SystemClock()), "blue", lease_s, SystemClock())
 
 
-async def listed(store: NatsNames) -> int:
+async def listed(store: NatsRegistrations) -> int:
     """Return how many routers a look finds; after a failed one, when the next may be better."""
     try:
         return len(await store.look([Scope("blue", "router")]))
-    except NamesUnavailable:
+    except DiscoveryUnavailable:
         return 0
     finally:
         await asyncio.sleep(0.05)
@@ -150,7 +150,7 @@ def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
         await names.open()
         await names.register("lonely", "r1", {"http": "http://127.0.0.1:1"})
         store = names.store
-        assert isinstance(store, NatsNames)
+        assert isinstance(store, NatsRegistrations)
         client = store._connection.client
         publish, asked = client.publish, 0
 
@@ -180,7 +180,7 @@ def test_a_replica_that_is_behind_takes_nobodys_name_and_brings_nobody_back(
         await names.open()
         await names.register("late", "r1", {"http": "http://127.0.0.1:1"})
         store = names.store
-        assert isinstance(store, NatsNames)
+        assert isinstance(store, NatsRegistrations)
         scopes = [Scope("blue", "late")]
         connection = store._connection
         batch = connection.batch
@@ -199,7 +199,7 @@ def test_a_replica_that_is_behind_takes_nobodys_name_and_brings_nobody_back(
         assert shown == []
 
         shown += [[]] * ANSWERS_MAX
-        with pytest.raises(NamesUnavailable, match="behind its leader"):
+        with pytest.raises(DiscoveryUnavailable, match="behind its leader"):
             await store.look(scopes)
 
         # Who is gone by all that the leader knows is gone.
@@ -224,7 +224,7 @@ def test_a_replica_that_has_come_to_a_stand_lets_nobodys_lease_run_out(
         other.follow(Scope("blue", "router"), lambda: None)
         await one.register("router", "r1", {"http": "http://127.0.0.1:1"})
         await until_found(other, 1)
-        assert isinstance(other.store, NatsNames)
+        assert isinstance(other.store, NatsRegistrations)
         connection = other.store._connection
         stale = await connection.batch(STREAM, {"seq": 1, "next_by_subj": SUBJECT + "blue.router.*", "batch": 10})
 
@@ -269,7 +269,7 @@ def test_servers_that_are_away_take_nobodys_name_and_do_not_hold_up_a_start(tmp_
                 await late.register("router", "r2", {"http": "http://127.0.0.1:2"})
             server.start()
             await until_found(other, 2)
-            assert isinstance(one.store, NatsNames)
+            assert isinstance(one.store, NatsRegistrations)
             await one.store._connection.jetstream.delete_stream(STREAM)
             async with asyncio.timeout(60):
                 while await listed(one.store) != 2:  # a bucket that is gone is made and filled anew

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.discovery.ports import NamesUnavailable, Scope
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
 from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import Tenants
@@ -29,8 +29,8 @@ from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderLease, read_leader
 from poolgrid.nats.limits import LimitsOnNats
 from poolgrid.nats.message import Outgoing, empty_body
-from poolgrid.nats.names import NatsNames
 from poolgrid.nats.ports import StreamUnavailable
+from poolgrid.nats.registrations import NatsRegistrations
 from poolgrid.nats.responses import NatsResponseStore
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
@@ -169,7 +169,7 @@ def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_th
     async def scenario() -> None:
         before = violations(server)
         registers, looks = [
-            NatsNames(NamesSettings(names="nats", nats_url=(url_of(server, role),)), 3, 1, SystemClock())
+            NatsRegistrations(DiscoverySettings(names="nats", nats_url=(url_of(server, role),)), 3, 1, SystemClock())
             for role in (REGISTERS, LOOKS)
         ]
         for store in (registers, looks):  # who may make the bucket comes first
@@ -185,7 +185,7 @@ def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_th
 
         for store, *key in ((looks, "blue", "router"), (registers, "blue", "worker"), (registers, "green", "router")):
             forged = registration(2, namespace=key[0], component=key[1])
-            with pytest.raises(NamesUnavailable):
+            with pytest.raises(DiscoveryUnavailable):
                 await store.write(forged, seen(2).data)
             assert f"$KV.poolgrid-names.{forged.key}" in str(violations(server)[len(before) :])
         assert await looks.look([Scope()]) == []
@@ -198,7 +198,7 @@ def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_th
 def test_who_shares_state_does_so_with_what_the_page_gives_it_and_writes_no_other_pools(server: NatsServer) -> None:
     async def scenario() -> None:
         before = violations(server)
-        nats = NamesSettings(names="nats", nats_url=(url_of(server, SHARES),))
+        nats = DiscoverySettings(names="nats", nats_url=(url_of(server, SHARES),))
         clock = SystemClock()
         limits = LimitsOnNats(nats, "blue.p", "", 4, 1, clock, CollectorRegistry())
         tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), limits.meter)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner
@@ -47,7 +47,7 @@ def response(name: str, previous: str | None = None, size: int = 10) -> KeptResp
 async def stores(
     server: NatsServer, scope: str, count: int = 2, timeout_ms: int = 5000
 ) -> AsyncIterator[list[NatsResponseStore]]:
-    settings = NamesSettings(names="nats", nats_url=(server.url,))
+    settings = DiscoverySettings(names="nats", nats_url=(server.url,))
     made = [NatsResponseStore(settings, scope, 16 * 1024 * 1024, 3600, 1, SystemClock()) for _ in range(count)]
     for store in made:
         store._connection.timeout_s = timeout_ms / 1000
@@ -115,7 +115,7 @@ def test_two_front_ends_of_a_pool_are_one_to_a_tenant(server: NatsServer, tmp_pa
         for name in ("acme", "other")
     }
     key_file.write(keys, KeyDocument(1, "5" * 64, allowed))
-    nats = NamesSettings(names="nats", nats_url=(server.url,))
+    nats = DiscoverySettings(names="nats", nats_url=(server.url,))
     acme, other = ({"authorization": f"Bearer pg-{name}"} for name in allowed)
 
     async def scenario() -> None:

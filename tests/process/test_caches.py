@@ -16,7 +16,7 @@ from poolgrid.inference.cache_domain import WHOLE, CacheShares
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.caches import BudgetedLru, TenantCaches
 from poolgrid.process.clock import SystemClock
-from poolgrid.serving.tenant_paths import TenantPaths
+from poolgrid.serving.prompt_paths import TenantPaths
 from poolgrid.wire.hashing import hash_seed
 from poolgrid.wire.requests import Sampling
 
@@ -66,10 +66,11 @@ def paths(seen: Sequence[Use], shared: bool = False) -> Observed:
         salt = "" if shared else f"{use.tenant} {use.salt}"
         tenant = "" if shared else use.tenant
         request = InferenceRequest("r", "m", tokens, Sampling(1), cache_salt=salt, tenant=tenant, cache_shares=SHARES)
-        before = caches.reused_blocks
-        path = caches.of(request).path(tokens, 16, hash_seed("", salt))
-        observed.append((use, len(path) - (caches.reused_blocks - before)))
-        assert caches.used_bytes <= 3 * 40_000
+        cache = caches.of(request)
+        before = cache.reused_blocks
+        path = cache.path(tokens, 16, hash_seed("", salt))
+        observed.append((use, len(path) - (cache.reused_blocks - before)))
+        assert cache.used_bytes <= 40_000
     return observed
 
 

@@ -34,7 +34,6 @@ from tests.slurm.cluster import free_ports
 
 RANKS = 4
 PATIENCE_S = 240.0
-LEASE_MS = 3000
 WORKER = ("worker", "--engine", "trtllm", "--model-path", "tiny", "--kv-block-size", "16", "--max-batch-size", "64")
 NODE = 'exec env SLURMD_NODENAME=node$((OMPI_COMM_WORLD_RANK / 2)) "$0" -m poolgrid "$@"'
 """Two ranks on each node, which only their names tell apart."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
 from poolgrid.router.core.selector import NoWorker, PolicyFailed, Selector
 from poolgrid.wire.card import ChatSpec, MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
+from poolgrid.wire.feed import WorkerState
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, Tier, WorkerId, WorkerKey
 
@@ -73,3 +75,13 @@ def decided(found: Decision | NoWorker | PolicyFailed) -> Decision:
     """What a selector that must find somebody found."""
     assert isinstance(found, Decision), str(found)
     return found
+
+
+def load_snapshot(
+    projection: Projection, next_offset: int, workers: Sequence[WorkerState], chains: Any, now_ms: float
+) -> None:
+    """Replace all state in one go."""
+    load = projection.begin_load(next_offset, workers, chains)
+    while load.step(LOAD_STEP_BLOCKS):
+        pass
+    projection.adopt(load, now_ms)

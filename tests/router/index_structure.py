@@ -6,23 +6,27 @@ from itertools import pairwise
 from typing import TypeVar
 
 from poolgrid.consolidator.core.sharded_map import ShardedMap
-from poolgrid.router.core.prefix_index import RUN_BLOCKS_MAX, PrefixIndex
+from poolgrid.router.core.prefix_index import HASHES_END, PrefixIndex
 from poolgrid.router.core.run_forest import Run
+from poolgrid.router.core.run_map import RUN_BLOCKS_MAX
+from poolgrid.wire.feed import BlockChain
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Tier, WorkerKey
 
 V = TypeVar("V")
 
 
 def assert_sound(index: PrefixIndex) -> None:
     """Check runs, links, counts and shards against each other."""
-    runs = list(index._runs.ages)
+    runs = list(index._reach.forest.ages)
     ages = {id(run): age for age, run in enumerate(runs)}
-    assert index._runs.ages.entries == len(runs)
+    assert index._reach.forest.ages.entries == len(runs)
     by_last = {run.blocks[-1]: run for run in runs}
     for run in runs:
         assert run.mask, "a run without holders"
         assert 0 < len(run.blocks) <= RUN_BLOCKS_MAX
-        assert index._edges.get(run.blocks[0]) is run
-        assert index._edges.get(run.blocks[-1]) is run
+        assert index._reach.edges.get(run.blocks[0]) is run
+        assert index._reach.edges.get(run.blocks[-1]) is run
         children = []
         child = run.child
         while child is not None:
@@ -36,17 +40,17 @@ def assert_sound(index: PrefixIndex) -> None:
             assert not each.mask & ~run.mask, "a holder without the block before"
         if run.parent is not None:
             assert _is_child(run, by_last[run.parent]), "a run that its parent does not know"
-    assert index._blocks == sum(len(run.blocks) for run in runs)
-    assert index._edges.entries == sum(1 if len(run.blocks) == 1 else 2 for run in runs)
+    assert index._reach.blocks == sum(len(run.blocks) for run in runs)
+    assert index._reach.edges.entries == sum(1 if len(run.blocks) == 1 else 2 for run in runs)
     # Each block is found by its bare hash; asked before what is fresh is handed out.
     for run in runs[:100]:
-        assert all(index._inside(block, run.mask) is run for block in run.blocks[:20])
-    written = sorted((block, id(run)) for block, run in index._places.items())
+        assert all(index._reach.inside(block, run.mask) is run for block in run.blocks[:20])
+    written = sorted((block, id(run)) for block, run in index._reach.places.items())
     assert written == sorted((block, id(run)) for run in runs for block in run.blocks)
-    assert not index._crossed
+    assert not index._reach.crossed
 
     leaves = []
-    end = index._runs._leaves_end
+    end = index._reach.forest._leaves_end
     leaf = end.newer_leaf
     while leaf is not end:
         assert leaf.newer_leaf.older_leaf is leaf
@@ -66,14 +70,14 @@ def assert_sound(index: PrefixIndex) -> None:
         assert orphan.mask
         assert index._orphans.get(orphan.sequence_hash) is orphan
         below.setdefault(orphan.parent, set()).add(orphan.sequence_hash)
-        held = index._run_of(orphan.sequence_hash)
+        held = index._reach.run_of(orphan.sequence_hash)
         assert held is None or not held.mask & orphan.mask, "a block in reach and out of it"
     assert len(index._orphans._below) == len(below)
     for parent, blocks in below.items():
         assert set(index._orphans.below(parent, -1)) == blocks
 
     lower = index._lower
-    assert_sound_map(index._edges)
+    assert_sound_map(index._reach.edges)
     for orphan_map in (index._orphans._by_hash, index._orphans._below):
         assert_sound_map(orphan_map)
     for lower_map in (lower.host, lower.disk, lower.off_device):
@@ -95,3 +99,51 @@ def assert_sound_map(sharded: ShardedMap[V]) -> None:
     keys = [key for key, _ in sharded.items()]
     assert len(keys) == len(set(keys)) == sharded.entries
     assert all(key in sharded for key in keys)
+
+
+def holdings(index: PrefixIndex, worker: WorkerKey) -> dict[Tier, set[int]]:
+    """All that a worker holds, by tier."""
+    held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    first = 0
+    while first < HASHES_END:
+        found, first = index.holdings_from(worker, first)
+        for block, tier in found:
+            held[tier].add(block)
+    return held
+
+
+def dump(index: PrefixIndex, worker: WorkerKey) -> list[BlockChain]:
+    """A worker's blocks as chains, parents before children: ``store`` of each rebuilds the same index."""
+    slot = index._slots.get(worker)
+    if slot is None:
+        return []
+    parents: dict[int, int | None] = {}
+    for run in index._reach.forest.ages:
+        if run.mask >> slot & 1:
+            parents.update(zip(run.blocks, (run.parent, *run.blocks), strict=False))
+    parents.update((orphan.sequence_hash, orphan.parent) for orphan in index._orphans if orphan.mask >> slot & 1)
+    held = holdings(index, worker)
+    return [chain for tier in Tier for chain in _chains({h: None for h in parents if h in held[tier]}, parents, tier)]
+
+
+def _chains(blocks: dict[int, None], parents: dict[int, int | None], tier: Tier) -> list[BlockChain]:
+    """Cut a set of blocks into chains, parents before children."""
+    below: dict[int, list[int]] = {}
+    heads: list[int] = []
+    for sequence_hash in blocks:
+        parent = parents.get(sequence_hash)
+        if parent is not None and parent in blocks:
+            below.setdefault(parent, []).append(sequence_hash)
+        else:
+            heads.append(sequence_hash)
+    chains: list[BlockChain] = []
+    for head in heads:
+        pending = [head]
+        while pending:
+            first = pending.pop()
+            chain = [first]
+            while (next_blocks := below.get(chain[-1])) is not None:
+                pending.extend(next_blocks[1:])
+                chain.append(next_blocks[0])
+            chains.append(BlockChain(parents.get(first), pack_hashes(chain), tier))
+    return chains

@@ -23,7 +23,7 @@ from poolgrid.router.core.inputs import (
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, settings_noted
-from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome
+from poolgrid.router.decision_journal.replay import DecisionReplay, ReplayOutcome
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
 from poolgrid.router.settings import RouterSettings
@@ -244,7 +244,7 @@ class RecordedRouter:
 
     def replay(self, pool: FakeDisk | None = None, decisions: FakeDisk | None = None) -> ReplayOutcome:
         """Replay what was recorded."""
-        return Replay(pool or self.pool_disk, decisions or self.decisions_disk, policy_of, BLOCKS_MAX).run()
+        return DecisionReplay(pool or self.pool_disk, decisions or self.decisions_disk, policy_of, BLOCKS_MAX).run()
 
 
 async def written(router: RecordedRouter, until: Callable[[], bool] | None = None) -> None:

@@ -21,16 +21,17 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
+from poolgrid.serving.links import link_opener
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.feed import WorkerState
 from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.requests import (
     Cancel,
     FinishReason,
@@ -121,6 +122,9 @@ class Feed:
     def resync(self) -> None:
         raise AssertionError("a hole in what the test told")
 
+    def loading(self) -> list[LoadingWorker]:
+        return []
+
     def behind(self) -> int:
         return 0
 
@@ -167,7 +171,7 @@ async def scene(*models: str, **settings: Any) -> AsyncIterator[Scene]:
         feed,
         metrics,
         SystemClock(),
-        link_opener(context, given, metrics, SystemClock()),
+        link_opener(context, given.worker_timeout_ms, SystemClock(), lambda: None),
     )
     await service.start()
     made = Scene(service, workers)
@@ -208,7 +212,7 @@ def test_a_decision_says_how_long_its_request_was_queued() -> None:
             await pool.submit("second")
             assert await pool.finish(2) == ["first", "second"]
 
-            second, first = pool.service.books.decisions.newest(2)
+            second, first = pool.service.tracker.decisions.newest(2)
             assert (first.request.request_id, first.queued_ms) == ("first", 0.0)
             assert second.queued_ms > 0
 

@@ -56,8 +56,8 @@ def test_keys_of_an_index_as_routers_have_it_take_a_third_less_than_whole_hashes
     for block in random_blocks(random.Random(2), 1000):
         index.store(WORKER, None, [block])
 
-    assert index._edges.entries == 1000
-    assert {sys.getsizeof(key) for shard in index._edges.shards for key in shard} <= {24, 28, 32}
+    assert index._reach.edges.entries == 1000
+    assert {sys.getsizeof(key) for shard in index._reach.edges.shards for key in shard} <= {24, 28, 32}
 
 
 @pytest.mark.parametrize("slots", TABLES)
@@ -65,7 +65,7 @@ def test_the_tables_of_shards_grow_one_after_the_other_though_all_fill_alike(slo
     randomness = random.Random(slots)
     depth = 4
     index = PrefixIndex(first_depth=depth)
-    shards = index._edges.shards
+    shards = index._reach.edges.shards
     grown_at: list[int] = []
     has_grown = [False] * len(shards)
     larger_bytes = 1.5 * sys.getsizeof(dict.fromkeys(range(slots // 2)))
@@ -80,7 +80,7 @@ def test_the_tables_of_shards_grow_one_after_the_other_though_all_fill_alike(slo
     assert len(shards) == 1 << depth, "none is split yet"
     assert all(later - earlier >= slots // 32 for earlier, later in pairwise(grown_at))
     assert not any(key < 0 for shard in shards for key in shard)
-    assert_sound_map(index._edges)
+    assert_sound_map(index._reach.edges)
 
 
 def test_shards_are_split_one_after_the_other_though_all_fill_alike() -> None:
@@ -124,11 +124,11 @@ def test_a_chain_that_has_a_block_twice_or_an_edge_of_another_run_leaves_the_ind
     if chain[-1] == other[1]:
         # The inside of a run is not asked about, unless the chain is refused for its other fault.
         chain[-1] = other[2]
-    before = dict(index._edges.items())
+    before = dict(index._reach.edges.items())
 
     index.store(WORKER, parent, chain)
 
     assert index.counters.contradictions == 1
-    assert dict(index._edges.items()).keys() == before.keys()
+    assert dict(index._reach.edges.items()).keys() == before.keys()
     assert index.held_blocks(WORKER) == 23
     assert_sound(index)

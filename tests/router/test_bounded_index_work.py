@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from poolgrid.consolidator.core import sharded_map
-from poolgrid.router.core import block_map, block_places, intrusive_lru, lower_tiers, orphans, prefix_index, run_forest
+from poolgrid.router.core import (
+    block_locator,
+    block_map,
+    intrusive_lru,
+    lower_tiers,
+    orphans,
+    prefix_index,
+    run_forest,
+    run_map,
+)
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 
@@ -28,7 +37,17 @@ What is done without a line, by Python itself, is bounded by the size of what it
 rebuilt or copied, and of a run. Both are checked.
 """
 
-MODULES = (intrusive_lru, block_map, block_places, lower_tiers, orphans, prefix_index, run_forest, sharded_map)
+MODULES = (
+    intrusive_lru,
+    block_map,
+    block_locator,
+    lower_tiers,
+    orphans,
+    prefix_index,
+    run_forest,
+    run_map,
+    sharded_map,
+)
 
 FILES = {module.__file__ for module in MODULES}
 
@@ -67,6 +86,7 @@ def small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_index, "EVICTION_SLICE_BLOCKS", SLICE)
         patch.setattr(prefix_index, "RUN_BLOCKS_MAX", SLICE)
+        patch.setattr(run_map, "RUN_BLOCKS_MAX", SLICE)
         patch.setattr(prefix_index, "SECOND_CHANCES", 4)
         patch.setattr(sharded_map, "SPLIT_EVERY_ENTRIES", 16)
         patch.setattr(sharded_map, "DEPTH_MAX", 9)
@@ -143,8 +163,14 @@ def test_what_python_does_by_itself_is_bounded_by_the_size_of_a_shard_and_of_a_r
             index.store(worker, None, chain, tier)
             index.store(worker, randomness.getrandbits(64), [randomness.getrandbits(64)])
 
-    assert max(len(run.blocks) for run in index._runs.ages) <= SLICE
-    for each in (index._edges, index._orphans._by_hash, index._orphans._below, index._lower.host, index._lower.disk):
+    assert max(len(run.blocks) for run in index._reach.forest.ages) <= SLICE
+    for each in (
+        index._reach.edges,
+        index._orphans._by_hash,
+        index._orphans._below,
+        index._lower.host,
+        index._lower.disk,
+    ):
         sizes = [len(shard) for shard in each.each_shard()]
         assert max(sizes) <= 2 * SHARD_ENTRIES, sizes
 
@@ -167,6 +193,6 @@ def test_blocks_that_an_engine_evicts_from_the_end_take_no_call_each() -> None:
     finally:
         sys.setprofile(None)
 
-    assert called == ["remove", "_shorten", "take", "_write", "_no_edge", "_set_edge"]
+    assert called == ["remove", "shorten", "take", "_write", "no_edge", "set_edge"]
     assert index.find(path) == [(1, 1 << index.slot(worker))]
     assert (len(index), index.counters.blocks_removed) == (1, 999)

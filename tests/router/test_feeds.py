@@ -12,8 +12,7 @@ from poolgrid.consolidator.bootstrap import create
 from poolgrid.consolidator.core.loading_table import LoadingTable
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.process.clock import SystemClock
-from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
-from poolgrid.router.ports import JournalFeed, PoolFeed
+from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.wire import codec
 from poolgrid.wire.loading import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
 from tests.consolidator.pusher import Pusher, stored
@@ -60,7 +59,7 @@ def test_who_loads_is_told_to_whoever_follows(kind: str) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         clock = SystemClock()
         consolidator = create(ConsolidatorSettings(), CollectorRegistry(), clock)
-        feed: PoolFeed = EmbeddedFeed(consolidator)
+        feed: JournalFeed = EmbeddedFeed(consolidator)
         if kind == "remote":
             await consolidator.start()
             feed = RemoteFeed(consolidator.feed_endpoint, consolidator.query_endpoint, clock)

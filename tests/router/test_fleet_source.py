@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -49,7 +49,7 @@ class Looked:
         self.totals = [0] * len(SERVED_COLUMNS)
         self.served = ServedSeconds(lambda: list(self.totals), SystemClock())
         player = Player(None, None, BLOCKS_PER_WORKER_MAX)
-        self.source = RouterFleetSource(self.pool.settings, self.pool, self.watch, player, self.served)
+        self.source = RouterFleetSource(self.pool.settings, cast(Any, self.pool), self.watch, player, self.served)
         self.source.begin()
 
     def look(self) -> Picture:
@@ -192,5 +192,5 @@ def test_the_heading_names_the_pool_where_pools_have_names(looked: Looked, tmp_p
     assert looked.look().values["about"]["pool"] == ""
     named = RouterSettings(names="directory", names_dir=tmp_path, namespace="chat")
     player = Player(None, None, BLOCKS_PER_WORKER_MAX)
-    source = RouterFleetSource(named, looked.pool, looked.watch, player, looked.served)
+    source = RouterFleetSource(named, cast(Any, looked.pool), looked.watch, player, looked.served)
     assert asyncio.run(source.look()).values["about"]["pool"] == "chat"

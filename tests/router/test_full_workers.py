@@ -76,7 +76,7 @@ def join(router: Routed, *loras: tuple[str, ...]) -> None:
 def refuse(router: Routed, kind: RefusalKind, error: str = "no", **more: Any) -> None:
     """Have the worker that got the last request refuse it."""
     endpoint = router.sent[-1]
-    [leg] = router.service.in_flight.under_way(endpoint)
+    [leg] = router.service.tracker.legs_on(endpoint)
     router.say(endpoint, TokenDelta(leg, 0, b"", FinishReason.ERROR, error=error, refusal=kind, **more))
 
 
@@ -96,7 +96,7 @@ async def sent_more_than(router: Routed, count: int) -> None:
 
 def answer(router: Routed) -> None:
     endpoint = router.sent[-1]
-    [leg] = router.service.in_flight.under_way(endpoint)
+    [leg] = router.service.tracker.legs_on(endpoint)
     router.say(endpoint, TokenDelta(leg, 0, pack_tokens([1, 2, 3, 4]), FinishReason.LENGTH))
 
 
@@ -145,7 +145,7 @@ def test_a_request_that_finds_no_room_in_time_ends_as_busy_with_a_time_to_come_b
             join(router)
             stream = await router.service.submit(REQUEST)
             if streamed:
-                [leg] = router.service.in_flight.under_way(router.sent[-1])
+                [leg] = router.service.tracker.legs_on(router.sent[-1])
                 router.say(router.sent[-1], TokenDelta(leg, 0, pack_tokens([1, 2])))
                 endpoint = router.sent[-1]
                 refusal = TokenDelta(
@@ -174,7 +174,7 @@ def test_a_worker_that_refuses_again_and_again_does_not_make_the_wait_longer() -
             stream = await router.service.submit(REQUEST)
             ending = asyncio.ensure_future(last_of(stream))
             while not ending.done():
-                if router.service.in_flight.under_way(BEFORE):
+                if router.service.tracker.legs_on(BEFORE):
                     refuse(router, RefusalKind.BUSY, retry_after_ms=10)
                 await asyncio.sleep(0.005)
             assert ending.result().retry_after_s is not None
@@ -204,7 +204,7 @@ def test_a_worker_that_cannot_is_not_waited_for_and_a_full_one_is() -> None:
             stream = await router.service.submit(REQUEST)
             unable = router.sent[-1]
             router.service.chooser.full.note(NEW if unable == BEFORE else OLD, 20)
-            router.service.books.active["r"].machine._migration_limit = 1
+            router.service.tracker.requests["r"].machine._migration_limit = 1
             refuse(router, RefusalKind.CANNOT_DO, "it cannot")
             assert router.service.counts() == (1, 1)
             await sent_more_than(router, 1)

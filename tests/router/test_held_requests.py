@@ -54,7 +54,7 @@ async def end(*tasks: asyncio.Task[TokenDelivery]) -> None:
 
 
 def on_workers(router: Routed) -> list[str]:
-    return list(router.service.books.active)
+    return list(router.service.tracker.requests)
 
 
 def test_a_second_long_prompt_waits_until_the_first_is_computed() -> None:
@@ -73,7 +73,7 @@ def test_a_second_long_prompt_waits_until_the_first_is_computed() -> None:
 
             assert second.done()
             assert router.sent == [AT_A, AT_A]
-            [decision] = router.service.books.decisions.of_request("second")
+            [decision] = router.service.tracker.decisions.of_request("second")
             assert decision.queued_ms > 0.0
 
     asyncio.run(scenario())
@@ -100,7 +100,7 @@ def test_what_comes_in_one_turn_is_placed_with_a_view_to_each_other() -> None:
             tasks = await submit(router, named("longest", 8000), named("shortest", 3000), named("other", 7000))
 
             assert on_workers(router) == ["shortest"], "though the longest came first"
-            [decision] = router.service.books.decisions.of_request("shortest")
+            [decision] = router.service.tracker.decisions.of_request("shortest")
             assert list(decision.choice.terms["behind_ms"]) == [
                 pytest.approx(2 * decision.choice.terms["own_ms"][0] * decision.choice.terms["pace"][0])
             ]
@@ -142,9 +142,9 @@ def test_nobody_waits_longer_than_the_limit_and_none_at_all_where_it_is_0() -> N
             assert not second.done()
             async with asyncio.timeout(10):
                 while not second.done():  # whatever happens next, as events of other workers do
-                    router.service.line.pump()
+                    router.service.queue.pump()
                     await asyncio.sleep(0.005)
-            [decision] = router.service.books.decisions.of_request("second")
+            [decision] = router.service.tracker.decisions.of_request("second")
             assert decision.queued_ms >= 40
 
         async with routed(make_policy("predicted"), hold_limit_ms=0) as router:

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now, Turn
+from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, ConsolidatorTurn, Now
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.core.decision import DecisionLog
@@ -51,7 +51,7 @@ class Days:
         return Now(self.now_ms, int(self.now_ms))
 
     def say(self, key: WorkerKey, message: Hello | EventBatch) -> None:
-        turn = Turn(self.now())
+        turn = ConsolidatorTurn(self.now())
         if isinstance(message, EventBatch):
             self.core.batch(b"p", message, turn)
         else:

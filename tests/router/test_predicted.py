@@ -11,12 +11,12 @@ import pytest
 from poolgrid.router.core.candidates import EXPECTED_MS
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import KvAware, Planner
+from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import PUBLISHED, StepCurve
+from poolgrid.router.policies.predicted.learned_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, LearnedSpeeds
 from poolgrid.router.policies.predicted.policy import Predicted
-from poolgrid.router.policies.predicted.worker_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, WorkerSpeeds
 from poolgrid.wire.card import StepTimes
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
@@ -39,8 +39,8 @@ def planner_of(selector: Selector) -> Planner:
     return selector.planner
 
 
-def speeds_of(pool: Pool) -> WorkerSpeeds:
-    speeds: WorkerSpeeds = pool.projection.observer("paces")
+def speeds_of(pool: Pool) -> LearnedSpeeds:
+    speeds: LearnedSpeeds = pool.projection.observer("paces")
     return speeds
 
 
@@ -143,12 +143,6 @@ def test_events_teach_and_a_dry_run_leaves_no_trace() -> None:
     assert known.worker_id == "a"
     assert known.observed_ms == pytest.approx(500.0 + KEPT * PRIOR_MS)
     assert known.unit_ms == pytest.approx(decision.choice.terms[EXPECTED_MS][0] + KEPT * PRIOR_MS)
-
-
-def test_other_policies_learn_nothing() -> None:
-    pool = Pool()
-    pool.selector(KvAware())
-    assert pool.projection.observers == ()
 
 
 def test_a_long_prompt_does_not_take_the_last_free_worker_where_requests_come_fast() -> None:

@@ -15,20 +15,19 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from poolgrid.router.core import prefix_index, run_forest
+from poolgrid.router.core import run_forest, run_map
 from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.prefix_index import (
     BYTES_PER_BLOCK,
     HASHES_END,
-    NEAR,
-    RUN_BLOCKS_MAX,
     PrefixIndex,
     slots_of,
 )
 from poolgrid.router.core.run_forest import Run, RunForest
+from poolgrid.router.core.run_map import NEAR, RUN_BLOCKS_MAX
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
-from tests.router.index_structure import assert_sound
+from tests.router.index_structure import assert_sound, dump, holdings
 from tests.router.naive_index import NaiveIndex
 
 A, B, C = (WorkerKey(WorkerId(name)) for name in "abc")
@@ -102,33 +101,24 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.index.sweep()
 
     @rule()
-    def reload_from_a_dump(self) -> None:
-        reloaded = self.new_index()
-        for worker in self.index.workers:
-            reloaded.slot(worker)
-            for chain in self.index.dump(worker):
-                reloaded.store(worker, chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
-        self.index = reloaded
-
-    @rule()
     def take_the_place_of_another(self) -> None:
         """What a snapshot does: the same is loaded beside it, exchanged, and the old one freed piece by piece."""
         other = self.index.empty()
         for worker in self.index.workers:
             other.slot(worker)
-            for chain in self.index.dump(worker):
+            for chain in dump(self.index, worker):
                 other.store(worker, chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
         self.index.exchange(other)
         pieces = 0
         while other.discard(3):
             pieces += 1
-        assert len(other) == other._runs.ages.entries == 0
+        assert len(other) == other._reach.forest.ages.entries == 0
         assert pieces < 2000
 
     @rule()
     def lose_and_reload_every_worker(self) -> None:
         """What a fresh snapshot of the pool does to the index."""
-        chains = [(worker, self.index.dump(worker)) for worker in self.index.workers]
+        chains = [(worker, dump(self.index, worker)) for worker in self.index.workers]
         for worker, _ in chains:
             self.index.drop(worker)
         for worker, dumped in chains:
@@ -151,9 +141,9 @@ class IndexAgainstModel(RuleBasedStateMachine):
     def holdings_agree(self) -> None:
         for worker in self.index.workers:
             expected = self.model.held.get(worker, {tier: set() for tier in Tier})
-            assert self.index.holdings(worker)[Tier.HOST] == expected[Tier.HOST]
-            assert self.index.holdings(worker)[Tier.DISK] == expected[Tier.DISK]
-            assert self.index.holdings(worker)[Tier.DEVICE] == expected[Tier.DEVICE]
+            assert holdings(self.index, worker)[Tier.HOST] == expected[Tier.HOST]
+            assert holdings(self.index, worker)[Tier.DISK] == expected[Tier.DISK]
+            assert holdings(self.index, worker)[Tier.DEVICE] == expected[Tier.DEVICE]
             assert self.index.held_blocks(worker) == len(set().union(*expected.values()))
             found = walked(self.index, worker)
             assert found == sorted(
@@ -272,7 +262,7 @@ class IndexOverBudget(IndexAgainstModel):
         assert len(self.index) <= self.BUDGET_BLOCKS
         for worker in self.index.workers:
             kept = NaiveIndex()
-            for tier, blocks in self.index.holdings(worker).items():
+            for tier, blocks in holdings(self.index, worker).items():
                 kept.store(worker, sorted(blocks), tier)
             for path in PATHS:
                 found = self.index.overlap(path, worker)
@@ -281,7 +271,7 @@ class IndexOverBudget(IndexAgainstModel):
     @invariant()
     def holdings_agree(self) -> None:
         for worker in self.index.workers:
-            held = self.index.holdings(worker)
+            held = holdings(self.index, worker)
             told = self.model.held.get(worker, {tier: set() for tier in Tier})
             anywhere = set().union(*told.values())
             assert held[Tier.HOST] <= told[Tier.HOST]
@@ -456,8 +446,8 @@ def test_what_a_worker_says_against_the_inside_of_a_run_is_believed_of_that_work
     for worker in (B, *honest):
         index.drop(worker)
     index.sweep()
-    assert (len(index), index._edges.entries, index._runs.ages.entries) == (0, 0, 0)
-    assert not list(index._places.items())
+    assert (len(index), index._reach.edges.entries, index._reach.forest.ages.entries) == (0, 0, 0)
+    assert not list(index._reach.places.items())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -479,7 +469,7 @@ def test_the_byte_budget_holds_and_paths_are_cut_from_their_ends(seed: int) -> N
 
     assert index.counters.evicted_blocks > 0
     for worker in (A, B, C):
-        assert index.held_blocks(worker) == len(set().union(*index.holdings(worker).values()))
+        assert index.held_blocks(worker) == len(set().union(*holdings(index, worker).values()))
 
 
 def test_leaves_go_oldest_first_from_their_ends_and_what_is_in_use_later() -> None:
@@ -527,7 +517,7 @@ def living_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         blocks.append(weakref.ref(run.blocks))  # its own, and as alive as it is
         return run
 
-    monkeypatch.setattr(prefix_index, "Run", make)
+    monkeypatch.setattr(run_map, "Run", make)
     monkeypatch.setattr(run_forest, "Run", make)
     return lambda: sum(each() is not None for each in blocks)
 
@@ -539,8 +529,8 @@ def test_the_garbage_collector_never_looks_at_what_an_index_holds() -> None:
         index.store(B, number, [number << 48 | 2])
 
     assert index._orphans.entries == 1000
-    maps = (index._edges, index._orphans._by_hash, index._orphans._below)
-    held = [*index._runs.ages, *index._orphans, *(shard for each in maps for shard in each.each_shard())]
+    maps = (index._reach.edges, index._orphans._by_hash, index._orphans._below)
+    held = [*index._reach.forest.ages, *index._orphans, *(shard for each in maps for shard in each.each_shard())]
     assert not any(map(gc.is_tracked, held))
 
 

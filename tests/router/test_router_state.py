@@ -6,7 +6,7 @@ import ast
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
+from poolgrid.router.core import projection as projection_module
+from poolgrid.router.core import router_state
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
-    Crowded,
     Expired,
     Input,
+    Overcommitted,
     PromptComputed,
     Released,
     Renewed,
@@ -39,10 +41,10 @@ from poolgrid.router.decision_journal.entries import (
 from poolgrid.router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
 from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
-from poolgrid.router.decision_journal.replay import Replay
+from poolgrid.router.decision_journal.replay import DecisionReplay
 from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
-from poolgrid.wire.events import RequestStarted
+from poolgrid.wire.events import AnyEvent, RequestStarted
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import worker_key
 from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter
@@ -62,7 +64,7 @@ def crowd(router: RecordedRouter, number: int) -> None:
     """Now and then a worker refuses a dispatch, because others were quicker."""
     if number % 7 == 3 and router.joined:
         worker = sorted(router.joined)[number % len(router.joined)]
-        router.state.apply(Crowded(worker, f"crowded-{number}", 500 + number, router.clock.monotonic_ms()))
+        router.state.apply(Overcommitted(worker, f"crowded-{number}", 500 + number, router.clock.monotonic_ms()))
 
 
 def see_an_answer(router: RecordedRouter, number: int) -> None:
@@ -247,7 +249,9 @@ def test_a_recording_made_before_inputs_were_values_is_still_derived_bit_for_bit
     kinds = Counter(type(each.entry).__name__ for each in stored_entries(ReadOnlyDirectory(decisions)))
     assert kinds["WorkerCrowded"], kinds["LeaseRenewed"]
 
-    outcome = Replay(ReadOnlyDirectory(BEFORE_INPUTS), ReadOnlyDirectory(decisions), policy_of, BLOCKS_MAX).run()
+    outcome = DecisionReplay(
+        ReadOnlyDirectory(BEFORE_INPUTS), ReadOnlyDirectory(decisions), policy_of, BLOCKS_MAX
+    ).run()
 
     assert outcome.difference is None
     assert (outcome.identical, outcome.not_derivable, outcome.lost_decisions) == (kinds["DecisionMade"], 0, 0)
@@ -324,3 +328,8 @@ def test_nothing_in_the_router_changes_its_state_but_through_apply() -> None:
 )
 def test_a_call_beside_apply_would_be_seen(line: str) -> None:
     assert changed_parts(line)
+
+
+def test_every_kind_of_event_and_input_has_its_effect() -> None:
+    assert set(projection_module._EFFECTS) == set(get_args(AnyEvent))
+    assert set(router_state._EFFECTS) == set(get_args(Input))

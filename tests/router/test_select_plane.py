@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 import zmq
 import zmq.asyncio
-from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.wire import codec
@@ -68,7 +67,7 @@ class View:
     def retry_after_s(self) -> float:
         return 7.0
 
-    def load_changed(self) -> None:
+    def room_changed(self) -> None:
         self.load_changes += 1
 
 
@@ -100,9 +99,8 @@ async def asking() -> AsyncIterator[Asker]:
     view = View(pool)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     asking_context = zmq.asyncio.Context()
-    metrics = RouterMetrics(CollectorRegistry())
     selector = pool.selector(make_policy("kv", CostWeights(), 0.0))
-    plane = SelectPlane(context, "127.0.0.1", 0, view, RouterState(selector), metrics, SystemClock())
+    plane = SelectPlane(context, "127.0.0.1", 0, cast(Any, view), RouterState(selector), SystemClock())
     socket = asking_context.socket(zmq.DEALER)
     socket.connect(plane.endpoint)
     try:
@@ -362,10 +360,9 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
         port = int(asker.plane.endpoint.rpartition(":")[2])
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         selector = asker.pool.selector(make_policy("kv", CostWeights(), 0.0))
-        metrics = RouterMetrics(CollectorRegistry())
         try:
             with pytest.raises(OSError, match=f"binding select_port: 127.0.0.1:{port} cannot be used"):
-                SelectPlane(context, "127.0.0.1", port, asker.view, RouterState(selector), metrics, SystemClock())
+                SelectPlane(context, "127.0.0.1", port, cast(Any, asker.view), RouterState(selector), SystemClock())
         finally:
             context.destroy(linger=0)
 

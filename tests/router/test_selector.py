@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.core import overlap, worker_groups
-from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import WorkerWanted
@@ -32,7 +31,7 @@ from poolgrid.wire.events import (
     WorkerLeft,
 )
 from poolgrid.wire.identifiers import Stage, Tier, WorkerKey
-from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored
 
 
 def request(request_id: str = "r", blocks: int = 10, model: str = "m") -> RoutingRequest:
@@ -344,57 +343,6 @@ def test_the_decision_log_is_a_list_whose_older_entry_of_a_name_goes(
     assert len(log._by_age) <= 2 * capacity
     assert len(log._by_age) - sum(log._replaced.values()) == len(naive)
     assert set(log._latest) <= {"mine"}
-
-
-def test_many_workers_share_a_prefix() -> None:
-    pool = Pool()
-    names = [f"w{number:03}" for number in range(200)]
-    keys = pool.join(*names)
-    for number, key in enumerate(keys):
-        pool.say(key, stored(PATH[: 1 + number // 25]))
-
-    decision = decide(pool, KvAware(), PATH)
-
-    assert list(decision.candidates.device_overlap) == [1.0 + number // 25 for number in range(200)]
-    assert decision.worker in keys[175:]
-    assert isinstance(decision.worker, WorkerKey)
-    assert worker_key("w199") in keys
-
-
-WEIGHT = st.floats(0.0, 1000.0)
-TOKENS = st.integers(0, 2**40)
-BLOCKS = st.integers(0, 2**24)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.tuples(TOKENS, BLOCKS, BLOCKS, BLOCKS, BLOCKS), min_size=1, max_size=16),
-    st.builds(CostWeights, WEIGHT, WEIGHT, WEIGHT, WEIGHT, WEIGHT, WEIGHT),
-    st.integers(1, 2**24),
-    st.integers(1, 4096),
-    st.sampled_from(Stage),
-    st.integers(0, 5),
-)
-def test_numbers_and_columns_have_one_cost_to_the_bit(
-    rows: list[tuple[int, int, int, int, int]], weights: CostWeights, isl: int, block_size: int, stage: Stage, tie: int
-) -> None:
-    workers = tuple(worker_key(f"w{number:02}") for number in range(len(rows)))
-    queued, active, device, host, disk = zip(*rows, strict=True)
-    requests = (0,) * len(rows)
-    few: Any = (queued, active, requests, device, host, disk)
-    columns = [np.array(column, np.float64) for column in few]
-    wanted = RoutingRequest(f"r{tie}", "m", isl, block_size, -(-isl // block_size), stage=stage)
-    policy = KvAware(weights)
-
-    plain, general = (
-        policy.choose(wanted, Candidates(workers, *few)),
-        policy.choose(wanted, Candidates(workers, *columns)),
-    )
-
-    assert (plain.row, plain.reason) == (general.row, general.reason)
-    assert list(plain.terms) == list(general.terms)
-    for one, other in ((plain.costs, general.costs), *zip(plain.terms.values(), general.terms.values(), strict=True)):
-        assert np.asarray(one, np.float64).tobytes() == np.asarray(other, np.float64).tobytes()
 
 
 def _columns(decision: Decision) -> list[bytes]:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router import bootstrap
 from poolgrid.router.settings import RouterSettings
+from poolgrid.serving.router_process import RouterProcess
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
 
@@ -69,11 +71,17 @@ def test_one_whose_port_is_taken_leaves_nothing(port: str, directory: Path) -> N
         ended_leaving_nothing(starting(directory, **_with(port, number)), OSError, f"binding {port}:")
 
 
-@pytest.mark.parametrize("step", [name for name in vars(bootstrap) if name.startswith(("_open_", "_make_", "_add_"))])
+STEPS = [
+    *((bootstrap, name) for name in vars(bootstrap) if name.startswith(("_open_", "_make_", "_take_"))),
+    *((RouterProcess, name) for name in vars(RouterProcess) if name.startswith(("open_", "start_", "join_", "serve_"))),
+]
+
+
+@pytest.mark.parametrize(("owner", "step"), STEPS)
 def test_one_whose_start_fails_at_any_step_leaves_nothing(
-    step: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, step: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap, step, breaks)
+    monkeypatch.setattr(owner, step, breaks)
 
     ended_leaving_nothing(starting(directory), Broken)
 
@@ -92,18 +100,18 @@ def test_one_loads_its_vocabulary_before_it_judges_anybody_by_time(monkeypatch: 
     done: list[str] = []
 
     def noted(step: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def take(*given: Any) -> Any:
+        def take(*given: Any, **named: Any) -> Any:
             done.append(step)
-            return real(*given)
+            return real(*given, **named)
 
         return take
 
-    for step in ("_start_clock", "_load_prompt_model"):
-        monkeypatch.setattr(bootstrap, step, noted(step, getattr(bootstrap, step)))
+    monkeypatch.setattr(RouterProcess, "start_clock", noted("start clock", RouterProcess.start_clock))
+    monkeypatch.setattr(PromptModel, "load", noted("load model", PromptModel.load))
 
     asyncio.run(starting()())
 
-    assert done == ["_load_prompt_model", "_start_clock"]
+    assert done == ["load model", "start clock"]
 
 
 def test_one_that_is_stopped_before_it_knows_its_pool_leaves_nothing() -> None:

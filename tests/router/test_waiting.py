@@ -18,19 +18,18 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import NoWorker, Selector
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import Lack, NotPlaced, WaitCause
+from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
 from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.routed import Routed
+from poolgrid.router.queue import RouterQueue
 from poolgrid.router.settings import RouterSettings
-from poolgrid.router.waiting import WaitingLine
 from poolgrid.serving.full_workers import FullWorkers
-from poolgrid.serving.leg_times import LegWatch
+from poolgrid.serving.leg_times import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 
-BUSY = NotPlaced(Lack.BUSY, NoWorker("m", {}))
+BUSY = PlacementFailure(NoWorker("m", {}), busy=True)
 
 
 class Scene:
@@ -42,7 +41,7 @@ class Scene:
         settings, clock = RouterSettings(), SystemClock()
         policy = make_policy("kv", settings.cost_weights(), 0.0)
         state = RouterState(Selector(Projection(PrefixIndex(), LoadLedger()), policy))
-        self.line = WaitingLine(
+        self.queue = RouterQueue(
             settings,
             # Asked for nothing in this order of the queue, and neither are its links.
             Chooser(settings, state, cast("FleetLinks", None), clock, lambda: 0, FullWorkers(clock)),
@@ -52,36 +51,38 @@ class Scene:
             lambda routed, why, retry_after_s: self.given_up.append(why),
         )
 
-    def _place(self, routed: Routed) -> NotPlaced | None:
+    def _place(self, routed: LocalRequest) -> PlacementFailure | None:
         if not self.room:
             return BUSY
         self.placed += 1
         return None
 
 
-def routed() -> Routed:
+def routed() -> LocalRequest:
     request = InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens=4))
-    return Routed(RequestMachine(request, TokenDelivery("r", lambda delivery: None), 3), array("Q"), LegWatch(0.0))
+    return LocalRequest(
+        RequestMachine(request, TokenDelivery("r", lambda delivery: None), 3), LegTimer(0.0), array("Q")
+    )
 
 
 def test_a_request_whose_worker_is_lost_in_the_turn_in_which_it_was_placed_waits_for_the_next_one() -> None:
     async def scenario() -> None:
         scene, request = Scene(), routed()
-        waiting = asyncio.ensure_future(scene.line.wait(request, WaitCause.WORKERS_FULL))
+        waiting = asyncio.ensure_future(scene.queue.wait(request, WaitCause.WORKERS_FULL))
         await asyncio.sleep(0)
-        assert len(scene.line) == 1
+        assert len(scene.queue) == 1
 
         scene.room = True
-        scene.line.pump()
+        scene.queue.pump()
         scene.room = False
-        scene.line.resume(request, WaitCause.WORKER_LOST)  # before the task that waited has its turn
+        scene.queue.resume(request, WaitCause.WORKER_LOST)  # before the task that waited has its turn
         await waiting
 
-        assert scene.line.resumed() == [request]
+        assert scene.queue.resumed() == [request]
         scene.room = True
-        scene.line.pump()
+        scene.queue.pump()
         assert scene.placed == 2
-        assert len(scene.line) == 0
+        assert len(scene.queue) == 0
         assert scene.given_up == []
         for cause in (WaitCause.WORKERS_FULL, WaitCause.WORKER_LOST):
             labels = {"cause": cause.value}

@@ -69,7 +69,7 @@ def test_the_router_calls_nothing_of_traces_for_a_request_that_has_none_nor_for_
                 await pool.submit("waits")
                 assert await pool.finish(2) == ["first", "waits"]
                 await asyncio.gather(*pool.submitted.values())
-            assert {"poolgrid.router.books", "poolgrid.router.waiting", "poolgrid.serving.request_machine"} <= set(seen)
+            assert {"poolgrid.router.tracker", "poolgrid.router.queue", "poolgrid.serving.request_machine"} <= set(seen)
             assert not of_traces(seen)
 
     asyncio.run(run())

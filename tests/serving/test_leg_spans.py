@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
-from poolgrid.serving.happened import Happened
 from poolgrid.serving.leg_spans import begin_leg, follow_legs
-from poolgrid.serving.legs import Dispatch
+from poolgrid.serving.legs import Dispatch, LegEvent
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
@@ -39,7 +38,7 @@ class Traced:
         follow_legs(self.trace, self.machine, self.machine.on_delta(heard))
 
     def lose(self, dispatch: Dispatch) -> None:
-        follow_legs(self.trace, self.machine, self.machine.on_lost(dispatch.id, Happened.LOST, "connection lost"))
+        follow_legs(self.trace, self.machine, self.machine.on_lost(dispatch.id, LegEvent.LOST, "connection lost"))
 
     def legs(self) -> list[tuple[str, object, bool, str]]:
         """Name, worker, whether it has ended, error."""
@@ -118,5 +117,5 @@ def test_what_a_client_leaves_behind_ends_without_an_error() -> None:
     prefill = made.place(Stage.PREFILL, "p")
     made.hear(delta(prefill, 100, finish_reason=FinishReason.PREFILLED, disaggregated_params=b"kv"))
     made.place(Stage.DECODE, "d")
-    follow_legs(made.trace, made.machine, made.machine.end(Happened.CLIENT_LEFT))
+    follow_legs(made.trace, made.machine, made.machine.end(LegEvent.CLIENT_LEFT))
     assert made.legs() == [("leg prefill", "p", True, ""), ("leg decode", "d", True, "")]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.serving.effects import Heard
-from poolgrid.serving.leg_times import LegTimes, LegWatch
-from poolgrid.serving.legs import Dispatch
+from poolgrid.serving.leg_times import LegTimer, LegTimes
+from poolgrid.serving.legs import Dispatch, WorkerReported
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, TokenDelta
 
@@ -19,16 +18,18 @@ class Timed:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.times = LegTimes("legs_seconds", self.registry)
-        self.watch = LegWatch(0.0)
+        self.timer = LegTimer(0.0)
 
     def sent(self, number: int, now_ms: float) -> None:
-        self.times.sent(self.watch, number, now_ms / 1000)
+        self.times.sent(self.timer, number, now_ms / 1000)
 
     def heard(
         self, number: int, stage: Stage, now_ms: float, finish: FinishReason | None = None, tokens: bytes = TOKEN
     ) -> None:
         dispatch = Dispatch("r", number, WorkerKey(WorkerId("w"), 0), "tcp://w", stage)
-        self.times.heard(self.watch, Heard(dispatch, TokenDelta("r", 0, tokens, finish), False), now_ms / 1000)
+        self.times.reported(
+            self.timer, WorkerReported(dispatch, TokenDelta("r", 0, tokens, finish), False), now_ms / 1000
+        )
 
     def seen(self) -> dict[str, float]:
         """Milliseconds by leg, of those that were counted."""
@@ -79,7 +80,7 @@ def test_what_a_lost_worker_did_is_no_leg_and_the_way_to_the_next_is_waiting() -
     timed = Timed()
     timed.sent(0, 0)
     timed.heard(0, Stage.WHOLE, 30)
-    timed.times.withdrawn(timed.watch, 1.0)
+    timed.times.withdrawn(timed.timer, 1.0)
     timed.heard(0, Stage.WHOLE, 1001, FinishReason.LENGTH)  # of a dispatch that is given up
     timed.sent(1, 1250)
     timed.heard(1, Stage.WHOLE, 1300)

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from poolgrid.serving.link_budget import FILES_PER_LINK, LINKS_MAX, links_that_fit
+from poolgrid.serving.links import FILES_PER_LINK, LINKS_MAX, links_that_fit
 
 Limits = tuple[int, int]
 

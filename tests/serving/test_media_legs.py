@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.serving.effects import Avoid, Blame, Release
-from poolgrid.serving.media_path import media_hashes, media_kinds, prompt_path
+from poolgrid.serving.legs import AvoidWorker, RecordFailure, ReleaseLeg
+from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.tenant_paths import TenantPaths
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire import codec
 from poolgrid.wire.hashing import pack_tokens
@@ -49,7 +48,9 @@ def test_each_leg_gets_what_it_needs_and_no_more() -> None:
 
     ending = TokenDelta("r~1", 0, pack_tokens([9]), FinishReason.PREFILLED, disaggregated_params=b"blocks")
     effects = machine.on_delta(ending)
-    assert [effect.dispatch.id for effect in effects if isinstance(effect, Release)] == ["r"], "it has the embeddings"
+    assert [effect.dispatch.id for effect in effects if isinstance(effect, ReleaseLeg)] == ["r"], (
+        "it has the embeddings"
+    )
     decode = _begin(machine, Stage.DECODE)
     assert (decode.disaggregated_params, decode.multimodal) == (b"blocks", None)
     assert not plan.awaits_embeddings
@@ -64,11 +65,11 @@ def test_embeddings_that_did_not_arrive_are_no_fault_of_who_waited_for_them() ->
 
     effects = machine.on_delta(TokenDelta("r~1", 0, b"", FinishReason.ERROR, refusal=RefusalKind.BROKEN))
 
-    assert not any(isinstance(effect, Blame | Avoid) for effect in effects)
+    assert not any(isinstance(effect, RecordFailure | AvoidWorker) for effect in effects)
     assert machine.plan.encodes_itself, "it gets the images themselves"
     _begin(machine, Stage.PREFILL)
     effects = machine.on_delta(TokenDelta("r~2", 0, b"", FinishReason.ERROR, refusal=RefusalKind.BROKEN))
-    assert any(isinstance(effect, Blame) for effect in effects)
+    assert any(isinstance(effect, RecordFailure) for effect in effects)
 
 
 def test_who_encodes_itself_gets_the_images() -> None:

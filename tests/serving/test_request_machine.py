@@ -13,22 +13,34 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lab.website.request_life_page import page
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
-from poolgrid.serving.effects import (
+from poolgrid.serving.legs import (
     NOTHING,
-    Avoid,
-    Blame,
-    Cancel,
-    Crowded,
+    AvoidWorker,
+    CancelLeg,
+    Dispatch,
     Effect,
-    End,
-    Full,
-    Heard,
+    EndRequest,
+    LegEvent,
+    LegState,
     PlaceNext,
-    Release,
+    RecordFailure,
+    ReleaseLeg,
+    WorkerFull,
+    WorkerOvercommitted,
+    WorkerReported,
 )
-from poolgrid.serving.happened import Happened
-from poolgrid.serving.legs import Dispatch
-from poolgrid.serving.request_machine import ANY, DRAINS_MAX, LEGS, TABLE, Do, RequestMachine, Standing
+from poolgrid.serving.request_machine import (
+    ANY,
+    DRAINS_MAX,
+    LEGS,
+    TABLE,
+    RequestMachine,
+    avoid,
+    count_loss,
+    move,
+    record_failure,
+    withdraw,
+)
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
@@ -68,20 +80,20 @@ def to_decode(made: RequestMachine) -> tuple[Dispatch, Dispatch]:
 
 
 def test_a_worker_lost_after_the_first_token_of_a_decode_leg_has_one_row() -> None:
-    assert TABLE[Standing.DECODE, Happened.LOST] == (
-        Do.COUNT_LOSS,
-        Do.AVOID,
-        Do.BLAME,
-        Do.WITHDRAW,
-        Do.MOVE,
+    assert TABLE[LegState.DECODE, LegEvent.LOST] == (
+        count_loss,
+        avoid,
+        record_failure,
+        withdraw,
+        move,
     )
     made = machine()
     _, decode = to_decode(made)
     made.on_delta(delta(decode, 100, 101, cached_tokens=8))
 
-    effects = made.on_lost(decode.id, Happened.LOST, "connection lost")
+    effects = made.on_lost(decode.id, LegEvent.LOST, "connection lost")
 
-    assert kinds(effects) == ["Avoid", "Blame", "Cancel", "Release", "PlaceNext"]
+    assert kinds(effects) == ["AvoidWorker", "RecordFailure", "CancelLeg", "ReleaseLeg", "PlaceNext"]
     assert effects[-1] == PlaceNext("connection lost", decode, moved=True)
     assert not made.plan.wants_decode, "prompt + output so far is computed again"
     again = made.begin(WorkerKey(WorkerId("p2")), "tcp://p2", Stage.PREFILL)
@@ -95,7 +107,7 @@ def test_the_first_output_of_a_decode_leg_lets_go_of_what_the_prefill_worker_kep
 
     effects = made.on_delta(delta(decode, 100))
 
-    assert effects[1:] == (Cancel(prefill), Release(prefill))
+    assert effects[1:] == (CancelLeg(prefill), ReleaseLeg(prefill))
     assert list(unpack_tokens(bytes(made.delivery.output))) == [100], "the repeated token is swallowed"
 
 
@@ -118,19 +130,19 @@ def test_losing_who_keeps_the_blocks_does_not_move_the_request() -> None:
     made = machine()
     prefill, decode = to_decode(made)
 
-    assert made.on_lost(prefill.id, Happened.LOST, "gone") == (Release(prefill),)
+    assert made.on_lost(prefill.id, LegEvent.LOST, "gone") == (ReleaseLeg(prefill),)
     assert made.plan.current is decode
 
 
 def test_a_request_with_which_two_workers_are_lost_before_its_first_token_takes_no_third_one_along() -> None:
     made = machine()
     first = place(made, Stage.WHOLE, "one")
-    assert isinstance(made.on_lost(first.id, Happened.LOST, "connection lost")[-1], PlaceNext)
+    assert isinstance(made.on_lost(first.id, LegEvent.LOST, "connection lost")[-1], PlaceNext)
     second = place(made, Stage.WHOLE, "two")
 
-    end = made.on_lost(second.id, Happened.LOST, "connection lost")[-1]
+    end = made.on_lost(second.id, LegEvent.LOST, "connection lost")[-1]
 
-    assert isinstance(end, End)
+    assert isinstance(end, EndRequest)
     assert end.last.poison
     assert "one, two" in (end.last.error or "")
 
@@ -139,11 +151,11 @@ def test_workers_that_leave_or_are_lost_after_the_first_token_make_no_poison() -
     made = machine(migration_limit=9)
     for number in range(3):
         leg = place(made, Stage.WHOLE, f"leaves{number}")
-        assert isinstance(made.on_lost(leg.id, Happened.LEFT, "left")[-1], PlaceNext)
+        assert isinstance(made.on_lost(leg.id, LegEvent.LEFT, "left")[-1], PlaceNext)
     leg = place(made, Stage.WHOLE)
     made.on_delta(delta(leg, 100))
     for _ in range(3):
-        assert isinstance(made.on_lost(leg.id, Happened.LOST, "lost")[-1], PlaceNext)
+        assert isinstance(made.on_lost(leg.id, LegEvent.LOST, "lost")[-1], PlaceNext)
         leg = place(made, Stage.WHOLE)
 
 
@@ -154,7 +166,9 @@ def test_who_is_draining_or_unable_is_avoided_and_not_blamed(kind: RefusalKind) 
 
     effects = made.on_delta(delta(leg, finish_reason=FinishReason.ERROR, error="no", refusal=kind))
 
-    assert kinds(effects) == ["Avoid", "Release", "PlaceNext"], "it has nothing of the leg that one could cancel"
+    assert kinds(effects) == ["AvoidWorker", "ReleaseLeg", "PlaceNext"], (
+        "it has nothing of the leg that one could cancel"
+    )
 
 
 def test_a_worker_that_cannot_do_it_is_avoided_for_good_and_its_refusal_is_the_clients() -> None:
@@ -167,13 +181,13 @@ def test_a_worker_that_cannot_do_it_is_avoided_for_good_and_its_refusal_is_the_c
             leg, finish_reason=FinishReason.ERROR, error=f"no {worker}", refusal=refusal, unknown_model=unknown
         )
         effects = made.on_delta(said)
-        assert effects[0] == Avoid(leg, f"no {worker}", for_good=True)
+        assert effects[0] == AvoidWorker(leg, f"no {worker}", for_good=True)
         return effects[-1]
 
     assert isinstance(refused("one", False), PlaceNext)
     end = refused("two", True)
 
-    assert isinstance(end, End)
+    assert isinstance(end, EndRequest)
     assert (end.last.error, end.last.unsupported, end.last.unknown_model) == ("no two", True, True)
 
 
@@ -192,15 +206,15 @@ def test_a_busy_worker_is_left_alone_for_its_time_and_costs_no_migration_however
         effects = made.on_delta(refusal)
 
         assert effects == (
-            Full(leg, retry_after_ms),
-            Release(leg),
+            WorkerFull(leg, retry_after_ms),
+            ReleaseLeg(leg),
             PlaceNext("full", leg, moved=True, for_room=True),
         )
     assert made.migrations == 0
 
-    end = made.end(Happened.NOWHERE, "no room in time", 7.0)[-1]
+    end = made.end(LegEvent.NOWHERE, "no room in time", 7.0)[-1]
 
-    assert end == End(StreamDelta(b"", FinishReason.ERROR, error="no room in time", retry_after_s=7.0), False)
+    assert end == EndRequest(StreamDelta(b"", FinishReason.ERROR, error="no room in time", retry_after_s=7.0), False)
 
 
 def test_workers_that_drain_cost_no_migration_up_to_a_bound() -> None:
@@ -213,7 +227,7 @@ def test_workers_that_drain_cost_no_migration_up_to_a_bound() -> None:
         return made.on_delta(refusal)[-1]
 
     assert all(isinstance(refused(number), PlaceNext) for number in range(DRAINS_MAX))
-    assert isinstance(refused(DRAINS_MAX), End)
+    assert isinstance(refused(DRAINS_MAX), EndRequest)
 
 
 def test_moves_away_from_workers_that_drain_leave_the_others_as_many_as_before() -> None:
@@ -222,8 +236,8 @@ def test_moves_away_from_workers_that_drain_leave_the_others_as_many_as_before()
     made.on_delta(delta(drained, 100))
     made.on_delta(delta(drained, finish_reason=FinishReason.ERROR, error="no", refusal=RefusalKind.DRAINING))
 
-    assert isinstance(made.on_lost(place(made, Stage.WHOLE, "one").id, Happened.LOST, "lost")[-1], PlaceNext)
-    assert isinstance(made.on_lost(place(made, Stage.WHOLE, "two").id, Happened.LOST, "lost")[-1], End)
+    assert isinstance(made.on_lost(place(made, Stage.WHOLE, "one").id, LegEvent.LOST, "lost")[-1], PlaceNext)
+    assert isinstance(made.on_lost(place(made, Stage.WHOLE, "two").id, LegEvent.LOST, "lost")[-1], EndRequest)
 
 
 def test_a_refusal_that_no_worker_would_take_back_ends_the_request() -> None:
@@ -232,7 +246,7 @@ def test_a_refusal_that_no_worker_would_take_back_ends_the_request() -> None:
 
     effects = made.on_delta(delta(leg, finish_reason=FinishReason.ERROR, error="no", refusal=RefusalKind.INVALID))
 
-    assert effects[-1] == End(StreamDelta(b"", FinishReason.ERROR, error="no", unsupported=True), by_worker=True)
+    assert effects[-1] == EndRequest(StreamDelta(b"", FinishReason.ERROR, error="no", unsupported=True), by_worker=True)
 
 
 def test_a_crowded_worker_costs_no_migration() -> None:
@@ -242,7 +256,7 @@ def test_a_crowded_worker_costs_no_migration() -> None:
 
     effects = made.on_delta(refusal)
 
-    assert effects[:2] == (Release(leg), Crowded(leg, 900))
+    assert effects[:2] == (ReleaseLeg(leg), WorkerOvercommitted(leg, 900))
     assert isinstance(effects[2], PlaceNext)
     assert not effects[2].moved
 
@@ -252,7 +266,7 @@ def test_a_worker_that_was_told_no_expectation_cannot_call_itself_crowded_for_ev
     leg = place(made, Stage.WHOLE)
     refusal = delta(leg, finish_reason=FinishReason.ERROR, refusal=RefusalKind.CROWDED, booked_prefill_tokens=900)
 
-    assert made.on_delta(refusal)[0] == Full(leg, None), "it counts as busy"
+    assert made.on_delta(refusal)[0] == WorkerFull(leg, None), "it counts as busy"
 
 
 @pytest.mark.parametrize(
@@ -272,20 +286,19 @@ def test_an_end_that_is_another_legs_is_out_of_place(stage: Stage, finish: Finis
 
     effects = made.on_delta(delta(leg, finish_reason=finish))
 
-    assert [effect.happened for effect in effects if isinstance(effect, Blame)] == [Happened.OUT_OF_PLACE]
+    assert [effect.event for effect in effects if isinstance(effect, RecordFailure)] == [LegEvent.OUT_OF_PLACE]
 
 
 def test_every_standing_of_a_leg_has_a_row_for_whatever_a_worker_can_do() -> None:
-    of_workers = set(Happened) - {Happened.PREFILLED, Happened.ENCODED}
+    of_workers = set(LegEvent) - {LegEvent.PREFILLED, LegEvent.ENCODED}
     missing = [
         (standing, happened) for standing in LEGS for happened in of_workers if (standing, happened) not in TABLE
     ]
-    ends = (Happened.CLIENT_LEFT, Happened.NOWHERE, Happened.SHUTDOWN)
+    ends = (LegEvent.CLIENT_LEFT, LegEvent.NOWHERE, LegEvent.SHUTDOWN)
 
     assert not missing
     assert all((standing, happened) in TABLE for standing in ANY for happened in ends)
-    assert {happened for _, happened in TABLE} == set(Happened)
-    assert {step for steps in TABLE.values() for step in steps} == set(Do)
+    assert {happened for _, happened in TABLE} == set(LegEvent)
 
 
 def test_the_page_prints_this_table() -> None:
@@ -315,18 +328,18 @@ class EveryOrderOfEvents(RuleBasedStateMachine):
     def follow(self, effects: tuple[Effect, ...]) -> None:
         for place, effect in enumerate(effects):
             assert self.ends == 0, "nothing follows the end"
-            if isinstance(effect, Release):
+            if isinstance(effect, ReleaseLeg):
                 assert effect.dispatch in self.booked, "what is released was booked, and is released once"
                 self.booked.remove(effect.dispatch)
             elif isinstance(effect, PlaceNext):
                 assert place == len(effects) - 1
                 assert not self.placing
                 self.placing = True
-            elif isinstance(effect, End):
+            elif isinstance(effect, EndRequest):
                 assert place == len(effects) - 1
                 self.ends += 1
                 self.placing = False
-            elif isinstance(effect, Heard | Cancel | Avoid | Full | Blame):
+            elif isinstance(effect, WorkerReported | CancelLeg | AvoidWorker | WorkerFull | RecordFailure):
                 assert effect.dispatch in self.booked, "it is about a leg that is on the books"
 
     def running(self) -> Dispatch | None:
@@ -358,8 +371,8 @@ class EveryOrderOfEvents(RuleBasedStateMachine):
         self.made.not_sent()
 
     @precondition(lambda self: self.placing)
-    @rule(happened=st.sampled_from([Happened.NOWHERE, Happened.SHUTDOWN]))
-    def no_worker_is_found(self, happened: Happened) -> None:
+    @rule(happened=st.sampled_from([LegEvent.NOWHERE, LegEvent.SHUTDOWN]))
+    def no_worker_is_found(self, happened: LegEvent) -> None:
         self.follow(self.made.end(happened, "nobody"))
 
     @precondition(lambda self: self.running() is not None)
@@ -430,12 +443,12 @@ class EveryOrderOfEvents(RuleBasedStateMachine):
     @rule(data=st.data())
     def the_worker_of_some_leg_is_lost(self, data: st.DataObject) -> None:
         leg = data.draw(st.sampled_from(self.begun))
-        happened = data.draw(st.sampled_from([Happened.LOST, Happened.LEFT]))
+        happened = data.draw(st.sampled_from([LegEvent.LOST, LegEvent.LEFT]))
         self.follow(self.made.on_lost(leg.id, happened, "gone"))
 
     @rule()
     def the_client_leaves(self) -> None:
-        self.follow(self.made.end(Happened.CLIENT_LEFT))
+        self.follow(self.made.end(LegEvent.CLIENT_LEFT))
 
     @invariant()
     def what_is_booked_is_what_some_worker_has(self) -> None:
@@ -460,7 +473,7 @@ class EveryOrderOfEvents(RuleBasedStateMachine):
         assert self.ends == len(self.finishes) == int(self.made.ended) <= 1
         if self.made.ended:
             assert not self.booked
-            assert self.made.end(Happened.SHUTDOWN, "again") == NOTHING
+            assert self.made.end(LegEvent.SHUTDOWN, "again") == NOTHING
         else:
             assert self.placing == (self.running() is None)
 

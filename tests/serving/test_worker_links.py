@@ -13,8 +13,8 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import SystemClock
-from poolgrid.serving.worker_link import WorkerLink
-from poolgrid.serving.worker_links import Link, WorkerLinks
+from poolgrid.serving.legs import LegEvent
+from poolgrid.serving.links import LinksOnDemand, WorkerLink, link_opener
 from poolgrid.transport.planes import PlaneContext, PlaneMetrics
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
@@ -70,13 +70,13 @@ class Owner:
         self.downs: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.held: set[str] = set()
 
-    def on_tokens(self, link: Link, deltas: Iterator[TokenDelta]) -> bool:
+    def on_tokens(self, link: WorkerLink, deltas: Iterator[TokenDelta]) -> bool:
         taken = list(islice(deltas, self.most))
         self.batches.put_nowait(taken)
         self.then()
         return len(taken) < self.most
 
-    def on_link_down(self, endpoint: str, why: str) -> None:
+    def on_lost(self, endpoint: str, event: LegEvent, why: str) -> None:
         self.downs.put_nowait((endpoint, why))
 
     def holds(self, endpoint: str) -> bool:
@@ -88,8 +88,8 @@ class Scene:
         self.worker = Worker(context)
         self.owner = Owner()
         self.clock = Clock()
-        self.links = WorkerLinks(context, 5_000, 60_000, self.clock, lambda: None)
-        self.links.attach(self.owner)
+        self.links = LinksOnDemand(link_opener(context, 5_000, self.clock, lambda: None), 60_000, self.clock)
+        self.links.attach(self.owner.on_tokens, self.owner.on_lost, self.owner.holds, lambda: None)
 
 
 def over_the_loop() -> zmq.Context[Any]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
 from poolgrid.tools.simulation.workload import Workload
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 
@@ -37,10 +37,10 @@ def traces(draw: st.DrawFn) -> list[TraceRow]:
 
 def limits(
     workload: Workload, blocks: int | None = None, host_blocks: int = 0, max_num_tokens: int = 8192
-) -> EngineLimits:
+) -> SimulatedLimits:
     """Engines that hold everything, or ``blocks``."""
     roomy = workload.total_tokens // workload.block_size + 2 * len(workload.requests) + 1
-    return EngineLimits(
+    return SimulatedLimits(
         block_size=workload.block_size,
         total_kv_blocks=blocks or roomy,
         host_kv_blocks=host_blocks,

@@ -19,6 +19,7 @@ from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.timing import PolynomialTiming, TableTiming
 from tests.retained_prompts import piece
+from tests.router.index_structure import holdings
 from tests.simulation.builders import CONVERSATION, limits, row, traces
 
 POLICIES = [name for name in policy_names() if name != "approximate"]
@@ -63,7 +64,7 @@ def assert_books_balance(workload: Workload, pool: SimulatedPool, result: RunRes
         held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         for chain in engine.resident_blocks():
             held[chain.tier].update(unpack_hashes(chain.sequence_hashes))
-        assert pool.projection.index.holdings(key) == held
+        assert holdings(pool.projection.index, key) == held
         assert engine.active_requests == 0
 
 

@@ -11,6 +11,7 @@ from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.workload import Workload, build_workload
+from tests.router.index_structure import holdings
 from tests.simulation.builders import CONVERSATION, limits
 from tests.simulation.test_pool import assert_books_balance
 
@@ -75,4 +76,4 @@ def test_all_routers_end_with_the_same_index(conversations: Workload) -> None:
     for projection in others:
         assert projection.next_offset == first.next_offset
         for key in first.fleet.workers:
-            assert projection.index.holdings(key) == first.index.holdings(key)
+            assert holdings(projection.index, key) == holdings(first.index, key)

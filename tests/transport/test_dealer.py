@@ -93,6 +93,8 @@ def by_libzmq(context: PlaneContext, endpoint: str, owner: Owner) -> Dealer:
 
 KINDS = pytest.mark.parametrize("make", [by_loop, by_libzmq])
 LOOPS = pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+"""Both, where sockets are written: their transports bound what waits in ways of their own."""
+ROUTERS_LOOP = pytest.mark.parametrize("run_loop", [uvloop.run], ids=["uvloop"])
 Run = Callable[[Awaitable[Any]], Any]
 
 
@@ -147,7 +149,7 @@ def test_long_and_short_frames_of_one_turn_arrive_in_order(make: Make, run_loop:
 
 
 @KINDS
-@LOOPS
+@ROUTERS_LOOP
 def test_a_server_that_ends_and_starts_again_is_found_again(make: Make, run_loop: Run) -> None:
     async def scenario(context: PlaneContext) -> None:
         server, owner = Server(), Owner()
@@ -214,7 +216,7 @@ def test_a_handler_that_fails_costs_its_own_frame(make: Make, caplog: pytest.Log
     assert "no such number" in caplog.text
 
 
-@LOOPS
+@ROUTERS_LOOP
 def test_heartbeats_of_a_server_are_answered_so_that_it_does_not_hang_up(run_loop: Run) -> None:
     async def scenario(context: PlaneContext) -> None:
         server, owner = Server(HEARTBEAT_IVL=20, HEARTBEAT_TIMEOUT=200), Owner()
@@ -281,7 +283,7 @@ async def connected_to(context: PlaneContext, answer: Answer, **options: int) ->
         (HANDSHAKE + b"\x02" + b"\xff" * 8, "reading a frame"),
     ],
 )
-@LOOPS
+@ROUTERS_LOOP
 def test_what_does_not_speak_as_it_should_is_said_and_tried_again(words: bytes, why: str, run_loop: Run) -> None:
     async def scenario(context: PlaneContext) -> None:
         async with connected_to(context, saying(words)) as (_, owner), asyncio.timeout(TIMEOUT_S):
@@ -292,7 +294,7 @@ def test_what_does_not_speak_as_it_should_is_said_and_tried_again(words: bytes, 
         run_loop(scenario(context))
 
 
-@LOOPS
+@ROUTERS_LOOP
 def test_who_accepts_and_says_nothing_is_given_up_and_tried_again(
     run_loop: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +309,7 @@ def test_who_accepts_and_says_nothing_is_given_up_and_tried_again(
         run_loop(scenario(context))
 
 
-@LOOPS
+@ROUTERS_LOOP
 def test_all_that_came_is_handed_over_before_the_end_is_known(run_loop: Run) -> None:
     count = 500
 
@@ -328,7 +330,7 @@ def _spin(seconds: float) -> None:
         pass
 
 
-@LOOPS
+@ROUTERS_LOOP
 def test_a_flood_leaves_others_their_turns(run_loop: Run) -> None:
     async def scenario(context: PlaneContext) -> None:
         flood = b"\x00\x01x" * 20_000
@@ -410,7 +412,7 @@ def test_what_is_flushed_leaves_at_once_and_all_else_at_the_end_of_the_turn(run_
         run_loop(scenario(context))
 
 
-@LOOPS
+@ROUTERS_LOOP
 def test_answers_to_the_heartbeats_of_a_server_that_reads_nothing_are_bounded(
     run_loop: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,7 +453,7 @@ def may_forget_connections() -> bool:
 
 
 @KINDS
-@LOOPS
+@ROUTERS_LOOP
 @pytest.mark.skipif(not may_forget_connections(), reason="only root may forget a connection as lost power does")
 def test_a_server_whose_machine_lost_its_power_is_found_again_by_who_says_nothing(
     make: Make, run_loop: Run, monkeypatch: pytest.MonkeyPatch
@@ -484,7 +486,7 @@ def test_a_server_whose_machine_lost_its_power_is_found_again_by_who_says_nothin
 
 
 @KINDS
-@LOOPS
+@ROUTERS_LOOP
 def test_nothing_is_heard_after_it_was_closed_even_by_who_closes_it_over_a_frame(
     make: Make, run_loop: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -546,7 +548,7 @@ def test_closing_in_the_midst_of_connecting_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "x" * 300, "127.0.0.1\0"])
-@LOOPS
+@ROUTERS_LOOP
 def test_a_host_that_does_not_exist_is_tried_until_it_does(host: str, run_loop: Run) -> None:
     async def scenario() -> None:
         owner = Owner()

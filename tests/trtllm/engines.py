@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -23,13 +23,15 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_f
 from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
 from poolgrid.workers.engines.trtllm.library import load_library
 from poolgrid.workers.engines.trtllm.loading import load_engine
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.tensor_transfer.port import TensorTransfer
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.executor import Executor
 from tests.fakes.tensorrt_llm.llmapi.llm import media_hash
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 PATIENCE_S = 20.0
 """How long a test waits for what must come; only a failing test waits that long."""
@@ -119,7 +121,7 @@ class RunningEngine:
 @asynccontextmanager
 async def running_engine(
     role: Role = Role.AGGREGATED,
-    limits: EngineLimits | None = None,
+    limits: TrtllmLimits | None = None,
     runs: bool = True,
     tensors: TensorTransfer | None = None,
     **settings: Any,
@@ -141,7 +143,7 @@ async def running_engine(
     async with load_engine(
         resolve_files(chosen),
         role,
-        limits or EngineLimits(),
+        limits or TrtllmLimits(),
         SystemClock(),
         metrics,
         registry,

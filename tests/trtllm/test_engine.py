@@ -29,7 +29,7 @@ from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
 from poolgrid.workers.engines.trtllm.library import LibraryMissingError, load_library
 from poolgrid.workers.engines.trtllm.logits import RequestProcessors
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
@@ -364,7 +364,7 @@ def test_a_dead_engine_ends_the_run_with_its_reason() -> None:
 
 def test_an_idle_engine_that_dies_is_noticed() -> None:
     async def scenario() -> None:
-        async with running_engine(limits=EngineLimits(progress_timeout_ms=40.0)) as told:
+        async with running_engine(limits=TrtllmLimits(progress_timeout_ms=40.0)) as told:
             told.executor.fail(RuntimeError("gone"))
             assert told.running is not None
             async with asyncio.timeout(PATIENCE_S):
@@ -513,7 +513,7 @@ def test_an_engine_without_a_transceiver_takes_whole_requests_only(stage: Stage)
 
 def test_more_requests_than_allowed_are_refused_as_retryable() -> None:
     async def scenario() -> None:
-        async with running_engine(limits=EngineLimits(max_requests=1)) as told:
+        async with running_engine(limits=TrtllmLimits(max_requests=1)) as told:
             told.executor.pause()
             told.engine.submit(make_request("a"))
             with pytest.raises(RefusedError, match="max_requests") as refused:

@@ -22,14 +22,10 @@ from poolgrid.workers.engines.trtllm.arguments.engine_config import (
     check_command,
     check_files,
     check_report,
-    convert_command,
-    dump,
     mode_of,
     pairs,
-    set_tensor_parallel_size,
-    to_aggregated,
 )
-from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_yaml, read_yaml
+from poolgrid.workers.engines.trtllm.arguments.engine_file import read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_pair, graph_batch_sizes
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from tests.fakes.tensorrt_llm.llmapi.llm_args import CudaGraphConfig, TorchLlmArgs
@@ -298,42 +294,9 @@ def test_graph_batches_agree_with_the_contract_models(maximum: int, padding: boo
 # the command
 
 
-def test_a_decode_configuration_becomes_an_aggregated_one() -> None:
-    made = to_aggregated(DECODE)
-    assert "cache_transceiver_config" not in made
-    assert made["kv_cache_config"]["enable_block_reuse"] is True
-    assert made["enable_chunked_prefill"] is True, "a step of 256 tokens is too small for a prompt"
-    assert "cache_transceiver_config" in DECODE
-    assert check_arguments(made, "prefill_and_decode") == []
-    with pytest.raises(ValueError, match="a prefill engine's"):
-        to_aggregated(PREFILL)
-
-
-def test_the_tensor_parallel_size_takes_equal_expert_parallelism_along() -> None:
-    made = set_tensor_parallel_size(DECODE, 8)
-    assert (made["tensor_parallel_size"], made["moe_expert_parallel_size"]) == (8, 8)
-    made = set_tensor_parallel_size({**DECODE, "moe_expert_parallel_size": 2}, 8)
-    assert made["moe_expert_parallel_size"] == 2
-    with pytest.raises(ValueError, match="multiples of 2"):
-        set_tensor_parallel_size({**DECODE, "moe_expert_parallel_size": 2}, 3)
-    with pytest.raises(ValueError, match="integers from 1"):
-        set_tensor_parallel_size(DECODE, 0)
-
-
-def test_converted_files_are_files_again() -> None:
-    text, status = convert_command(CONFIGS / "deepseek-r1" / "mtp" / "decode.yaml", True, 8)
-    assert status == 0
-    assert text.startswith("# Made by poolgrid engine-config from")
-    assert parse_yaml(text, "made")["tensor_parallel_size"] == 8
-    assert parse_yaml(dump(DECODE), "made") == DECODE
-    text, status = convert_command(CONFIGS / "deepseek-r1" / "wide_ep" / "decode.yaml", True, 7)
-    assert status == 1
-    assert "moe_config.load_balancer.num_slots: is 288, allowed are multiples of" in text
-
-
 def test_the_check_command_tells_every_fault_with_file_and_path(tmp_path: Path) -> None:
-    (tmp_path / "prefill.yaml").write_text(dump(changed(PREFILL, ("kv_cache_config", "dtype"), value="auto")))
-    (tmp_path / "decode.yaml").write_text(dump(DECODE))
+    (tmp_path / "prefill.yaml").write_text(yaml.safe_dump(changed(PREFILL, ("kv_cache_config", "dtype"), value="auto")))
+    (tmp_path / "decode.yaml").write_text(yaml.safe_dump(DECODE))
     (tmp_path / "agg.yaml").write_text("max_batchsize: 1\n")
     (tmp_path / "broken.yaml").write_text("a: [")
     text, status = check_command([tmp_path])
@@ -380,7 +343,7 @@ def test_the_file_of_an_expert_load_balancer_is_looked_for_and_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wide = {"moe_config": {"backend": "WIDEEP", "load_balancer": "eplb.yaml"}, "moe_expert_parallel_size": 16}
-    (tmp_path / "agg.yaml").write_text(dump(wide))
+    (tmp_path / "agg.yaml").write_text(yaml.safe_dump(wide))
 
     def found() -> str:
         text, status = check_command([tmp_path / "agg.yaml"])
@@ -402,7 +365,7 @@ def test_the_file_of_an_expert_load_balancer_is_looked_for_and_read(
     (tmp_path / "eplb.yaml").unlink()
     with pytest.raises(ContractError, match=r"eplb\.yaml.*cannot be used.*agg\.yaml"):
         resolve_files(settings)
-    (tmp_path / "agg.yaml").write_text(dump({"moe_config": {"backend": "WIDEEP"}}))
+    (tmp_path / "agg.yaml").write_text(yaml.safe_dump({"moe_config": {"backend": "WIDEEP"}}))
     assert any("WIDEEP without moe_config.load_balancer" in each for each in resolve_files(settings).warnings)
 
 

@@ -30,7 +30,7 @@ from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.port import TensorUnavailable
 from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
-from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.behaviour import behaviour
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
@@ -38,9 +38,9 @@ from tests.trtllm.test_engine_media import MULTIMODAL, item, picture, seen, text
 
 
 @asynccontextmanager
-async def transfer(lease_ms: float = 60_000, bytes_max: int = 64_000_000) -> AsyncIterator[ZmqTensorTransfer]:
+async def transfer(lease_ms: float = 60_000, bytes_max: int = 64_000_000) -> AsyncIterator[TensorTransfer]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = ZmqTensorTransfer(
+    made = TensorTransfer(
         context,
         "127.0.0.1",
         0,

@@ -8,12 +8,12 @@ from typing import Any
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import RefusalKind
 from poolgrid.workers.engines.trtllm.calls import HEALTH_SALT
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from tests.trtllm.engines import make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 
-QUICK = EngineLimits(health_interval_ms=20.0, health_timeout_ms=20.0, progress_timeout_ms=40.0)
-PROGRESS = EngineLimits(progress_timeout_ms=40.0)
+QUICK = TrtllmLimits(health_interval_ms=20.0, health_timeout_ms=20.0, progress_timeout_ms=40.0)
+PROGRESS = TrtllmLimits(progress_timeout_ms=40.0)
 
 
 def test_an_idle_engine_generates_a_token_with_a_salt_of_its_own_on_every_rank() -> None:

@@ -16,13 +16,13 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import Generate, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 
 
 @asynccontextmanager
 async def pair(
-    limits: EngineLimits | None = None, **settings: Any
+    limits: TrtllmLimits | None = None, **settings: Any
 ) -> AsyncIterator[tuple[RunningEngine, RunningEngine]]:
     async with (
         running_engine(Role.PREFILL, limits, **settings) as prefill,
@@ -160,7 +160,7 @@ def test_a_prefilled_leg_is_kept_until_its_router_says_that_it_is_over() -> None
 
 def test_a_leg_that_nobody_speaks_of_is_given_up_and_counted() -> None:
     async def scenario() -> None:
-        limits = EngineLimits(kv_transfer_timeout_ms=20.0, progress_timeout_ms=40.0)
+        limits = TrtllmLimits(kv_transfer_timeout_ms=20.0, progress_timeout_ms=40.0)
         async with running_engine(Role.PREFILL, limits) as prefill:
             await prefilled(prefill, make_request("r"))
             await prefill.until(lambda: prefill.released == ["r"])
@@ -173,7 +173,7 @@ def test_a_leg_that_nobody_speaks_of_is_given_up_and_counted() -> None:
 
 def test_legs_that_run_or_are_kept_are_bounded() -> None:
     async def scenario() -> None:
-        async with running_engine(Role.PREFILL, EngineLimits(kept_transfers_max=2)) as prefill:
+        async with running_engine(Role.PREFILL, TrtllmLimits(kept_transfers_max=2)) as prefill:
             await prefilled(prefill, make_request("kept"))
             prefill.executor.pause()
             prefill.engine.submit(make_request("runs", stage=Stage.PREFILL))

@@ -17,11 +17,10 @@ from poolgrid.workers.core.vetting import UNLIKELY
 from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.trtllm.core import root_seeds
-from poolgrid.workers.engines.trtllm.core.block_key import root_key
 from poolgrid.workers.engines.trtllm.core.loras import adapter_number, adapters
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, model_facts
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
-from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
+from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds, root_key
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, KvCacheStatistics, load_of
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id

@@ -18,7 +18,7 @@ from poolgrid.wire.requests import Routing
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments, resolve_files
-from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStream
+from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStreamEndpoints
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from tests.fakes import tensorrt_llm_of
 from tests.trtllm.engines import BLOCK, RunningEngine, make_request, running_engine
@@ -122,7 +122,7 @@ def test_a_version_without_the_stream_refuses_its_arguments(tmp_path: Path) -> N
 
 def test_the_stream_takes_the_place_of_the_buffer_and_needs_the_second_manager() -> None:
     made = resolved(arguments())
-    assert made.stream == EventStream("tcp://*:5557")
+    assert made.stream == EventStreamEndpoints("tcp://*:5557")
     assert made.values["kv_cache_config"]["event_buffer_max_size"] == 0
     assert made.values["kv_cache_config"]["use_kv_cache_manager_v2"] is True
     assert not made.warnings
@@ -170,14 +170,22 @@ def test_a_stream_that_nobody_could_follow_is_refused(given: str, words: str) ->
 @pytest.mark.parametrize(
     ("stream", "rank", "addresses"),
     [
-        (EventStream("tcp://*:5557", "tcp://0.0.0.0:5657"), 3, ("tcp://127.0.0.1:5560", "tcp://127.0.0.1:5660")),
-        (EventStream("tcp://[::]:5557"), 1, ("tcp://[::1]:5558", "")),
-        (EventStream("tcp://10.0.0.7:5557"), 0, ("tcp://10.0.0.7:5557", "")),
-        (EventStream("ipc:///run/events", "ipc:///run/replay"), 0, ("ipc:///run/events", "ipc:///run/replay")),
-        (EventStream("ipc:///run/events", "ipc:///run/replay"), 2, ("ipc:///run/events_dp2", "ipc:///run/replay_dp2")),
+        (
+            EventStreamEndpoints("tcp://*:5557", "tcp://0.0.0.0:5657"),
+            3,
+            ("tcp://127.0.0.1:5560", "tcp://127.0.0.1:5660"),
+        ),
+        (EventStreamEndpoints("tcp://[::]:5557"), 1, ("tcp://[::1]:5558", "")),
+        (EventStreamEndpoints("tcp://10.0.0.7:5557"), 0, ("tcp://10.0.0.7:5557", "")),
+        (EventStreamEndpoints("ipc:///run/events", "ipc:///run/replay"), 0, ("ipc:///run/events", "ipc:///run/replay")),
+        (
+            EventStreamEndpoints("ipc:///run/events", "ipc:///run/replay"),
+            2,
+            ("ipc:///run/events_dp2", "ipc:///run/replay_dp2"),
+        ),
     ],
 )
-def test_a_rank_is_found_where_it_binds(stream: EventStream, rank: int, addresses: tuple[str, str]) -> None:
+def test_a_rank_is_found_where_it_binds(stream: EventStreamEndpoints, rank: int, addresses: tuple[str, str]) -> None:
     assert stream.of_rank(rank) == addresses
 
 

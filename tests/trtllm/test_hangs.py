@@ -13,17 +13,17 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import RefusalKind
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm import requests as trtllm_requests
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 from tests.trtllm.test_feed import behave
 from tests.workers.builders import fold
 
-QUICK = EngineLimits(answer_timeout_ms=100.0, health_interval_ms=50.0, health_timeout_ms=5_000.0)
+QUICK = TrtllmLimits(answer_timeout_ms=100.0, health_interval_ms=50.0, health_timeout_ms=5_000.0)
 
 
 async def knows_its_blocks(told: RunningEngine) -> None:
     """Wait until what the worker restates is what the engine holds."""
-    await told.turned(lambda: fold(told.engine.restate(0)) == fold(told.engine.resident_blocks(0)))
+    await told.turned(lambda: fold(told.engine.restate(0)) == fold(told.llm.resident_blocks(0)))
 
 
 def test_a_stopped_engine_process_loses_its_requests_to_others_and_comes_back_with_its_blocks() -> None:
@@ -58,7 +58,7 @@ def test_the_worker_cancels_while_its_engine_hangs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(trtllm_requests, "CANCEL_TIMEOUT_MS", 20.0)
 
     async def scenario() -> None:
-        limits = EngineLimits(answer_timeout_ms=60_000.0, health_interval_ms=20.0)
+        limits = TrtllmLimits(answer_timeout_ms=60_000.0, health_interval_ms=20.0)
         async with running_engine(limits=limits) as told:
             await asyncio.to_thread(told.executor.stop_process)
             told.engine.submit(make_request("r"))
@@ -161,7 +161,7 @@ def test_a_stall_is_seen_though_every_client_gives_up_and_a_cancellation_heals_n
 
     async def scenario() -> None:
         # Far longer than a client waits, also on a busy machine: only together they have waited so long.
-        limits = EngineLimits(progress_timeout_ms=2_000.0, health_timeout_ms=100.0, health_interval_ms=60_000.0)
+        limits = TrtllmLimits(progress_timeout_ms=2_000.0, health_timeout_ms=100.0, health_interval_ms=60_000.0)
         async with running_engine(Role.AGGREGATED, limits) as told:
             told.executor.leak(10_000)
             told.executor.flush()

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poolgrid.workers.engines.trtllm.logits import engine_processor
+from poolgrid.wire.identifiers import Stage
+from poolgrid.workers.engines.trtllm.logits import engine_processor, reason_refused
+from poolgrid.workers.logits.failure_channel import FailureReporter
 from poolgrid.workers.logits.processor import LogitsRow
 from tests.fakes import install_tensorrt_llm
 
@@ -39,10 +41,11 @@ class Tensor:
         self.array[...] = other.array
 
 
-class Failures:
+class Failures(FailureReporter):
     """Failures that were reported."""
 
     def __init__(self) -> None:
+        super().__init__("")
         self.names: list[str] = []
 
     def report(self, name: str) -> None:
@@ -106,3 +109,22 @@ def test_everything_happens_on_the_engines_stream(monkeypatch: pytest.MonkeyPatc
 
     engine_processor([("note", note)], Failures())(7, Tensor(np.ones((1, 4))), [[2]], 4711, None)
     assert happened == ["enter stream 4711", "process", "leave"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "arguments", "refused"),
+    [
+        (Stage.WHOLE, "prefill_and_decode", {}, None),
+        (Stage.WHOLE, "prefill_and_decode", {"speculative_config": None}, None),
+        (Stage.PREFILL, "prefill_and_decode", {}, "disaggregated"),
+        (Stage.DECODE, "decode", {}, "disaggregated"),
+        (Stage.WHOLE, "decode", {}, "disaggregated"),
+        (Stage.WHOLE, "prefill_and_decode", {"speculative_config": {"decoding_type": "MTP"}}, "MTP"),
+        (Stage.WHOLE, "prefill_and_decode", {"speculative_config": {"decoding_type": "Eagle"}}, "Eagle"),
+    ],
+)
+def test_where_tensorrt_llm_cannot_run_them_a_request_is_told_so(
+    stage: Stage, mode: str, arguments: dict[str, Any], refused: str | None
+) -> None:
+    reason = reason_refused(stage, mode, arguments)
+    assert (reason is None) if refused is None else (reason is not None and refused in reason)

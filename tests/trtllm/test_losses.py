@@ -12,7 +12,7 @@ from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_tokens, sequence
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import Generate, Sampling
 from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from tests.fakes.tensorrt_llm._fake.cache_events import RankEvents, Tenant
 from tests.workers.builders import fold
@@ -32,7 +32,7 @@ class Rank:
         self.windows = randomness.choice([[LONGEST], [LONGEST, 8], [LONGEST, 8, 24]])
         self.recorder = RankEvents(BLOCK, device, host, self.windows, randomness.randint(1, 8), None)
         self.recorder.register(BASE_SEED, Tenant())
-        limits = EngineLimits(BLOCK, device, host, max_batch_size=4, max_num_tokens=32, max_sequence_length=LONGEST)
+        limits = SimulatedLimits(BLOCK, device, host, max_batch_size=4, max_num_tokens=32, max_sequence_length=LONGEST)
         self.engine = SimulatedEngine(limits, Vocabulary(1000, 3, 2, 0.0), recorder=self.recorder)
         self.translator = EventTranslator(BLOCK, windows=len(self.windows))
         self.randomness = randomness

@@ -14,8 +14,7 @@ from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.kv_events.cache_events import Stored, StoredBlock
 from poolgrid.kv_events.trtllm import parse_event
-from poolgrid.serving.media_path import prompt_path
-from poolgrid.serving.tenant_paths import TenantPaths
+from poolgrid.serving.prompt_paths import TenantPaths, prompt_path
 from poolgrid.wire import codec
 from poolgrid.wire.card import MediaSpec, ResizedGrid, TiledGrid
 from poolgrid.wire.errors import DecodeError
@@ -29,8 +28,8 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_f
 from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as params_codec
 from poolgrid.workers.engines.trtllm.core import media_names
-from poolgrid.workers.engines.trtllm.core.image_rules import image_rule
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames, media_name
+from poolgrid.workers.engines.trtllm.core.model_facts import image_rule
 from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
 from poolgrid.workers.engines.trtllm.loading import LoadedEngine
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts

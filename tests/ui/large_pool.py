@@ -13,6 +13,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page.endpoints import add_fleet_page
@@ -33,7 +34,7 @@ from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.admission.queue_view import QueueView
+from poolgrid.serving.admission_queue import QueueView
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
@@ -58,8 +59,15 @@ CONVERSATIONS = 400
 TICK_S = 0.02
 
 
+class StillQueue:
+    """A queue in which no request waits."""
+
+    def view(self) -> QueueView:
+        return QueueView(0, 1024, 0, 4_194_304, None, {})
+
+
 class LargePool:
-    """A pool of workers that exist in the journal alone; implements ``poolgrid.fleet_page.router_source.Viewed``."""
+    """A pool of workers that exist in the journal alone; stands for a ``RouterService`` on the fleet page."""
 
     ready = True
     trouble = ""
@@ -72,6 +80,7 @@ class LargePool:
         self.settings = settings
         self.state = RouterState(Selector(self.projection, load_policy(settings), settings.worker_queue_factor))
         self.decisions = DecisionLog(10_000)
+        self.queue = StillQueue()
         self.journal: list[bytes] = []
         self._clock = SystemClock()
         self._rate = rate
@@ -97,9 +106,6 @@ class LargePool:
 
     def counts(self) -> tuple[int, int]:
         return sum(self._running.values()), 0
-
-    def queue(self) -> QueueView:
-        return QueueView(0, 1024, 0, 4_194_304, None, {})
 
     def kept(self, from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
         return from_offset, self.journal[from_offset : from_offset + limit]
@@ -192,7 +198,7 @@ async def main(workers: int, rate: float) -> None:
     app = application(FakeBackend())
     player = Player(None, pool.kept, BLOCKS_PER_WORKER_MAX)
     served = ServedSeconds(app.served, SystemClock())
-    source = RouterFleetSource(pool.settings, pool, FleetWatch(pool.state), player, served)
+    source = RouterFleetSource(pool.settings, cast(Any, pool), FleetWatch(pool.state), player, served)
     add_fleet_page(app, FleetHub(source, SystemClock()), source)
     server = HttpServer(app, "127.0.0.1", 0, "port")
     server.start()

@@ -15,7 +15,7 @@ from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling
 from poolgrid.workers.core.refusal import UnsupportedError
 from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
@@ -83,7 +83,7 @@ class Scene:
 async def stepping() -> AsyncIterator[Scene]:
     guides = SlowGuides()
     timing = ScaledTiming(PolynomialTiming(), 100.0)
-    scene = Scene(RealTimeSimulatedEngine(EngineLimits(), VOCABULARY, timing, SystemClock(), guides=guides), guides)
+    scene = Scene(RealTimeSimulatedEngine(SimulatedLimits(), VOCABULARY, timing, SystemClock(), guides=guides), guides)
     running = asyncio.ensure_future(scene.engine.run(scene.deliver))
     await asyncio.sleep(0)
     try:

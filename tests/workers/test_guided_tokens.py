@@ -18,8 +18,8 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
-from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream
+from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
+from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import STOP, Vocabulary
 from poolgrid.workers.engines.simulated.guides import LazyGuides
@@ -54,20 +54,20 @@ def asked(seed: int = 0, max_tokens: int = 512, **sampling: Any) -> Generate:
     return Generate("r", pack_tokens((5, 6, 7)), Sampling(max_tokens, seed=seed, **sampling))
 
 
-def stream(request: Generate) -> GuidedTokenStream:
-    made = GuidedTokenStream(VOCABULARY, request.token_ids, request, GUIDES)
+def stream(request: Generate) -> GuidedTokens:
+    made = GuidedTokens(VOCABULARY, request.token_ids, request, GUIDES)
     made.generate_to(request.sampling.max_tokens)
     return made
 
 
-def text_of(made: GuidedTokenStream) -> str:
+def text_of(made: GuidedTokens) -> str:
     text: str = TOKENIZER.decode(list(unpack_tokens(bytes(made.output))))
     return text
 
 
-def engine(limits: EngineLimits | None = None) -> SimulatedEngine:
+def engine(limits: SimulatedLimits | None = None) -> SimulatedEngine:
     return SimulatedEngine(
-        limits or EngineLimits(block_size=8, total_kv_blocks=256),
+        limits or SimulatedLimits(block_size=8, total_kv_blocks=256),
         VOCABULARY,
         guides=GUIDES,
         source=KvSource("tcp://here:1", "w", 1),
@@ -198,7 +198,7 @@ def test_a_guided_request_that_gives_up_its_blocks_says_the_same() -> None:
         msgspec.structs.replace(asked(seed, 100, guided_json=json.dumps(PERSON).encode()), request_id=str(seed))
         for seed in range(4)
     ]
-    crowded = engine(EngineLimits(block_size=4, total_kv_blocks=40))
+    crowded = engine(SimulatedLimits(block_size=4, total_kv_blocks=40))
     for request in requests:
         crowded.submit(request, 0.0)
     outcomes = run_to_end(crowded)
@@ -273,7 +273,7 @@ def test_a_tokenizer_that_cannot_be_used_refuses_guided_requests_only(wrong: str
     elif wrong == "small":
         path = TINY_MODEL_PATH
         vocabulary = Vocabulary(100_000, 3, 50_000)
-    made = SimulatedEngine(EngineLimits(), vocabulary, guides=LazyGuides(path, vocabulary))
+    made = SimulatedEngine(SimulatedLimits(), vocabulary, guides=LazyGuides(path, vocabulary))
     for _ in range(2):
         with pytest.raises(UnableError, match=r"guided_regex is set, and the tokenizer at .* cannot be used") as no:
             made.submit(asked(guided_regex="a"), 0.0)
@@ -301,7 +301,7 @@ def test_a_guide_that_becomes_too_much_ends_the_answer_with_an_error() -> None:
         def open(self, sampling: Sampling) -> Tired:
             return Tired()
 
-    made = SimulatedEngine(EngineLimits(), VOCABULARY, guides=TiredGuides())
+    made = SimulatedEngine(SimulatedLimits(), VOCABULARY, guides=TiredGuides())
     made.submit(asked(guided_regex="a"), 0.0)
     last = run_to_end(made)[-1].deltas[-1]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from poolgrid.wire.requests import KvOffered, RefusalKind
-from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
+from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, ReleaseSource
 from poolgrid.workers.core.refusal import RefusedError
 
 TIMEOUT_MS = 200.0
@@ -24,7 +24,7 @@ def test_a_fetch_asks_hands_on_the_answer_and_tells_the_source_at_the_end() -> N
 
     assert fetches.begin("r", wanted(), 0.0) == [Ask("tcp://p", "t")]
     assert fetches.receive("tcp://p", offer, 5.0) == [Offered("r", offer)]
-    assert fetches.end("r") == [Release("tcp://p", "t")]
+    assert fetches.end("r") == [ReleaseSource("tcp://p", "t")]
     assert fetches.end("r") == []
     assert (len(fetches), fetches.next_moment_ms()) == (0, None)
 
@@ -37,7 +37,7 @@ def test_a_source_that_does_not_answer_fails_the_fetch_in_time() -> None:
     assert fetches.tick(10.0 + TIMEOUT_MS - 1) == []
     released, failed = fetches.tick(10.0 + TIMEOUT_MS)
 
-    assert released == Release("tcp://p", "t")
+    assert released == ReleaseSource("tcp://p", "t")
     assert isinstance(failed, Failed)
     assert (failed.request_id, failed.cause) == ("r", "timeout")
     assert "tcp://p did not answer for transfer 't' within 200 ms" in failed.reason
@@ -50,7 +50,7 @@ def test_a_source_that_keeps_nothing_fails_the_fetch_at_once() -> None:
 
     released, failed = fetches.receive("tcp://p", KvOffered("t", False), 1.0)
 
-    assert released == Release("tcp://p", "t")
+    assert released == ReleaseSource("tcp://p", "t")
     assert isinstance(failed, Failed)
     assert failed.cause == "unknown"
     assert len(fetches) == 0
@@ -108,7 +108,7 @@ class Fetching(RuleBasedStateMachine):
 
     def apply(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Release):
+            if isinstance(effect, ReleaseSource):
                 self.released[effect.transfer_id] = self.released.get(effect.transfer_id, 0) + 1
                 self.live.discard(effect.transfer_id)
                 self.offered.discard(effect.transfer_id)

@@ -17,7 +17,7 @@ from poolgrid.wire.identifiers import Stage, Tier
 from poolgrid.wire.requests import Generate, KvOffered, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine, StepOutcome
+from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
 from tests.workers.builders import (
@@ -53,7 +53,7 @@ def make_engine(
         "max_sequence_length": 256,
     }
     return SimulatedEngine(
-        EngineLimits(**(fields | changes)),
+        SimulatedLimits(**(fields | changes)),
         vocabulary,
         recorder=recorder,
         report_tokens=report_tokens,

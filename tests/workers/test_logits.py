@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
 from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError, UnsupportedError
-from poolgrid.workers.engines.trtllm.core.logits_support import reason_refused
 from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.processor import LogitsRow, RequestFacts
 from poolgrid.workers.logits.registry import BUILT_IN, LogitsProcessorRegistry, RegistrationError
@@ -140,25 +138,6 @@ def test_built_in_processors_can_travel_to_the_engines_process(name: str) -> Non
     logits = row()
     processor([1, 2, 3], logits)
     assert (int(logits.argmax()) == 5) is (name != "banned_tokens")
-
-
-@pytest.mark.parametrize(
-    ("stage", "mode", "arguments", "refused"),
-    [
-        (Stage.WHOLE, "prefill_and_decode", {}, None),
-        (Stage.WHOLE, "prefill_and_decode", {"speculative_config": None}, None),
-        (Stage.PREFILL, "prefill_and_decode", {}, "disaggregated"),
-        (Stage.DECODE, "decode", {}, "disaggregated"),
-        (Stage.WHOLE, "decode", {}, "disaggregated"),
-        (Stage.WHOLE, "prefill_and_decode", {"speculative_config": {"decoding_type": "MTP"}}, "MTP"),
-        (Stage.WHOLE, "prefill_and_decode", {"speculative_config": {"decoding_type": "Eagle"}}, "Eagle"),
-    ],
-)
-def test_where_tensorrt_llm_cannot_run_them_a_request_is_told_so(
-    stage: Stage, mode: str, arguments: dict[str, Any], refused: str | None
-) -> None:
-    reason = reason_refused(stage, mode, arguments)
-    assert (reason is None) if refused is None else (reason is not None and refused in reason)
 
 
 def test_failures_in_the_engines_process_reach_the_worker() -> None:

@@ -12,7 +12,7 @@ from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.next_token import (
-    TokenStream,
+    GeneratedTokens,
     Vocabulary,
     expected_output,
     expected_reply,
@@ -77,7 +77,7 @@ GOLDEN = (20361, 13699, 8344, 13235, 18577, 29982)
 @given(prompt=tokens, chunks=st.lists(st.integers(1, 7), min_size=1, max_size=12))
 def test_generating_in_pieces_gives_the_same_tokens(prompt: list[int], chunks: list[int]) -> None:
     sampling = Sampling(max_tokens=30)
-    stream = TokenStream(VOCABULARY, pack_tokens(prompt), sampling)
+    stream = GeneratedTokens(VOCABULARY, pack_tokens(prompt), sampling)
     count = 0
     for chunk in chunks:
         count += chunk
@@ -144,7 +144,7 @@ def test_an_answer_with_an_end_of_its_own_is_the_same_in_pieces(
     prompt: list[int], chunks: list[int], watched: bool
 ) -> None:
     stops = (1,) if watched else ()
-    stream = TokenStream(CHAT, pack_tokens(prompt), Sampling(500), stops)
+    stream = GeneratedTokens(CHAT, pack_tokens(prompt), Sampling(500), stops)
     for count in [sum(chunks[: at + 1]) for at in range(len(chunks))] + [500]:
         stream.generate_to(count)
 
@@ -186,8 +186,8 @@ def test_a_stop_token_of_the_request_ends_the_output() -> None:
 
 @pytest.mark.parametrize("alternatives", [0, 1, 5])
 def test_log_probabilities_are_those_of_a_distribution_led_by_the_chosen_token(alternatives: int) -> None:
-    def stream() -> TokenStream:
-        made = TokenStream(VOCABULARY, pack_tokens([1, 2]), Sampling(max_tokens=6, logprobs=alternatives))
+    def stream() -> GeneratedTokens:
+        made = GeneratedTokens(VOCABULARY, pack_tokens([1, 2]), Sampling(max_tokens=6, logprobs=alternatives))
         made.generate_to(6)
         return made
 
@@ -205,7 +205,7 @@ def test_log_probabilities_are_those_of_a_distribution_led_by_the_chosen_token(a
 @pytest.mark.parametrize("words", [(), tuple(range(10, 1000, 3))])
 def test_a_prompt_that_the_engine_would_have_written_is_as_likely_as_when_it_did(words: tuple[int, ...]) -> None:
     vocabulary = Vocabulary(1000, 10, words=words)
-    stream = TokenStream(vocabulary, pack_tokens([1, 2]), Sampling(max_tokens=6, seed=3, logprobs=4))
+    stream = GeneratedTokens(vocabulary, pack_tokens([1, 2]), Sampling(max_tokens=6, seed=3, logprobs=4))
     stream.generate_to(6)
 
     report = prompt_logprobs(vocabulary, b"", pack_tokens([1, 2]) + bytes(stream.output), 3, 4)

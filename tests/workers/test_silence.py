@@ -179,7 +179,7 @@ def test_a_drain_hands_over_what_the_engine_does_not_end() -> None:
     asyncio.run(scenario())
 
 
-def test_one_that_wakes_while_it_drains_does_not_come_back() -> None:
+def test_one_that_wakes_while_it_drains_does_not_rejoin() -> None:
     async def scenario() -> None:
         async with scene(drain_timeout_ms=200.0) as at:
             await at.router.send(make_request("r"))

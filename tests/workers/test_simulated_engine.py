@@ -30,7 +30,7 @@ from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder, WireRecorder
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine, StepOutcome
+from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
 from tests.workers.builders import (
@@ -47,7 +47,7 @@ from tests.workers.builders import (
 BLOCK_SIZE = 4
 
 
-def make_limits(**changes: int) -> EngineLimits:
+def make_limits(**changes: int) -> SimulatedLimits:
     fields: dict[str, int] = {
         "block_size": BLOCK_SIZE,
         "total_kv_blocks": 64,
@@ -55,7 +55,7 @@ def make_limits(**changes: int) -> EngineLimits:
         "max_num_tokens": 16,
         "max_sequence_length": 256,
     }
-    return EngineLimits(**(fields | changes))
+    return SimulatedLimits(**(fields | changes))
 
 
 def make_engine(**changes: int) -> SimulatedEngine:

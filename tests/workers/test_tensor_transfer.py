@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,9 +20,9 @@ from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.nixl_transfer import NixlMissing, NixlTensorTransfer, make_agent
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer, TensorUnavailable
+from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
-from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 PATIENCE_S = 30.0
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
@@ -70,12 +71,20 @@ async def two_ends(
             metrics = TensorMetrics(registry)
             store = TensorStore(name, bytes_max, lease_ms)
             clock = SystemClock()
-            beside = ZmqTensorTransfer(
-                context, "127.0.0.1", 0, "", store, clock, metrics, chunk_bytes=65_536, timeout_ms=timeout_ms
-            )
-            transfer: TensorTransfer = beside
+            common: dict[str, Any] = {
+                "context": context,
+                "host": "127.0.0.1",
+                "port": 0,
+                "advertise_host": "",
+                "store": store,
+                "clock": clock,
+                "metrics": metrics,
+                "chunk_bytes": 65_536,
+                "timeout_ms": timeout_ms,
+            }
+            transfer = TensorTransfer(**common)
             if transport == "nixl":
-                transfer = NixlTensorTransfer(make_agent(name), name, beside, clock, metrics, timeout_ms)
+                transfer = NixlTensorTransfer(make_agent(name), name, **common)
             ends.append(End(transfer, store, registry))
         yield ends[0], ends[1]
     finally:

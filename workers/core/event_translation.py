@@ -91,7 +91,7 @@ class Counts(msgspec.Struct, frozen=True):
     """Blocks that came back after a loss because the engine proved that they are there."""
 
 
-class Translation(msgspec.Struct, frozen=True):
+class TranslatedEvents(msgspec.Struct, frozen=True):
     """The wire events of some engine events; ``lost`` engine events are missing from before them."""
 
     events: list[BlocksStored | BlocksRemoved | CacheCleared]
@@ -172,7 +172,7 @@ class EventTranslator:
             self._recalled,
         )
 
-    def translate(self, events: Iterable[AnyEngineEvent]) -> Translation:
+    def translate(self, events: Iterable[AnyEngineEvent]) -> TranslatedEvents:
         """Return the wire events that say the same, and how many engine events were lost on the way."""
         out: list[BlocksStored | BlocksRemoved | CacheCleared] = []
         lost = 0
@@ -232,7 +232,7 @@ class EventTranslator:
         out += self._facts.take()
         if self._incomplete:
             self._incomplete = bool(self._orphans or not self._capacity or self._removed_since_loss < self._capacity)
-        return Translation(out, lost)
+        return TranslatedEvents(out, lost)
 
     def learn_capacity(self, blocks: int) -> None:
         """Take from elsewhere how many blocks all levels have room for, where the engine's own word was lost.

@@ -7,7 +7,7 @@ Rules:
    unasked, until the fetch ends: a request may wait long for its turn, and its blocks must not expire meanwhile.
 3. A question without an answer within the time-out, or an answer that the transfer is not known, fails the fetch
    (``Failed``): its request can run elsewhere, and nothing waits for a source that is gone.
-4. Whatever ends a fetch tells the source, once (``Release``).
+4. Whatever ends a fetch tells the source, once (``ReleaseSource``).
 
 Pure: time comes in as an argument, effects go out as values.
 """
@@ -47,7 +47,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseSource:
     """Send ``ReleaseKv``; one for each fetch, when it ends."""
 
     endpoint: str
@@ -72,7 +72,7 @@ class Failed:
     reason: str
 
 
-Effect = Ask | Release | Offered | Failed
+Effect = Ask | ReleaseSource | Offered | Failed
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class KvFetches:
         if not offer.known:
             self._forget(fetch)
             reason = f"the prefill worker at {endpoint} no longer keeps the KV of transfer {offer.transfer_id!r}"
-            return [Release(endpoint, offer.transfer_id), Failed(fetch.request_id, "unknown", reason)]
+            return [ReleaseSource(endpoint, offer.transfer_id), Failed(fetch.request_id, "unknown", reason)]
         fetch.asked = False
         self._set_due(fetch, now_ms + max(ASK_INTERVAL_MIN_MS, fetch.wanted.kept_ms / ASKS_PER_KEPT_TIME))
         if fetch.offered:
@@ -146,7 +146,7 @@ class KvFetches:
                     f"the prefill worker at {wanted.endpoint} did not answer for transfer {wanted.transfer_id!r} "
                     f"within {self._timeout_ms:.0f} ms"
                 )
-                effects.append(Release(wanted.endpoint, wanted.transfer_id))
+                effects.append(ReleaseSource(wanted.endpoint, wanted.transfer_id))
                 effects.append(Failed(fetch.request_id, "timeout", reason))
             else:
                 fetch.asked = True
@@ -160,7 +160,7 @@ class KvFetches:
         if fetch is None:
             return []
         self._forget(fetch)
-        return [Release(fetch.wanted.endpoint, fetch.wanted.transfer_id)]
+        return [ReleaseSource(fetch.wanted.endpoint, fetch.wanted.transfer_id)]
 
     def next_moment_ms(self) -> float | None:
         """Return when ``tick`` has something to do; ``None`` while there are no fetches."""

@@ -11,6 +11,9 @@ class RefusedError(WireError):
 
     kind: RefusalKind | None = None
     """What the router may do next; ``None`` = nothing, the request has failed."""
+    retry_after_ms: int | None = None
+    booked_tokens: int | None = None
+    unknown_model = False
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -51,6 +54,8 @@ class UnableError(RefusedError):
 
 class UnknownModelError(UnableError):
     """This worker does not serve the model or adapter that the request names."""
+
+    unknown_model = True
 
 
 class UnsupportedError(RefusedError):

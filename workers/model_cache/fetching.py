@@ -258,7 +258,7 @@ class ModelFetch:
 
     def _download(self, partial: Path, revision: str) -> None:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
         disable_progress_bars()
         ignored = [*NOT_OF_THE_MODEL, *self.exclude]

@@ -46,3 +46,9 @@ class TensorMetrics:
             "Embeddings that nobody came for within their lease. Routers lost interest, or prefill workers are full.",
             registry=registry,
         )
+
+    def observe_fetch(self, transport: str, size_bytes: int, duration_ms: float) -> None:
+        """Count a tensor that was fetched."""
+        self.fetched.labels(transport, "fetched").inc()
+        self.fetched_bytes.labels(transport).inc(size_bytes)
+        self.fetch_seconds.labels(transport).observe(duration_ms / 1e3)

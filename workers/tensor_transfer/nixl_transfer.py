@@ -1,6 +1,6 @@
 """Tensors read from the memory of their source by NIXL: no copy in Python, RDMA where the hardware has it.
 
-Offering, leases and releases stay with ``ZmqTensorTransfer``, whose descriptors get a region added. A taker reads the
+Offering, leases and releases are those over ZMQ; descriptors get a region added. A taker reads the
 region with its own agent and releases the tensor over ZMQ. A descriptor without a region, from a source without NIXL,
 is fetched over ZMQ; a source with NIXL serves takers without it in the same way.
 
@@ -13,17 +13,14 @@ import asyncio
 import importlib
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from poolgrid.process.clock import Clock
 from poolgrid.wire.tensors import NixlRegion, TensorDescriptor
-from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
-from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer, dtype_of
+from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer, dtype_of
 
 log = logging.getLogger(__name__)
 
@@ -53,32 +50,24 @@ def make_agent(name: str) -> Any:
         raise NixlMissing(f"tensor_transport is nixl, and its agent cannot be made: {error}") from None
 
 
-class NixlTensorTransfer:
-    """``TensorTransfer`` by NIXL, with ZMQ beside it."""
+class NixlTensorTransfer(TensorTransfer):
+    """A worker's end of transfers by NIXL."""
 
-    kind = "nixl"
-
-    def __init__(
-        self, agent: Any, name: str, beside: ZmqTensorTransfer, clock: Clock, metrics: TensorMetrics, timeout_ms: float
-    ) -> None:
+    def __init__(self, agent: Any, name: str, *arguments: Any, **named: Any) -> None:
+        """``agent`` is NIXL's, called ``name``; the others are those of ``TensorTransfer``."""
+        super().__init__(*arguments, **named)
         self._agent = agent
         self._name = name
-        self._beside = beside
-        self._clock = clock
-        self._metrics = metrics
-        self._timeout_ms = timeout_ms
         self._registered: dict[str, Any] = {}
-        self._told: Callable[[str, bool], None] = lambda tensor_id, expired: None
         self._remotes: dict[str, bytes] = {}
         """Metadata of the agents that this one knows, by name."""
         self._locks: dict[str, asyncio.Lock] = {}
-        beside.on_gone(self._gone)
 
     # -- as a source -----------------------------------------------------------------------------------------------
 
     def offer(self, name: str, tensor: Tensor) -> TensorDescriptor:
         """Keep a tensor and register its memory; raises ``RefusedError``."""
-        descriptor, kept = self._beside.keep(name, tensor)
+        descriptor, kept = self._keep(name, tensor)
         if kept.nbytes == 0:
             return descriptor
         address = kept.__array_interface__["data"][0]
@@ -91,15 +80,11 @@ class NixlTensorTransfer:
     def withdraw(self, tensor_id: str) -> bool:
         """Let go of an offered tensor; say whether it was kept."""
         self._deregister(tensor_id)
-        return self._beside.withdraw(tensor_id)
-
-    def on_gone(self, told: Callable[[str, bool], None]) -> None:
-        """Have ``told(tensor_id, expired)`` called when an offered tensor is gone."""
-        self._told = told
+        return super().withdraw(tensor_id)
 
     def _gone(self, tensor_id: str, expired: bool) -> None:
         self._deregister(tensor_id)
-        self._told(tensor_id, expired)
+        super()._gone(tensor_id, expired)
 
     def _deregister(self, tensor_id: str) -> None:
         registered = self._registered.pop(tensor_id, None)
@@ -112,7 +97,7 @@ class NixlTensorTransfer:
         """Return a tensor of another worker and let its source go; raises ``TensorUnavailable``."""
         region = descriptor.nixl
         if region is None:
-            return await self._beside.fetch(descriptor)
+            return await super().fetch(descriptor)
         began_ms = self._clock.monotonic_ms()
         try:
             buffer = np.empty(descriptor.size_bytes, np.uint8)
@@ -122,14 +107,12 @@ class NixlTensorTransfer:
                 async with self._locks.setdefault(region.agent, asyncio.Lock()):
                     await self._read(region, buffer)
         except (TensorUnavailable, TimeoutError) as error:
-            self._metrics.fetched.labels(self.kind, "failed").inc()
+            self._metrics.fetched.labels("nixl", "failed").inc()
             why = str(error) or f"it took more than {self._timeout_ms:.0f} ms"
             raise TensorUnavailable(f"reading tensor {descriptor.tensor_id} by NIXL: {why}") from None
         finally:
-            self._beside.release(descriptor)
-        self._metrics.fetched.labels(self.kind, "fetched").inc()
-        self._metrics.fetched_bytes.labels(self.kind).inc(buffer.nbytes)
-        self._metrics.fetch_seconds.labels(self.kind).observe((self._clock.monotonic_ms() - began_ms) / 1e3)
+            self.release(descriptor)
+        self._metrics.observe_fetch("nixl", buffer.nbytes, self._clock.monotonic_ms() - began_ms)
         return buffer.view(dtype).reshape(descriptor.shape)
 
     async def _read(self, region: NixlRegion, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
@@ -184,4 +167,4 @@ class NixlTensorTransfer:
             self._deregister(tensor_id)
         for name in list(self._remotes):
             self._forget(name)
-        await self._beside.close()
+        await super().close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from poolgrid.workers.engines.definition import EngineHost
-from poolgrid.workers.tensor_transfer.port import TensorTransfer
-from poolgrid.workers.tensor_transfer.settings import TensorSettings
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.definition import EngineHost
+    from poolgrid.workers.tensor_transfer.settings import TensorSettings
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 
 def open_tensor_transfer(
@@ -20,24 +21,22 @@ def open_tensor_transfer(
     from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
     from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
     from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
-    from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
     metrics = TensorMetrics(around.registry, transport)
     # Before the socket: without NIXL nothing has been bound.
     name = f"{settings.worker_id}-{around.epoch}"
     agent = make_agent(name) if transport == "nixl" else None
     store = TensorStore(f"{around.epoch:x}", settings.tensor_store_mb * 2**20, settings.tensor_lease_ms)
-    over_zmq = ZmqTensorTransfer(
-        around.context,
-        settings.host,
-        settings.tensor_port,
-        settings.advertise_host,
-        store,
-        around.awake,
-        metrics,
-        chunk_bytes=settings.tensor_chunk_kb * 1024,
-        timeout_ms=settings.tensor_fetch_timeout_ms,
-    )
-    if agent is None:
-        return over_zmq
-    return NixlTensorTransfer(agent, name, over_zmq, around.awake, metrics, settings.tensor_fetch_timeout_ms)
+    common: dict[str, Any] = {
+        "context": around.context,
+        "host": settings.host,
+        "port": settings.tensor_port,
+        "advertise_host": settings.advertise_host,
+        "store": store,
+        "clock": around.awake,
+        "metrics": metrics,
+        "chunk_bytes": settings.tensor_chunk_kb * 1024,
+        "timeout_ms": settings.tensor_fetch_timeout_ms,
+    }
+    return TensorTransfer(**common) if agent is None else NixlTensorTransfer(agent, name, **common)

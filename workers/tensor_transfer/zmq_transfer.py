@@ -60,8 +60,11 @@ class _Source:
     fetches: dict[str, _Fetch] = field(default_factory=dict)
 
 
-class ZmqTensorTransfer:
-    """``TensorTransfer`` over ZMQ; made on a running event loop."""
+class TensorTransfer:
+    """One worker's end of tensor transfers, over ZMQ: a source of what it offers, a taker of what others offer.
+
+    Made on a running event loop.
+    """
 
     kind = "zmq"
 
@@ -102,11 +105,13 @@ class ZmqTensorTransfer:
     # -- as a source -----------------------------------------------------------------------------------------------
 
     def offer(self, name: str, tensor: Tensor) -> TensorDescriptor:
-        """Keep a tensor for whoever gets the descriptor; raises ``RefusedError``."""
-        descriptor, _ = self.keep(name, tensor)
-        return descriptor
+        """Keep a tensor for whoever gets the descriptor, for one lease from the last question on.
 
-    def keep(self, name: str, tensor: Tensor) -> tuple[TensorDescriptor, Tensor]:
+        Raises ``RefusedError``: ``BusyError`` when no more can be kept.
+        """
+        return self._keep(name, tensor)[0]
+
+    def _keep(self, name: str, tensor: Tensor) -> tuple[TensorDescriptor, Tensor]:
         """Keep a tensor; return its descriptor and the memory that is kept."""
         tensor_id, kept = self._store.add(tensor, self._clock.monotonic_ms())
         self._count()
@@ -115,6 +120,10 @@ class ZmqTensorTransfer:
             TensorDescriptor(tensor_id, name, tensor.dtype.name, tensor.shape, tensor.nbytes, self.endpoint),
             kept,
         )
+
+    def _gone(self, tensor_id: str, expired: bool) -> None:
+        """Tell that an offered tensor was released by its taker, or has expired."""
+        self._told(tensor_id, expired)
 
     def withdraw(self, tensor_id: str) -> bool:
         """Let go of an offered tensor; say whether it was kept."""
@@ -134,7 +143,7 @@ class ZmqTensorTransfer:
             return
         if isinstance(message, ReleaseTensor):
             if self.withdraw(message.tensor_id):
-                self._told(message.tensor_id, False)
+                self._gone(message.tensor_id, False)
             return
         chunk = self._store.chunk(message.tensor_id, message.offset, message.size, self._clock.monotonic_ms())
         answer: TensorChunk | TensorUnknown
@@ -154,7 +163,7 @@ class ZmqTensorTransfer:
         gone = self._store.expire(now_ms)
         for tensor_id in gone:
             self._metrics.expired.inc()
-            self._told(tensor_id, True)
+            self._gone(tensor_id, True)
         if gone:
             self._count()
         for endpoint, source in list(self._sources.items()):
@@ -190,9 +199,7 @@ class ZmqTensorTransfer:
         except TensorUnavailable:
             self._metrics.fetched.labels(self.kind, "failed").inc()
             raise
-        self._metrics.fetched.labels(self.kind, "fetched").inc()
-        self._metrics.fetched_bytes.labels(self.kind).inc(len(buffer))
-        self._metrics.fetch_seconds.labels(self.kind).observe((self._clock.monotonic_ms() - began_ms) / 1e3)
+        self._metrics.observe_fetch(self.kind, len(buffer), self._clock.monotonic_ms() - began_ms)
         return np.frombuffer(buffer, dtype).reshape(descriptor.shape)
 
     async def _fetch_bytes(self, descriptor: TensorDescriptor) -> bytearray:

@@ -14,7 +14,7 @@ Rules
        and none up for ``return_after_ms`` after it.
     5. After each step the measurements are forgotten: the next step is judged on what came after this one.
     6. The fastest pool has nowhere to spill to; that is recorded once per period of missing.
-    7. Every change is a ``LoopStep``; applying the steps of another loop in their order gives its shares (``apply``).
+    7. Every change is a ``LoopStep``.
     8. The loop of a new document takes over what is known of the cells that it leaves as they were: same axes, same
        pool, same next faster pool, both at the same address.
 
@@ -224,15 +224,6 @@ class ClosedLoop:
             if step is not None:
                 steps.append(step)
         return steps
-
-    def apply(self, step: LoopStep) -> None:
-        """Take over a recorded step: the cell's share is what the step left."""
-        if step.key.stage not in self._stages:
-            return
-        watched, _ = self._watch(step.key, step.time_ms)
-        watched.share = step.share_after
-        self._begin(watched, Verdict.QUIET, step.time_ms)
-        self._forget_samples(watched)
 
     def __len__(self) -> int:
         return len(self._watched)

@@ -36,7 +36,7 @@ from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
-from poolgrid.router.policies.predicted.worker_speeds import OWN_MS
+from poolgrid.router.policies.predicted.learned_speeds import OWN_MS
 from poolgrid.wire.identifiers import Role, WorkerKey
 
 SMALL_STEPS = 2.0
@@ -99,7 +99,7 @@ class BatchPlanner:
                 cannot = np.ones(len(group.workers), np.bool_)
                 cannot[eligible] = False
                 costs[row, cannot] = np.inf
-        waiting = Waiting(
+        waiting = PlanningBatch(
             costs,
             terms[OWN_MS] * engines.paces,
             tokens,
@@ -113,7 +113,7 @@ class BatchPlanner:
         return due
 
 
-class Waiting(msgspec.Struct, frozen=True, gc=False):
+class PlanningBatch(msgspec.Struct, frozen=True, gc=False):
     """What requests that wait would cost and take on each worker: a row for each request, a column for each worker."""
 
     costs: FloatArray
@@ -126,7 +126,7 @@ class Waiting(msgspec.Struct, frozen=True, gc=False):
     priorities: Sequence[int]
 
 
-class Placed(msgspec.Struct, frozen=True, gc=False):
+class PlannedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request and the worker that it was given."""
 
     request: int
@@ -138,11 +138,11 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan(
-    waiting: Waiting,
+    waiting: PlanningBatch,
     queued_tokens: FloatArray,
     step_tokens: FloatArray,
     step_ms: Callable[[int, float], float],
-) -> list[Placed]:
+) -> list[PlannedRequest]:
     """Return who goes now, in order.
 
     ``queued_tokens`` are the prompt tokens that each worker has to compute, ``step_tokens`` how many a step of it may
@@ -150,7 +150,7 @@ def plan(
     """
     ahead_ms = np.zeros(len(queued_tokens))
     is_taken = np.zeros(len(queued_tokens), np.bool_)
-    placed: list[Placed] = []
+    placed: list[PlannedRequest] = []
     for priority in sorted(set(waiting.priorities), reverse=True):
         rows = [row for row, each in enumerate(waiting.priorities) if each == priority]
         for worker, requests in divide(waiting, rows, ahead_ms).items():
@@ -162,7 +162,7 @@ def plan(
     return placed
 
 
-def divide(waiting: Waiting, rows: Sequence[int], ahead_ms: FloatArray) -> dict[int, list[Placed]]:
+def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) -> dict[int, list[PlannedRequest]]:
     """Return the requests of each worker that gets any, in the order in which they are computed.
 
     ``rows`` are the requests to divide, ``ahead_ms`` is what each worker was given before. Who can go nowhere is in
@@ -170,14 +170,14 @@ def divide(waiting: Waiting, rows: Sequence[int], ahead_ms: FloatArray) -> dict[
     """
     least_ms = waiting.own_ms.min(axis=1)
     behind = np.zeros(len(ahead_ms))
-    given: dict[int, list[Placed]] = {}
+    given: dict[int, list[PlannedRequest]] = {}
     for request in sorted(rows, key=lambda row: -least_ms[row]):
         costs = waiting.costs[request] + ahead_ms + behind * waiting.own_ms[request]
         if np.isinf(costs).all():
             continue
         worker, _ = lowest(costs, waiting.tie_keys[request])
         known = {each: len(requests) for each, requests in given.items()}
-        given.setdefault(worker, []).append(Placed(request, worker, known))
+        given.setdefault(worker, []).append(PlannedRequest(request, worker, known))
         behind[worker] += 1
     for worker, requests in given.items():
         requests.sort(key=lambda each: (waiting.own_ms[each.request, worker], each.request))

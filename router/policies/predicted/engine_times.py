@@ -1,6 +1,6 @@
 """How long an engine's steps take, as its card says or as engines of its kind do: what predictions start from.
 
-Whatever is wrong with it by a factor is learned (``WorkerSpeeds``). So what counts here is the shape: how
+Whatever is wrong with it by a factor is learned (``LearnedSpeeds``). So what counts here is the shape: how
 much dearer a long prompt is than a short one.
 """
 

@@ -11,7 +11,7 @@ from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.batch_planner import BatchPlanner
 from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
-from poolgrid.router.policies.predicted.worker_speeds import OWN_MS, PACE, WorkerSpeeds
+from poolgrid.router.policies.predicted.learned_speeds import OWN_MS, PACE, LearnedSpeeds
 from poolgrid.wire.identifiers import Stage
 
 TARGET_MARGIN = 1.25
@@ -34,7 +34,7 @@ class Predicted:
 
     What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
     ``prompt_ms`` and ``decode_ms`` are the step times of a worker's card, its pace is learned from its first tokens
-    (``poolgrid.router.policies.predicted.worker_speeds``). Nothing is weighed against anything, so there is no knob.
+    (``poolgrid.router.policies.predicted.learned_speeds``). Nothing is weighed against anything, so there is no knob.
 
     An engine's step ends for all prompts in it at once. Those that would be in the last step of the queue are delayed
     by the part of this prompt that joins them. So a long prompt keeps away from short ones that have only just come.
@@ -51,8 +51,8 @@ class Predicted:
     name = "predicted"
     needs_overlap = True
 
-    def observer(self, index: PrefixIndex) -> WorkerSpeeds:
-        return WorkerSpeeds()
+    def observer(self, index: PrefixIndex) -> LearnedSpeeds:
+        return LearnedSpeeds()
 
     def planner(self, selector: Selector) -> BatchPlanner:
         return BatchPlanner(selector, self.estimate)

@@ -11,8 +11,8 @@ import msgspec
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.policies.retention.ghost_cache import Kept
 from poolgrid.router.policies.retention.ghosts import SPENT
-from poolgrid.router.policies.retention.prefix_history import PrefixHistory, Run
-from poolgrid.router.policies.retention.return_times import NOTHING, Keep, Plan, ReturnTimes
+from poolgrid.router.policies.retention.prefix_history import PrefixHistory, PrefixRun
+from poolgrid.router.policies.retention.return_times import NOTHING, Keep, RetentionPlan, ReturnTimes
 from poolgrid.wire.limits import RETAINED_RANGES_MAX
 from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
 
@@ -54,13 +54,13 @@ class ChapterState(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     model: str
     seed: int
-    runs: list[Run]
+    runs: list[PrefixRun]
     """Those that came last longest ago first."""
     visits: list[float]
     returned: dict[int, list[float]]
     weight_ms: float
     as_of_ms: float | None
-    plan: Plan
+    plan: RetentionPlan
     tails: int
     tails_returned: int
     noted: float = 0.0
@@ -69,7 +69,7 @@ class ChapterState(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class PromptLook(msgspec.Struct, frozen=True, gc=False):
     """A prompt beside what is known."""
 
-    found: list[tuple[int, Run, int]]
+    found: list[tuple[int, PrefixRun, int]]
     known: int
     """Granules that came before."""
     turn: int
@@ -86,7 +86,7 @@ class Chapter:
     def __init__(self, granules_max: int) -> None:
         self.history = PrefixHistory(granules_max)
         self.times = ReturnTimes(KINDS, KINDS_PER_STEP)
-        self.plan: Plan = NOTHING
+        self.plan: RetentionPlan = NOTHING
         self.tails = 0
         """Prompts that came again, with something behind their last granule."""
         self.tails_returned = 0
@@ -150,7 +150,7 @@ class Chapter:
                 self.tails += 1
                 if run.end_block <= len(path) and path[run.end_block - 1] == run.end_hash:
                     self.tails_returned += 1
-        chain: list[tuple[int | None, Run]] = []
+        chain: list[tuple[int | None, PrefixRun]] = []
         for (number, run, size), kind, (_, priority, duration_ms) in zip(found, look.kinds, look.kept, strict=False):
             times.note_return(run.kind, now_ms - run.last_ms, size)
             times.note_visit(kind, size)
@@ -158,7 +158,7 @@ class Chapter:
             chain.append(
                 (
                     number,
-                    Run(
+                    PrefixRun(
                         run.granules,
                         run.visits + 1,
                         now_ms,
@@ -177,7 +177,7 @@ class Chapter:
             kind, (size, priority, duration_ms) = look.kinds[-1], look.kept[-1]
             times.note_visit(kind, size)
             until_ms = now_ms + duration_ms + LONGEST_ANSWER_MS
-            fresh = Run(
+            fresh = PrefixRun(
                 tuple(granules[look.known :]),
                 1,
                 now_ms,

@@ -23,7 +23,7 @@ GRANULES_MAX = 262_144
 """134 million tokens of prompts, 20 to 60 MiB: an hour of a pool that computes 40,000 tokens a second."""
 
 
-class Run(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class PrefixRun(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Granules that always came together."""
 
     granules: tuple[int, ...]
@@ -54,7 +54,7 @@ class PrefixHistory:
         if granules_max < 1:
             raise ValueError(f"making a prefix history: granules_max is {granules_max}, allowed are integers from 1")
         self._granules_max = granules_max
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, PrefixRun] = {}
         """By number, those that came last longest ago first."""
         self._run_of: dict[int, int] = {}
         """By granule, the number of its run."""
@@ -63,13 +63,13 @@ class PrefixHistory:
     def __len__(self) -> int:
         return len(self._run_of)
 
-    def find(self, granules: Sequence[int]) -> list[tuple[int, Run, int]]:
+    def find(self, granules: Sequence[int]) -> list[tuple[int, PrefixRun, int]]:
         """Return the known beginning of a prompt: number, run, and how many granules of the run the prompt has.
 
         All but the last are whole. Changes nothing.
         """
         run_of, runs = self._run_of, self._runs
-        found: list[tuple[int, Run, int]] = []
+        found: list[tuple[int, PrefixRun, int]] = []
         at, end = 0, len(granules)
         while at < end:
             number = run_of.get(granules[at])
@@ -94,7 +94,7 @@ class PrefixHistory:
             break
         return found
 
-    def cut(self, number: int, size: int) -> Run:
+    def cut(self, number: int, size: int) -> PrefixRun:
         """Cut a run after ``size`` of its granules and return the front part, which keeps the number."""
         run = self._runs[number]
         tail = msgspec.structs.replace(run, granules=run.granules[size:])
@@ -107,7 +107,7 @@ class PrefixHistory:
         self._runs[number] = front
         return front
 
-    def note(self, chain: Sequence[tuple[int | None, Run]]) -> None:
+    def note(self, chain: Sequence[tuple[int | None, PrefixRun]]) -> None:
         """Keep a prompt's runs, in its order, as they are now; those without a number are new."""
         runs, run_of = self._runs, self._run_of
         for known_as, run in reversed(chain):
@@ -123,10 +123,10 @@ class PrefixHistory:
             for granule in runs.pop(number).granules:
                 del run_of[granule]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PrefixRun]:
         return list(self._runs.values())
 
-    def restore(self, runs: Sequence[Run]) -> None:
+    def restore(self, runs: Sequence[PrefixRun]) -> None:
         """Replace everything by the runs of another history, in their order."""
         self._runs = dict(enumerate(runs))
         self._run_of = {granule: number for number, run in self._runs.items() for granule in run.granules}

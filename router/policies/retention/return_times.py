@@ -52,7 +52,7 @@ class Keep(msgspec.Struct, frozen=True, gc=False):
     """Chance that it comes again within ``duration_ms``."""
 
 
-class Plan(msgspec.Struct, frozen=True, gc=False):
+class RetentionPlan(msgspec.Struct, frozen=True, gc=False):
     """Which kinds to keep; those that are not named are not."""
 
     keep: dict[int, Keep]
@@ -67,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
         return self.more if draw < self.share else self.keep
 
 
-NOTHING = Plan({}, {}, 0.0, 0.0)
+NOTHING = RetentionPlan({}, {}, 0.0, 0.0)
 
 
 class ReturnTimes:
@@ -116,7 +116,7 @@ class ReturnTimes:
         self.visits = [visits * factor for visits in self.visits]
         self.returned = {kind: [count * factor for count in counts] for kind, counts in self.returned.items()}
 
-    def plan(self, room_granules: float) -> Plan:
+    def plan(self, room_granules: float) -> RetentionPlan:
         """Return which kinds to keep in so much room."""
         kinds = [kind for kind, visits in enumerate(self.visits) if visits > LEAST_GRANULES]
         if not kinds or self.weight_ms <= 0.0:
@@ -169,7 +169,7 @@ class ReturnTimes:
             )
         keep, more = sums
         share = 0.0 if more <= keep else min(1.0, max(0.0, (room_granules - keep) / (more - keep)))
-        return Plan(tables[0], tables[1], share, high)
+        return RetentionPlan(tables[0], tables[1], share, high)
 
 
 LEAST_GRANULES = 0.01

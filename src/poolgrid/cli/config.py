@@ -26,7 +26,7 @@ from poolgrid.global_router.core.document.grid_document import GridDocument, Sta
 from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 from poolgrid.global_router.document_file import read_bytes, read_document_file
-from poolgrid.global_router.heat_map import DrawingUnavailable, save_png, terminal_map
+from poolgrid.global_router.heat_map import terminal_map
 from poolgrid.process.figures import counted
 from poolgrid.process.terminal_table import terminal
 from poolgrid.wire.answers import ReloadAnswer
@@ -100,8 +100,8 @@ def _summary(loaded: LoadedDocument) -> str:
     return f"ok, {stages}{form}"
 
 
-def show(path: Path, png: Path | None = None, as_json: bool = False) -> int:
-    """Draw the grids of a document as heat maps in the terminal and, if asked, as PNG."""
+def show(path: Path, as_json: bool = False) -> int:
+    """Draw the grids of a document as heat maps in the terminal."""
     try:
         loaded = read_document_file(path)
     except GridDocumentError as error:
@@ -111,16 +111,6 @@ def show(path: Path, png: Path | None = None, as_json: bool = False) -> int:
     else:
         console = terminal()
         console.print(terminal_map(loaded.document, console.width))
-    if png is None:
-        return 0
-    try:
-        save_png(loaded.document, png)
-    except DrawingUnavailable as error:
-        _print(f"drawing {png}: {error}; no file was written", to_stderr=True)
-        return 1
-    except OSError as error:
-        _print(f"drawing {png}: cannot write: {error.strerror or error}", to_stderr=True)
-        return 1
     return 0
 
 

@@ -25,7 +25,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
 from poolgrid.process.figures import counted
-from poolgrid.transport.bound_socket import HeldPorts
+from poolgrid.transport.bound_socket import ReservedPorts
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 LOOPBACK = "127.0.0.1"
@@ -51,8 +51,8 @@ class LocalFleet:
         self._routers: dict[str, Part] = {}
         self._workers: list[Part] = []
         self._global_router: Part | None = None
-        self._ports = HeldPorts(self._host)
-        self._front = HeldPorts(settings.host)
+        self._ports = ReservedPorts(self._host)
+        self._front = ReservedPorts(settings.host)
 
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API once every pool can be used."""

@@ -47,7 +47,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process.figures import counted
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.transport.bound_socket import HeldPorts
+from poolgrid.transport.bound_socket import ReservedPorts
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
@@ -437,7 +437,7 @@ class LocalPool:
         self._consolidators: list[Part] = []
         self._router: Part | None = None
         self._workers: list[Part] = []
-        self._ports = HeldPorts(settings.host)
+        self._ports = ReservedPorts(settings.host)
         self._ingest = ""
         """Where workers push; with an event plane on NATS they are told there."""
 

@@ -28,7 +28,7 @@ MODULES = {
     "tune": f"{TOOLS}.simulation.tune_command",
     "explain": f"{CORE}.explain",
     "config": f"{CORE}.config",
-    "engine-config": f"{CORE}.engine_config",
+    "engine-config": "poolgrid.workers.engines.trtllm.command",
     "engine-check": f"{TOOLS}.engine_check.command",
     "keys": f"{CORE}.keys",
     "model": f"{CORE}.model",

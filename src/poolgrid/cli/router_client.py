@@ -22,7 +22,7 @@ from poolgrid.cli.options import environment_name
 from poolgrid.wire.names import is_name, parse_name
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.settings import NamesSettings
+    from poolgrid.discovery.settings import DiscoverySettings
 
 API_KEY_VARIABLE = "POOLGRID_API_KEY"
 
@@ -112,14 +112,14 @@ async def _urls_of(url: str) -> list[str]:
     name = parse_name(url)
     settings = _settings(url)
     # Imported when they are used: most commands are given URLs.
-    from poolgrid.discovery.opening import open_names
+    from poolgrid.discovery.opening import open_discovery
     from poolgrid.discovery.ports import Scope
     from poolgrid.discovery.registry import Registry
     from poolgrid.process.clock import SystemClock
 
     clock = SystemClock()
     async with AsyncExitStack() as opened:
-        names = await open_names(opened, settings, clock)
+        names = await open_discovery(opened, settings, clock)
         registry = Registry()
         registry.look(await names.store.look([Scope(name.namespace, name.component)]), clock.monotonic_ms())
         where = names.store.where
@@ -131,7 +131,7 @@ async def _urls_of(url: str) -> list[str]:
     return found
 
 
-def _settings(url: str) -> NamesSettings:
+def _settings(url: str) -> DiscoverySettings:
     """Return how names are kept, as the environment says; raises ``ValueError``."""
     variable = environment_name("names")
     kind = os.environ.get(variable, "none")
@@ -140,11 +140,11 @@ def _settings(url: str) -> NamesSettings:
             f"{variable} is {kind}, so nothing knows where {url} is: set it to {', '.join(SETTINGS_OF)}, with what the "
             "router has of names, or give http://HOST:PORT"
         )
-    from poolgrid.discovery.settings import NamesSettings
+    from poolgrid.discovery.settings import DiscoverySettings
 
     given: dict[str, object] = {"names": kind}
-    for field, about in NamesSettings.model_fields.items():
+    for field, about in DiscoverySettings.model_fields.items():
         value = os.environ.get(environment_name(field))
         if value is not None and field.startswith(SETTINGS_OF[kind]):
             given[field] = tuple(value.split()) if isinstance(about.get_default(), tuple) else value
-    return NamesSettings.model_validate(given)
+    return DiscoverySettings.model_validate(given)

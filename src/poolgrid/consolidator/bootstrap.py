@@ -30,12 +30,12 @@ from poolgrid.transport.tls import Tls
 from poolgrid.wire.names import CONSOLIDATOR
 
 if TYPE_CHECKING:
-    from poolgrid.discovery.names import Names
+    from poolgrid.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
 
-class Endpoints(NamedTuple):
+class ConsolidatorEndpoints(NamedTuple):
     """Where a consolidator answers."""
 
     ingest: str
@@ -78,7 +78,7 @@ def create(
 async def serve(
     settings: ConsolidatorProcessSettings,
     stop: asyncio.Event,
-    ready: Callable[[Endpoints], None],
+    ready: Callable[[ConsolidatorEndpoints], None],
     tuning: Tuning | None = None,
 ) -> None:
     """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers.
@@ -95,12 +95,12 @@ async def serve(
             plane = load_plugin(EVENT_PLANES, settings.event_plane)
             await plane.serve_consolidator(opened, settings, registry, stop, ready)
             return
-        names: Names | None = None
+        names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_names
+            from poolgrid.discovery.opening import open_discovery
 
-            names = await open_names(opened, settings, SystemClock(), registry)
+            names = await open_discovery(opened, settings, SystemClock(), registry)
         service = _open_service(opened, settings, registry, tuning)
         await service.start()
         server = open_server(opened, settings, registry, ConsolidatorHealth(service))
@@ -116,7 +116,7 @@ async def serve(
             own = {name: settings.reachable(address) for name, address in planes.items()}
             await names.register(CONSOLIDATOR, f"{CONSOLIDATOR}-{os.getpid()}", own)
         ready(
-            Endpoints(
+            ConsolidatorEndpoints(
                 ingest=service.ingest_endpoint,
                 feed=service.feed_endpoint,
                 query=service.query_endpoint,

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from poolgrid.consolidator.core.consolidator import Consolidator, Turn
+from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
 from poolgrid.consolidator.feed_publisher import FeedPublisher
 from poolgrid.consolidator.service_context import ServiceContext
 from poolgrid.process.bulk_work import SLICE_MS, BulkWork
@@ -23,7 +23,7 @@ from poolgrid.wire.loading import LOADING_FRAME
 
 log = logging.getLogger(__name__)
 
-TakeTurn = Callable[[Callable[[Consolidator, Turn], None]], None]
+TakeTurn = Callable[[Callable[[Consolidator, ConsolidatorTurn], None]], None]
 
 BATCH_BYTES_MAX = FRAME_BYTES_MAX - 1024 * 1024
 """Largest pushed batch: its record, with an offset and perhaps split chains, must still fit a frame."""
@@ -69,7 +69,7 @@ class IngestPlane:
         monotonic_ms = self._running_clock.monotonic_ms
         ends_ms = monotonic_ms() + SLICE_MS
 
-        def work(core: Consolidator, turn: Turn) -> None:
+        def work(core: Consolidator, turn: ConsolidatorTurn) -> None:
             for at, frames in enumerate(messages):
                 if at and monotonic_ms() >= ends_ms:
                     # A map was divided, or the machine is slow: what is left has its turn later.
@@ -95,7 +95,7 @@ class IngestPlane:
 
         self._take_turn(work)
 
-    def reply(self, turn: Turn) -> None:
+    def reply(self, turn: ConsolidatorTurn) -> None:
         """Send the replies of a turn that is in the journal."""
         for peer, reply in turn.replies:
             try:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from poolgrid.consolidator.core.consolidator import Turn
+from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
 from poolgrid.consolidator.journal_writer import JournalWriter
@@ -88,7 +88,7 @@ class JournalKeeper:
         self,
         dumps: StateDumps,
         bulk: BulkWork,
-        on_stored: Callable[[Turn, list[bytes]], None],
+        on_stored: Callable[[ConsolidatorTurn, list[bytes]], None],
         on_full: Callable[[], None],
         on_room: Callable[[], None],
     ) -> None:

@@ -24,7 +24,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from poolgrid.consolidator.core.consolidator import Turn
+from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
 from poolgrid.consolidator.journal.errors import JournalFenced
 from poolgrid.consolidator.ports import Journal
 from poolgrid.process.bulk_work import SLICE_MS, BulkWork
@@ -66,7 +66,7 @@ COMPLAIN_EVERY_MS = 30_000.0
 class _Item:
     """A turn with its encoded records, or work between two writes."""
 
-    turn: Turn | None
+    turn: ConsolidatorTurn | None
     payloads: list[bytes]
     size: int = 0
     job: Callable[[], Any] | None = None
@@ -83,7 +83,7 @@ class JournalWriter:
         append_retry_ms: float,
         clock: Clock,
         executor: Executor,
-        on_stored: Callable[[Turn, list[bytes]], None],
+        on_stored: Callable[[ConsolidatorTurn, list[bytes]], None],
         on_full: Callable[[], None],
         on_room: Callable[[], None],
         on_fenced: Callable[[JournalFenced], None],
@@ -124,7 +124,7 @@ class JournalWriter:
         self._took_ms = 0.0
         self._slow_until_ms = float("-inf")
 
-    def put(self, turn: Turn, payloads: list[bytes]) -> None:
+    def put(self, turn: ConsolidatorTurn, payloads: list[bytes]) -> None:
         """Have a turn stored; ``on_stored`` may be called before this returns."""
         if self._task is None and not self._waiting and (not payloads or self._at_once):
             if payloads:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from poolgrid.consolidator.core.consolidator import Consolidator, MemberJoined, MemberLeft, Turn
+from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn, MemberJoined, MemberLeft
 from poolgrid.consolidator.core.further_source import FollowerLimits, FurtherSource
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.sources_file import FurtherPub, Publisher, PubSource
@@ -27,13 +27,13 @@ from poolgrid.wire.streams import WORKER_SOURCE
 
 log = logging.getLogger(__name__)
 
-TakeTurn = Callable[[Callable[[Consolidator, Turn], None]], None]
+TakeTurn = Callable[[Callable[[Consolidator, ConsolidatorTurn], None]], None]
 
 WAITING = "waiting"
 """What is shown of a further source whose worker is no member."""
 
 
-class Followed(publisher_sockets.Followed, Protocol):
+class FollowedSource(publisher_sockets.Followed, Protocol):
     """Who follows a publisher for the pool: its inputs and effects, and what is shown of it."""
 
     @property
@@ -58,7 +58,7 @@ class PubShell(ABC):
         clock: Clock,
         pool: PoolState,
         lease_ms: int,
-        followed: Followed,
+        followed: FollowedSource,
     ) -> None:
         """``take_turn`` runs a turn of the core, whose state is ``pool``."""
         self.source = source
@@ -142,11 +142,11 @@ class PubShell(ABC):
             self.close()
 
     @abstractmethod
-    def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
+    def _apply(self, effect: PubEffect, core: Consolidator, turn: ConsolidatorTurn) -> None:
         """Carry out what concerns the pool."""
 
     def _carry_out(self, effects: Sequence[PubEffect]) -> None:
-        def work(core: Consolidator, turn: Turn) -> None:
+        def work(core: Consolidator, turn: ConsolidatorTurn) -> None:
             for effect in effects:
                 if not isinstance(effect, AskReplay):
                     self._apply(effect, core, turn)
@@ -203,7 +203,7 @@ class EngineShell(PubShell):
     def start(self) -> None:
         self._open()
 
-    def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
+    def _apply(self, effect: PubEffect, core: Consolidator, turn: ConsolidatorTurn) -> None:
         if isinstance(effect, NewLife):
             before = self.refused
             self.refused = core.attach(self.key, effect.epoch, self._card, turn)
@@ -280,7 +280,7 @@ class FurtherShell(PubShell):
         self._carry_out([])
         self._sockets.arm()
 
-    def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
+    def _apply(self, effect: PubEffect, core: Consolidator, turn: ConsolidatorTurn) -> None:
         if isinstance(effect, EventBatch) and not core.take(effect, turn) and self.refused is None:
             limit = core.limits.sources_per_worker_max
             self.refused = f"worker {self.key} has {limit} sources, allowed are at most {limit}"

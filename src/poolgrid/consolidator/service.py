@@ -30,7 +30,7 @@ from typing import Any
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now, Turn
+from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, ConsolidatorTurn, Now
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.feed_publisher import FeedPublisher
 from poolgrid.consolidator.ingest_plane import IngestPlane
@@ -332,13 +332,13 @@ class ConsolidatorService:
 
     # Turns
 
-    def take_turn(self, work: Callable[[Consolidator, Turn], None]) -> None:
+    def take_turn(self, work: Callable[[Consolidator, ConsolidatorTurn], None]) -> None:
         """Run one turn of the core and have what follows carried out once it is in the journal."""
         if self._parts.broken:
             return
         core = self._core
         assert core is not None, "the service is not started"
-        turn = Turn(self._now())
+        turn = ConsolidatorTurn(self._now())
         try:
             work(core, turn)
             core.finish(turn)
@@ -353,7 +353,7 @@ class ConsolidatorService:
                 for shell in self._further.get(member.key, ()):
                     shell.member(member)
 
-    def _commit(self, core: Consolidator, turn: Turn) -> None:
+    def _commit(self, core: Consolidator, turn: ConsolidatorTurn) -> None:
         """Check that a turn's records continue the journal, and that the state has moved on by just those."""
         put, offset, records = self._put_offset, core.pool.offset, turn.records
         if offset != put + len(records) or (records and records[0].offset != put):
@@ -408,7 +408,7 @@ class ConsolidatorService:
             source.resume()
         self._ingest.resume()
 
-    def _emit(self, turn: Turn, payloads: list[bytes]) -> None:
+    def _emit(self, turn: ConsolidatorTurn, payloads: list[bytes]) -> None:
         """Tell readers and workers of a turn that is in the journal."""
         for remark in turn.remarks:
             log.info("%s", remark)

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.discovery.settings import NamesSettings
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.transport.security import SecuritySettings
@@ -16,7 +16,7 @@ from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 MIB = 1024 * 1024
 
 
-class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, NamesSettings):
+class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettings):
     """Sockets, journal, leases and limits of a pool's event store."""
 
     data_dir: Path | None = Field(

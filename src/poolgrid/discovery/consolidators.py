@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from poolgrid.discovery.names import Names
+from poolgrid.discovery.discovery import Discovery
 from poolgrid.discovery.ports import Scope
 from poolgrid.process.clock import Clock
 from poolgrid.wire.names import parse_name
@@ -25,7 +25,7 @@ PATIENCE_MS = 5000.0
 """How long a consolidator may take to answer for the first time before another one is tried."""
 
 
-class NamedConsolidator:
+class DiscoveredConsolidator:
     """Follows a consolidator by its name; ``on_move`` gets where it is now, endpoint by endpoint.
 
     When its entry is gone it is taken to be where it was: it comes back, or another one follows it.
@@ -33,7 +33,7 @@ class NamedConsolidator:
 
     def __init__(
         self,
-        names: Names,
+        names: Discovery,
         addresses: Sequence[str],
         on_move: Callable[[list[str]], None],
         answers: Callable[[], bool | None],

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from poolgrid.discovery.ports import LOOK_S, NamesUnavailable, Scope
+from poolgrid.discovery.ports import LOOK_S, DiscoveryUnavailable, Scope
 from poolgrid.discovery.registry import Seen
 from poolgrid.process.clock import Clock
 from poolgrid.wire.registration import ENTRY_BYTES_MAX, LEASE_MS_MAX, Registration
@@ -33,8 +33,8 @@ SWEEP_AFTER_S = 2 * LEASE_MS_MAX / 1000
 """Longer than any lease: what is older has no reader left."""
 
 
-class DirectoryNames:
-    """Implements ``poolgrid.discovery.ports.NameStore``."""
+class DirectoryRegistrations:
+    """Implements ``poolgrid.discovery.ports.RegistrationStore``."""
 
     kind = "directory"
     writable = True
@@ -59,7 +59,7 @@ class DirectoryNames:
             )
 
     async def look(self, scopes: Sequence[Scope]) -> list[Seen]:
-        """Return the entries of some scopes; raises ``NamesUnavailable``."""
+        """Return the entries of some scopes; raises ``DiscoveryUnavailable``."""
         return await asyncio.to_thread(self._look, tuple(scopes))
 
     def _look(self, scopes: Sequence[Scope]) -> list[Seen]:
@@ -69,7 +69,7 @@ class DirectoryNames:
             with os.scandir(self._directory) as files:
                 for number, file in enumerate(files):
                     if number >= FILES_MAX:
-                        raise NamesUnavailable(f"{self._directory} has more than {FILES_MAX} files")
+                        raise DiscoveryUnavailable(f"{self._directory} has more than {FILES_MAX} files")
                     key = file.name.removesuffix(SUFFIX)
                     if key == file.name or key.startswith("."):
                         continue
@@ -79,10 +79,10 @@ class DirectoryNames:
                         seen = self._read(key, now_ns)
                         if seen is not None:
                             found.append(seen)
-        except NamesUnavailable:
+        except DiscoveryUnavailable:
             raise
         except OSError as error:
-            raise NamesUnavailable(f"reading {self._directory}: {error.strerror or error}") from None
+            raise DiscoveryUnavailable(f"reading {self._directory}: {error.strerror or error}") from None
         return found
 
     def _read(self, key: str, now_ns: int) -> Seen | None:
@@ -103,7 +103,7 @@ class DirectoryNames:
             os.close(number)
 
     async def write(self, registration: Registration, data: bytes) -> None:
-        """Write an entry, or renew it; raises ``NamesUnavailable``."""
+        """Write an entry, or renew it; raises ``DiscoveryUnavailable``."""
         await asyncio.to_thread(self._write, registration.key, data)
 
     def _write(self, key: str, data: bytes) -> None:
@@ -122,7 +122,7 @@ class DirectoryNames:
             os.replace(begun, path)
             self._sweep()
         except OSError as error:
-            raise NamesUnavailable(f"writing {path}: {error.strerror or error}") from None
+            raise DiscoveryUnavailable(f"writing {path}: {error.strerror or error}") from None
 
     def _sweep(self) -> None:
         before_ns = self._clock.wall_ms() * 1_000_000 - int(SWEEP_AFTER_S * 1e9)
@@ -139,11 +139,11 @@ class DirectoryNames:
                     continue  # another one sweeps too
 
     async def remove(self, key: str) -> None:
-        """Take an entry back; raises ``NamesUnavailable``."""
+        """Take an entry back; raises ``DiscoveryUnavailable``."""
         try:
             await asyncio.to_thread((self._directory / (key + SUFFIX)).unlink, missing_ok=True)
         except OSError as error:
-            raise NamesUnavailable(f"removing {key} from {self._directory}: {error.strerror or error}") from None
+            raise DiscoveryUnavailable(f"removing {key} from {self._directory}: {error.strerror or error}") from None
 
     async def close(self) -> None:
         """Let go of nothing: no file stays open."""

@@ -12,7 +12,7 @@ LOOK_S = 0.5
 """Between two looks where they cost next to nothing: who is started is found half a second later."""
 
 
-class NamesUnavailable(OSError):
+class DiscoveryUnavailable(OSError):
     """Registrations cannot be read or written for now."""
 
 
@@ -26,7 +26,7 @@ class Scope(NamedTuple):
         return self.namespace in ("", namespace) and self.component in ("", component)
 
 
-class NameStore(Protocol):
+class RegistrationStore(Protocol):
     """Keeps registrations for their leases."""
 
     kind: str
@@ -43,15 +43,15 @@ class NameStore(Protocol):
         ...
 
     async def look(self, scopes: Sequence[Scope]) -> list[Seen]:
-        """Return every entry of some scopes; raises ``NamesUnavailable``."""
+        """Return every entry of some scopes; raises ``DiscoveryUnavailable``."""
         ...
 
     async def write(self, registration: Registration, data: bytes) -> None:
-        """Write an entry, or renew it; raises ``NamesUnavailable``."""
+        """Write an entry, or renew it; raises ``DiscoveryUnavailable``."""
         ...
 
     async def remove(self, key: str) -> None:
-        """Take an entry back; raises ``NamesUnavailable``."""
+        """Take an entry back; raises ``DiscoveryUnavailable``."""
         ...
 
     async def close(self) -> None:

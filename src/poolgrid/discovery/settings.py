@@ -20,7 +20,7 @@ KubernetesNamespace = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z
 """A namespace of Kubernetes, which is no namespace of names."""
 
 
-class NamesSettings(NatsSettings):
+class DiscoverySettings(NatsSettings):
     """Where a process registers under its name, and finds others by theirs."""
 
     names: Literal["none", "directory", "nats", "kubernetes"] = Field(
@@ -75,7 +75,7 @@ class NamesSettings(NatsSettings):
         on_kubernetes = self.names == "kubernetes"
         for name in ("kubernetes_api", "kubernetes_namespace", "kubernetes_account_dir"):
             # Not whether it was given: a router hands all of its settings on to the processes that it starts.
-            is_set = getattr(self, name) != NamesSettings.model_fields[name].default
+            is_set = getattr(self, name) != DiscoverySettings.model_fields[name].default
             if is_set and not on_kubernetes:
                 raise ValueError(f"{name} is given and names is {self.names}: it goes with names kubernetes")
         if not self.kubernetes_api:

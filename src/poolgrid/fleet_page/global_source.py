@@ -118,7 +118,7 @@ class GlobalFleetSource:
         active = service.configuration.active
         if self._grids is None or self._grids[0] is not active:
             self._grids = (active, await asyncio.to_thread(grids, active))
-        in_flight = service.view.in_flight()
+        in_flight = service.in_flight()
         pools: dict[str, Row] = {}
         now_ms = self._clock.monotonic_ms()
         for name, stage in active.document.stages.items():
@@ -128,11 +128,11 @@ class GlobalFleetSource:
                 if pool is not None:
                     breaker, count = pool.breaker.state.value, in_flight.get(each.name, 0)
                     pools[f"{name}/{each.name}"] = (name, *_pool(pool, ranks[each.name], breaker, count, now_ms))
-        active_requests, waiting = service.view.counts()
+        active_requests, waiting = service.counts()
         values = {
             "about": self._about,
             "grids": self._grids[1],
-            "queue": msgspec.convert(service.waiting_room.view(), QueueRow, from_attributes=True).to_json(),
+            "queue": msgspec.convert(service.queue.view(), QueueRow, from_attributes=True).to_json(),
             "totals": {
                 "ready": service.view.missing() is None,
                 "trouble": service.view.missing() or "",
@@ -141,7 +141,7 @@ class GlobalFleetSource:
                 "decisions": service.decisions.added,
                 "since_ms": self._served.since_ms,
             },
-            "loop_steps": [step.explanation().to_json() for step in service.books.loop_steps[-STEPS_SHOWN:]],
+            "loop_steps": [step.explanation().to_json() for step in service.tracker.loop_steps[-STEPS_SHOWN:]],
         }
         tables = {
             "pools": pools,

@@ -42,7 +42,7 @@ def open_router_page(
     player = Player(directory, kept, BLOCKS_PER_WORKER_MAX)
     watch = FleetWatch(state)
     served = open_served_seconds(opened, app.served, clock)
-    source = RouterFleetSource(settings, service.view, watch, player, served, place)
+    source = RouterFleetSource(settings, service, watch, player, served, place)
     open_fleet_page(opened, app, source, clock)
 
 

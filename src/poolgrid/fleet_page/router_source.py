@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -16,14 +16,13 @@ from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.process_group import GroupPlace
-from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
-from poolgrid.router.core.projection import Projection
+from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.admission.queue_view import QueueView
 from poolgrid.wire.answers import QueueRow, RequestExplanation
 from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import STAGE_WORD, StreamState, WorkerKey
+from poolgrid.wire.identifiers import STAGE_WORD, StreamState
 from poolgrid.wire.request_ids import dispatch_id
 
 REQUESTS_SHOWN = 240
@@ -85,48 +84,6 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 }
 
 
-class Viewed(Protocol):
-    """What the page reads of a router: ``poolgrid.router.view.RouterView``."""
-
-    @property
-    def ready(self) -> bool:
-        """Tell whether the router's state is that of the pool."""
-        ...
-
-    @property
-    def projection(self) -> Projection:
-        """Return the router's state."""
-        ...
-
-    @property
-    def decisions(self) -> DecisionLog:
-        """Return the last decisions."""
-        ...
-
-    @property
-    def trouble(self) -> str:
-        """Return why the router's state may not be current, in words; empty when all is well."""
-        ...
-
-    @property
-    def behind_records(self) -> int:
-        """Return how many records the pool's journal is known to hold beyond those applied."""
-        ...
-
-    @property
-    def unreachable(self) -> Mapping[WorkerKey, str]:
-        """Return the workers that the pool knows and this router cannot talk to, and why."""
-        ...
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many requests are active and how many wait."""
-        ...
-
-    def queue(self) -> QueueView:
-        """Return what operators are shown of the queue."""
-        ...
-
-
 class RouterFleetSource:
     """Implements ``poolgrid.fleet_page.ports.FleetSource``."""
 
@@ -135,13 +92,13 @@ class RouterFleetSource:
     def __init__(
         self,
         settings: RouterSettings,
-        view: Viewed,
+        service: RouterService,
         watch: FleetWatch,
         player: Player,
         served: ServedSeconds,
         place: GroupPlace | None = None,
     ) -> None:
-        self._view = view
+        self._service = service
         self._watch = watch
         self._player = player
         self._served = served
@@ -169,8 +126,8 @@ class RouterFleetSource:
 
     async def look(self) -> Picture:
         """Return what there is to see now."""
-        view, projection = self._view, self._view.projection
-        fleet, unreachable = projection.fleet.workers, view.unreachable
+        service, projection = self._service, self._service.projection
+        fleet, unreachable = projection.fleet.workers, service.unreachable
         workers: dict[str, Row] = {}
         for number, key in enumerate(sorted(fleet)):
             worker = fleet.get(key)
@@ -181,19 +138,19 @@ class RouterFleetSource:
         if self._looks % CONVERSATIONS_EVERY == 0:
             await self._look_at_conversations()
         self._looks += 1
-        active, waiting = view.counts()
+        active, waiting = service.counts()
         values = {
             "about": self._about,
-            "queue": msgspec.convert(view.queue(), QueueRow, from_attributes=True).to_json(),
+            "queue": msgspec.convert(service.queue.view(), QueueRow, from_attributes=True).to_json(),
             "totals": {
-                "ready": view.ready,
+                "ready": service.ready,
                 "active": active,
                 "waiting": waiting,
-                "decisions": view.decisions.added,
+                "decisions": service.decisions.added,
                 "since_ms": self._served.since_ms,
                 "offset": projection.next_offset,
-                "behind": view.behind_records,
-                "trouble": view.trouble,
+                "behind": service.behind_records,
+                "trouble": service.trouble,
                 "records": self._watch.records,
             },
         }
@@ -201,17 +158,17 @@ class RouterFleetSource:
             "workers": workers,
             "requests": self._requests(),
             "conversations": self._conversations,
-            "seconds": dict(view.decisions.seconds.rows()),
+            "seconds": dict(service.decisions.seconds.rows()),
             "served": dict(self._served.rows()),
         }
         return Picture(values, tables)
 
     def _requests(self) -> dict[str, Row]:
-        decisions = self._view.decisions.newest(REQUESTS_SHOWN)
+        decisions = self._service.decisions.newest(REQUESTS_SHOWN)
         return dict(self._request(decision) for decision in reversed(decisions))
 
     def _worker(self, worker: Worker, unreachable: str) -> Row:
-        projection = self._view.projection
+        projection = self._service.projection
         key, load, card = worker.key, worker.load, worker.card
         slot = projection.index.slot(key)
         ledger = projection.ledger
@@ -269,10 +226,10 @@ class RouterFleetSource:
     def _ended_unseen(self, decision: Decision, name: str, leg: Leg) -> bool:
         """Tell whether a dispatch is off the router's books and its end was not watched."""
         is_open = leg.ended_ms is None and not leg.released
-        return is_open and not self._view.projection.ledger.knows(decision.worker, name)
+        return is_open and not self._service.projection.ledger.knows(decision.worker, name)
 
     async def _look_at_conversations(self) -> None:
-        index = self._view.projection.index
+        index = self._service.projection.index
         found: dict[str, Row] = {}
         for conversation in self._watch.conversations.latest(CONVERSATIONS_SHOWN):
             holders = [(str(worker), blocks, lost) for worker, blocks, lost in conversation.holders(index)]
@@ -291,7 +248,7 @@ class RouterFleetSource:
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
         """Return a request's decisions and the times of its legs: watched, else read in the journal."""
-        decisions = self._view.decisions.of_request(request_id)
+        decisions = self._service.decisions.of_request(request_id)
         if not decisions:
             return None
         legs: list[Leg] = []

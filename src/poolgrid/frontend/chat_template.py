@@ -8,15 +8,16 @@ controls and ``{% generation %}``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 
-from poolgrid.frontend.template_additions import GenerationTag, raise_exception, to_json
 from poolgrid.frontend.template_capabilities import TemplateCapabilities
 from poolgrid.frontend.template_sandbox import TemplateSandbox, TimeOver
 
@@ -29,6 +30,33 @@ TIME_LIMIT_MS: Final = 2000.0
 PIECES_PER_LOOK: Final = 64
 """Pieces of a prompt, some ten messages, between two looks at its length. What a template makes is counted before it is
 made, so a piece is at most as long as that or as a text that the client sent."""
+
+
+class GenerationTag(Extension):
+    """``{% generation %}`` marks the assistant's words for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Leave the tag out and keep what is in it."""
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def raise_exception(message: str) -> NoReturn:
+    """Let a template refuse what it is given."""
+    raise TemplateError(message)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as it is, without what keeps it from being HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class TemplateFailure(Exception):

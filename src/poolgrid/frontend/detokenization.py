@@ -60,7 +60,6 @@ class ByteLevelDetokenizer:
         """Keeps an unfinished character; there is none before the first."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens and return the text that is certain now."""
         table = self._table
         try:
             raw = table[token_ids[0]] if len(token_ids) == 1 else b"".join([table[token_id] for token_id in token_ids])
@@ -96,7 +95,6 @@ class WindowDetokenizer:
         self._window_text = self._text(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens and return the text that is certain now."""
         if not token_ids:
             return ""
         self._window.extend(token_ids)
@@ -130,7 +128,6 @@ class MarkedDetokenizer:
         self._markers = markers
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens and return the text that is certain now."""
         markers = self._markers
         begin = 0
         text = ""

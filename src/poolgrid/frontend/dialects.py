@@ -56,7 +56,7 @@ def _anthropic_overflow(error: ContextOverflow) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ApiDialect:
     """One API's words."""
 
     error_body: ErrorBody = _openai_error
@@ -96,8 +96,8 @@ def _fields(names: Mapping[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]
     return tuple((re.compile(rf"^{pattern}"), name) for pattern, name in names.items())
 
 
-OPENAI: Final = Dialect()
-RESPONSES: Final = Dialect(
+OPENAI: Final = ApiDialect()
+RESPONSES: Final = ApiDialect(
     fields=_fields(
         {
             r"response_format\.json_schema\b": "text.format",
@@ -113,7 +113,7 @@ RESPONSES: Final = Dialect(
     ),
     words=(("max_completion_tokens", "max_output_tokens"), (" in the messages, ", " in the input, ")),
 )
-ANTHROPIC: Final = Dialect(
+ANTHROPIC: Final = ApiDialect(
     error_body=_anthropic_error,
     fields=_fields(
         {
@@ -134,7 +134,7 @@ ANTHROPIC: Final = Dialect(
 )
 
 
-def dialect_of(path: str) -> Dialect:
+def dialect_of(path: str) -> ApiDialect:
     """Return the words of the API that a path belongs to."""
     if path.startswith("/v1/messages"):
         return ANTHROPIC

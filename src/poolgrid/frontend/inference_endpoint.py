@@ -28,14 +28,13 @@ from poolgrid.frontend.access.gate import caller_of
 from poolgrid.frontend.access.limit_headers import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
-from poolgrid.frontend.compression import GZIP_BYTES_MIN, accepts_gzip, compressed
-from poolgrid.frontend.dialects import OPENAI, Dialect
+from poolgrid.frontend.dialects import OPENAI, ApiDialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.inflation import BodyInflation
+from poolgrid.frontend.inflation import GZIP_BYTES_MIN, BodyInflation, accepts_gzip, compressed
 from poolgrid.frontend.keep_alive import KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.memory_budget import MediaLease
+from poolgrid.frontend.media.media_cache import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.parsed_answers import encoder_of
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
@@ -50,7 +49,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
-from poolgrid.frontend.traffic import NOTHING_YET, Account, EndedRequest, Traffic
+from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic
 from poolgrid.http.exchange import ON_DISCONNECT
 from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
@@ -115,7 +114,7 @@ class InferenceEndpoint:
         guides: GuideCheck,
         domains: CacheDomains,
         traffic: Traffic[_Exchange],
-        dialect: Dialect = OPENAI,
+        dialect: ApiDialect = OPENAI,
         tracing: Tracing | None = None,
     ) -> None:
         self.name = name
@@ -167,7 +166,7 @@ class InferenceEndpoint:
         self._in_flight.value += 1
         self._traffic.running.add(exchange)
 
-    def end(self, exchange: _Exchange, account: Account) -> None:
+    def end(self, exchange: _Exchange, account: TokenTotals) -> None:
         """Take note of a request that is over, and of what it has got."""
         self._traffic.end(exchange, account)
         self._in_flight.value -= 1
@@ -682,7 +681,7 @@ class _Exchange:
         self.status = CLIENT_LEFT
         self._metrics.disconnects.inc()
 
-    def _count_tokens(self) -> Account:
+    def _count_tokens(self) -> TokenTotals:
         """Count what the request has got at its end, and return it."""
         metrics = self._metrics
         account = account_of(self)
@@ -708,7 +707,7 @@ class _Exchange:
         return account
 
 
-def account_of(exchange: _Exchange) -> Account:
+def account_of(exchange: _Exchange) -> TokenTotals:
     """Return what a request has sent to workers and got until now."""
     prompt_tokens = cached_tokens = output_tokens = 0
     for output in exchange._outputs:
@@ -716,7 +715,7 @@ def account_of(exchange: _Exchange) -> Account:
             prompt_tokens += len(output.request.token_ids) // TOKEN_BYTES
             cached_tokens += output.cached_tokens or 0
             output_tokens += output.completion_tokens
-    return Account(prompt_tokens, cached_tokens, output_tokens)
+    return TokenTotals(prompt_tokens, cached_tokens, output_tokens)
 
 
 def line_of(exchange: _Exchange) -> EndedRequest:

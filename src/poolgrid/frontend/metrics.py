@@ -190,8 +190,7 @@ class FrontendMetrics:
         )
         self.tokenizations_pending = Gauge(
             "poolgrid_frontend_tokenizations_pending",
-            "Long prompts in tokenizer threads or waiting for one. At `tokenizer_queue` the next prompt is "
-            "answered 429.",
+            "Long prompts in tokenizer threads or waiting for one. At 256 the next prompt is answered 429.",
             registry=registry,
         )
         self.disconnects = Counter(

@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
-from poolgrid.frontend.parsers.custom_calls import CustomCalls
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, taken_apart
+from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
+from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.request_ids import base_name
@@ -29,7 +29,7 @@ _CUSTOM: Final = ("custom", "input")
 """How a call is written: its type, which is also the field that holds it, and the field for what the model wrote."""
 
 
-class Reading:
+class ChoiceReading:
     """One choice that is being read."""
 
     __slots__ = ("calls", "form", "logprobs", "parser")
@@ -43,7 +43,7 @@ class Reading:
         self.logprobs: list[PlacedLogprobs] = []
         """Log probabilities of text that the parser still holds."""
 
-    def read(self, text: str, ended: bool) -> list[Piece]:
+    def read(self, text: str, ended: bool) -> list[AnswerPiece]:
         return taken_apart(self.parser, text, ended)
 
 
@@ -79,7 +79,7 @@ class ParsedChatEncoder(AnswerEncoder):
         self._call_ids = call_ids
         self._custom = custom
         """Functions that the client knows as custom tools."""
-        self._readings: dict[int, Reading] = {}
+        self._readings: dict[int, ChoiceReading] = {}
 
     def chunk(
         self, index: int, text: str, logprobs: Sequence[PlacedLogprobs] = (), finish_reason: str | None = None
@@ -107,19 +107,19 @@ class ParsedChatEncoder(AnswerEncoder):
             chunks += (head, delta, b',"logprobs":', placed, b',"finish_reason":', _encode(reason), end)
         return b"".join(chunks)
 
-    def _reading(self, index: int) -> Reading:
+    def _reading(self, index: int) -> ChoiceReading:
         reading = self._readings.get(index)
         if reading is None:
-            reading = self._readings[index] = Reading(self._new_parser())
+            reading = self._readings[index] = ChoiceReading(self._new_parser())
         return reading
 
-    def _delta(self, index: int, reading: Reading, piece: Piece) -> bytes:
+    def _delta(self, index: int, reading: ChoiceReading, piece: AnswerPiece) -> bytes:
         kind, text = piece
-        if kind is Kind.CONTENT:
+        if kind is PieceKind.CONTENT:
             return b'{"content":' + encode_text(text) + b"}"
-        if kind is Kind.REASONING:
+        if kind is PieceKind.REASONING:
             return b'{"reasoning_content":' + encode_text(text) + b"}"
-        if kind is Kind.ARGUMENTS:
+        if kind is PieceKind.ARGUMENTS:
             kind_name, field = reading.form
             return b'{"tool_calls":[{"index":%d,"%s":{"%s":' % (
                 reading.calls - 1,
@@ -146,20 +146,20 @@ class ParsedChatEncoder(AnswerEncoder):
         choice = super()._choice(output)
         message = choice["message"]
         reading = self._reading(output.index)
-        texts: dict[Kind, list[str]] = {Kind.CONTENT: [], Kind.REASONING: []}
+        texts: dict[PieceKind, list[str]] = {PieceKind.CONTENT: [], PieceKind.REASONING: []}
         calls: list[dict[str, Any]] = []
         for kind, text in reading.read(message["content"], True):
-            if kind is Kind.CALL:
+            if kind is PieceKind.CALL:
                 identity = self._call_ids.of(output.index, len(calls), text)
                 form, field = self._form(text)
                 calls.append({"id": identity, "type": form, form: {"name": text, field: ""}})
-            elif kind is Kind.ARGUMENTS:
+            elif kind is PieceKind.ARGUMENTS:
                 calls[-1][form][field] += text
             else:
                 texts[kind].append(text)
-        content = "".join(texts[Kind.CONTENT])
+        content = "".join(texts[PieceKind.CONTENT])
         message["content"] = content if content or not calls else None
-        reasoning = "".join(texts[Kind.REASONING])
+        reasoning = "".join(texts[PieceKind.REASONING])
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:

@@ -1,18 +1,21 @@
 """What the encoders of answers share that are made of typed parts: messages of blocks, responses of items.
 
-The text of an answer is taken apart into pieces (``poolgrid.frontend.parsers``). What events a piece makes, and what
-the whole answer looks like, is each API's own.
+The text of an answer is taken apart into pieces (``poolgrid.frontend.parsers``). A part is a stretch of one kind:
+reasoning, text, a call. It opens, grows by deltas, and closes when the next opens or the answer ends. What events that
+makes, and what the whole answer looks like, is each API's own.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from poolgrid.frontend.parsers.pieces import OutputParser, Piece, taken_apart
+from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
@@ -22,11 +25,27 @@ Event = TypeVar("Event")
 _encode: Final = msgspec.json.Encoder().encode
 
 
+@dataclass(slots=True, eq=False)
+class AnswerPart:
+    """A part that is being written; ``data`` is what the client gets of it."""
+
+    kind: PieceKind
+    data: dict[str, Any]
+    texts: list[str] = field(default_factory=list)
+
+
 class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
     """Encodes one answer of one choice. ``parser``: what takes its text apart; ``None`` = all of it is content."""
 
     def __init__(
-        self, *, parser: OutputParser | None, request_id: str, model_name: str, created_s: int, model: PromptModel
+        self,
+        *,
+        parser: OutputParser | None,
+        call_ids: CallIds,
+        request_id: str,
+        model_name: str,
+        created_s: int,
+        model: PromptModel,
     ) -> None:
         super().__init__(
             chat=True,
@@ -37,6 +56,11 @@ class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
             model=model,
         )
         self._parser = parser
+        self._call_ids = call_ids
+        self._calls = 0
+        self._parts: list[dict[str, Any]] = []
+        """Those that have closed."""
+        self._part: AnswerPart | None = None
         self._finish_reason = "stop"
 
     def role(self, index: int) -> bytes:
@@ -63,13 +87,51 @@ class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
             events += self._finish()
         return events
 
-    @abstractmethod
-    def _add(self, piece: Piece) -> list[Event]:
-        """Take a piece and return its events."""
+    def _add(self, piece: AnswerPiece) -> list[Event]:
+        kind, text = piece
+        if kind is PieceKind.CALL:
+            return [*self._close_part(), *self._open_part(PieceKind.ARGUMENTS, text)]
+        events: list[Event] = []
+        if self._part is None or self._part.kind is not kind:
+            events += [*self._close_part(), *self._open_part(kind)]
+        assert self._part is not None, "it was just opened"
+        return [*events, *self._delta(self._part, text)]
 
-    @abstractmethod
+    def _open_part(self, kind: PieceKind, name: str = "") -> list[Event]:
+        """Open a part; ``name`` is that of a call's function."""
+        call_id = ""
+        if kind is PieceKind.ARGUMENTS:
+            call_id = self._call_ids.of(0, self._calls, name)
+            self._calls += 1
+        self._part = self._made(kind, call_id, name)
+        return self._opened(self._part)
+
+    def _close_part(self) -> list[Event]:
+        part = self._part
+        if part is None:
+            return []
+        self._part = None
+        events = self._closed(part, "".join(part.texts))
+        self._parts.append(part.data)
+        return events
+
     def _finish(self) -> list[Event]:
         """Close what is open, as ``_finish_reason`` says, and return the events of it."""
+        return self._close_part()
+
+    @abstractmethod
+    def _made(self, kind: PieceKind, call_id: str, name: str) -> AnswerPart: ...
+
+    @abstractmethod
+    def _opened(self, part: AnswerPart) -> list[Event]: ...
+
+    @abstractmethod
+    def _delta(self, part: AnswerPart, text: str) -> list[Event]:
+        """Add text to a part."""
+
+    @abstractmethod
+    def _closed(self, part: AnswerPart, text: str) -> list[Event]:
+        """Fill in a part whose whole text is there."""
 
     @abstractmethod
     def _complete(self, counts: dict[str, Any]) -> dict[str, Any]:

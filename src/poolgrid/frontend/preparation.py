@@ -23,7 +23,6 @@ from poolgrid.frontend.responses_api.conversation import Items
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
 from poolgrid.frontend.responses_api.kept import ResponsesForm
 from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
-from poolgrid.frontend.retention import check_retention
 from poolgrid.frontend.schema import (
     ChatBody,
     CompletionBody,
@@ -33,6 +32,7 @@ from poolgrid.frontend.schema import (
     parse_completion,
     refuse,
 )
+from poolgrid.frontend.sequences import check_retention
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import NO_TOOLS, beside_calls, plain_choice, read_tools, tool_use
 from poolgrid.inference.ports import InferenceBackend, ServedModel

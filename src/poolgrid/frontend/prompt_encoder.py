@@ -105,7 +105,7 @@ class Lookup(msgspec.Struct):
         return sum(len(text) if text.isascii() else 3 * len(text) for text in self.texts)
 
 
-class _Ways:
+class TokenizerBackend:
     """How one tokenizer's work is done, whatever the template."""
 
     def __init__(self, tokenizer: Tokenizer, fast: bool, word_cache: bool) -> None:
@@ -134,7 +134,7 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | _Ways,
+        tokenizer: Tokenizer | TokenizerBackend,
         *,
         template_text: str = "",
         cache_bytes: int = CACHE_BYTES_DEFAULT,
@@ -145,12 +145,14 @@ class PromptEncoder:
 
         ``template_text`` shows which delimiters prompts will have.
         """
-        self._ways = ways = tokenizer if isinstance(tokenizer, _Ways) else _Ways(tokenizer, fast, word_cache)
-        self._reference = ways.reference
-        self._encoder = ways.encoder
-        self.slow_because = ways.slow_because
+        self._backend = (
+            tokenizer if isinstance(tokenizer, TokenizerBackend) else TokenizerBackend(tokenizer, fast, word_cache)
+        )
+        self._reference = self._backend.reference
+        self._encoder = self._backend.encoder
+        self.slow_because = self._backend.slow_because
         """Why ``fastokens`` is not used; empty when it is."""
-        self._wrapping = ways.wrapping
+        self._wrapping = self._backend.wrapping
         self._caches = TenantCaches(cache_bytes, SegmentCache)
         self.reused_tokens = 0
         """Prompt tokens that came from the cache, since the start."""
@@ -165,15 +167,15 @@ class PromptEncoder:
 
     def for_template(self, template_text: str) -> PromptEncoder:
         """Return an encoder for another template, with caches and counts of its own and this one's tokenizer."""
-        return PromptEncoder(self._ways, template_text=template_text, cache_bytes=self._cache_bytes)
+        return PromptEncoder(self._backend, template_text=template_text, cache_bytes=self._cache_bytes)
 
     def _cut_at(self, template_text: str) -> None:
         """Cut prompts at the delimiters that a template uses, as far as the tokenizer agrees."""
-        cuttable = self._ways.cuttable
+        cuttable = self._backend.cuttable
         used = [content for content in cuttable if content in template_text]
         rest = [content for content in cuttable if content not in template_text]
         self.delimiters = tuple((used or rest)[:DELIMITERS_MAX])
-        if self._cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(self._ways.cut_probes)):
+        if self._cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(self._backend.cut_probes)):
             self.delimiters = ()
 
     @property

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from poolgrid.frontend.fresh_name import FreshName
 from poolgrid.wire.request_ids import SEPARATOR, internal_id, name_of
 
 CLIENT_ID_CHARS_MAX: Final = 128
@@ -18,6 +17,12 @@ CLIENT_ID_CHARS_MAX: Final = 128
 
 _SANE: Final = re.compile(rb"[A-Za-z0-9._:-]{1,%d}" % CLIENT_ID_CHARS_MAX)
 """``~`` is not among them: it divides what the client chose from what it did not."""
+
+
+class FreshName(str):
+    """A name that the front end made, which is unique by itself."""
+
+    __slots__ = ()
 
 
 class RequestIds:

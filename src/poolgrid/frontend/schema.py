@@ -109,7 +109,7 @@ class Nvext(Struct, frozen=True):
     greed_sampling: Any = None
 
 
-class LogitsProcessor(Struct):
+class LogitsProcessorField(Struct):
     """A logits processor that the workers' operator registered."""
 
     name: Annotated[
@@ -179,7 +179,7 @@ class InferenceBody(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
     logits_processors: (
         Annotated[
-            list[LogitsProcessor],
+            list[LogitsProcessorField],
             Meta(max_length=LOGITS_PROCESSORS_MAX),
             allowed(
                 f'a list of at most {LOGITS_PROCESSORS_MAX} objects such as {{"name": "banned_tokens", "arguments": '

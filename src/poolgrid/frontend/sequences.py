@@ -7,23 +7,62 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.errors import invalid
+from poolgrid.frontend.errors import invalid, quoted, unsupported
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompts import overflow, too_long
-from poolgrid.frontend.retention import for_prompt
 from poolgrid.frontend.schema import (
     COPIED_TO_SAMPLING,
     JSON_NUMBER_MAX,
     ChatBody,
     CompletionBody,
     InferenceBody,
+    KvCacheRetention,
     Nvext,
 )
 from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.request_ids import name_of
-from poolgrid.wire.requests import LogitsProcessorCall, Sampling
+from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RetainedTokens, Sampling
+
+PARAM = "nvext.kv_cache_retention_config"
+WHERE_KV_GOES = ("transfer_mode", "directory")
+
+
+def check_retention(asked: KvCacheRetention) -> KvRetention:
+    """Return what a client asks for, ranges in order; raises ``RequestError``."""
+    for name in WHERE_KV_GOES:
+        value = getattr(asked, name)
+        if value is not None:
+            raise unsupported(
+                f"{PARAM}.{name}", f"where KV is offloaded to is for operators to say (got {quoted(value)})"
+            )
+    ranges = sorted(asked.token_range_retention_configs, key=lambda each: each.token_start)
+    made = KvRetention(
+        tuple(RetainedTokens(each.token_start, each.token_end, each.priority, each.duration_ms) for each in ranges),
+        asked.decode_retention_priority,
+        asked.decode_duration_ms,
+    )
+    if made.fault:
+        param = f"{PARAM}.token_range_retention_configs"
+        raise invalid(
+            param, f"{param}: by their starts, {made.fault}; allowed are ranges that do not overlap. Not run."
+        )
+    return made
+
+
+def for_prompt(retention: KvRetention, isl: int) -> KvRetention:
+    """Return what a prompt of ``isl`` tokens needs of it, with an end for every range.
+
+    A request that moves has output behind its prompt, and the output is not part of a range that goes to the end.
+    """
+    ranges = tuple(
+        RetainedTokens(each.start, min(isl, isl if each.end is None else each.end), each.priority, each.duration_ms)
+        for each in retention.ranges
+        if each.start < isl
+    )
+    return KvRetention(ranges, retention.decode_priority, retention.decode_duration_ms)
+
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
-from poolgrid.wire.output_parsers import ReasoningParser, ToolCallParser, parser_name
+from poolgrid.wire.card import ReasoningParser, ToolCallParser, parser_name
 
 TTFT_TARGET_MS = 2000.0
 """What people wait for a first word before they doubt that anything happens."""

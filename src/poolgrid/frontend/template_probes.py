@@ -22,14 +22,16 @@ import msgspec
 
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.content_form import IMAGE_PART, ContentForm, text_part
 from poolgrid.frontend.message_adaptation import adapt, adapt_tools
 from poolgrid.frontend.schema import Function, Message, ToolCall
 from poolgrid.frontend.template_capabilities import (
+    IMAGE_PART,
     Arguments,
+    ContentForm,
     EmptyContent,
     TemplateCapabilities,
     TextWithCalls,
+    text_part,
 )
 
 log: Final = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ R = TypeVar("R")
 """A request under way."""
 
 
-class Account(NamedTuple):
+class TokenTotals(NamedTuple):
     """What requests have sent and got."""
 
     prompt_tokens: int = 0
@@ -39,7 +39,7 @@ class Account(NamedTuple):
     output_tokens: int = 0
 
 
-NOTHING_YET: Final = Account()
+NOTHING_YET: Final = TokenTotals()
 
 
 class Totals(NamedTuple):
@@ -47,7 +47,7 @@ class Totals(NamedTuple):
 
     ended: int
     running: int
-    account: Account
+    account: TokenTotals
 
 
 class EndedRequest(NamedTuple):
@@ -62,7 +62,7 @@ class EndedRequest(NamedTuple):
     streaming: bool
     model: str
     tenant: str
-    account: Account
+    account: TokenTotals
     ttft_ms: float | None
     duration_ms: float
     workers: str
@@ -74,7 +74,7 @@ class Traffic(Generic[R]):
     """The requests of one front end: those under way, and the sum of those that are over."""
 
     def __init__(
-        self, each_request: bool, account_of: Callable[[R], Account], line_of: Callable[[R], EndedRequest]
+        self, each_request: bool, account_of: Callable[[R], TokenTotals], line_of: Callable[[R], EndedRequest]
     ) -> None:
         """``each_request``: log a line for each, whatever level other lines have. ``account_of`` is asked what a
         request has got until now, ``line_of`` what there is to log of one that is over."""
@@ -88,7 +88,7 @@ class Traffic(Generic[R]):
         if each_request:
             log.setLevel(logging.INFO)
 
-    def end(self, request: R, account: Account) -> None:
+    def end(self, request: R, account: TokenTotals) -> None:
         """Take note that a request is over, and of what it has got."""
         self.running.remove(request)
         prompt_tokens, cached_tokens, output_tokens = account
@@ -104,7 +104,7 @@ class Traffic(Generic[R]):
         """Return what was served until now, of requests under way too."""
         accounts = [(self._prompt_tokens, self._cached_tokens, self._output_tokens)]
         accounts += map(self._account_of, self.running)
-        return Totals(self._ended, len(self.running), Account(*map(sum, zip(*accounts, strict=True))))
+        return Totals(self._ended, len(self.running), TokenTotals(*map(sum, zip(*accounts, strict=True))))
 
 
 def fields_of(ended: EndedRequest) -> dict[str, Field]:

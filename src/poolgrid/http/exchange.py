@@ -140,7 +140,8 @@ class HttpExchange:
 
     def receive_end(self) -> None:
         self.is_received = True
-        self._wake()
+        if self._event is not None:
+            self._event.set()
 
     def disconnect(self) -> None:
         """Tell the application that the client has left, or that the server has given up the request."""
@@ -199,18 +200,10 @@ class HttpExchange:
 
     def send(self, message: Message) -> Awaitable[None]:
         """Write a part of the answer."""
-        if self._flow.is_write_blocked and not self.is_disconnected:
-            return self._send_later(message)
-        self._send(message)
-        return _DONE
-
-    async def _send_later(self, message: Message) -> None:
-        await self._flow.drain()
-        self._send(message)
-
-    def _send(self, message: Message) -> None:
         if self.is_disconnected:
-            return
+            return _DONE
+        if self._flow.is_write_blocked:
+            return self._send_later(message)
         if self.is_complete:
             raise RuntimeError("sending a response: it is complete already")
         kind = message["type"]
@@ -218,10 +211,15 @@ class HttpExchange:
             if kind != "http.response.start":
                 raise RuntimeError(f"sending a response: it begins with {kind!r}, not with 'http.response.start'")
             self._start(message["status"], message.get("headers", ()))
-            return
-        if kind != "http.response.body":
+        elif kind == "http.response.body":
+            self._send_body(message.get("body", b""), message.get("more_body", False))
+        else:
             raise RuntimeError(f"sending a response: {kind!r} came where 'http.response.body' is allowed")
-        self._send_body(message.get("body", b""), message.get("more_body", False))
+        return _DONE
+
+    async def _send_later(self, message: Message) -> None:
+        await self._flow.drain()
+        await self.send(message)
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._has_body = self._method != "HEAD" and status not in (204, 304)
@@ -243,7 +241,7 @@ class HttpExchange:
         if self._chunked:
             lines.append(b"transfer-encoding: chunked")
         head = b"\r\n".join(lines)
-        breaks = max(len(lines) - 1, 0)
+        breaks = len(lines) - 1 if lines else 0
         if head.count(b"\n") != breaks or head.count(b"\r") != breaks:
             raise RuntimeError("sending a response: a header contains a line break")
         line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
@@ -271,5 +269,6 @@ class HttpExchange:
         if not more:
             self.is_complete = True
             self._on_disconnect = None
-            self._wake()
+            if self._event is not None:
+                self._event.set()
             self._on_complete(self)

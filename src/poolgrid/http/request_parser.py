@@ -67,6 +67,8 @@ class RequestParser:
         self._loop = loop
         self._limits = table.limits
         self._open: _Open | None = None
+        self._allowed_host = b""
+        """That of the request before: clients of one connection name one."""
         self._parser: Any = httptools.HttpRequestParser(self)
         # What follows a request that asks for the end of the connection is ignored later, and no error of the parser.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -285,8 +287,16 @@ class RequestParser:
                 return RequestRefusedError(431, "head_too_large", f"{message} {limits.header_line_bytes}")
         hosts = self._table.hosts
         if hosts is not None:
-            host = next((value for name, value in headers if name == b"host"), b"localhost")
-            if not hosts.allow(host):
+            host = b"localhost"
+            for name, value in headers:
+                if name == b"host":
+                    host = value
+                    break
+            if host == self._allowed_host:
+                return None
+            if hosts.allow(host):
+                self._allowed_host = host
+            else:
                 message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
                 where = "and names of setting http_hosts, for a server on a loopback address without API keys"
                 return RequestRefusedError(403, "foreign_host", f"{message} {where}")

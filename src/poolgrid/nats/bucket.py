@@ -24,7 +24,7 @@ FRESH_PARTS = 3
 """Leases are renewed so many times until they are over: what is read is at most one of these parts of a lease old."""
 
 
-class Bucket(NamedTuple):
+class BucketSpec(NamedTuple):
     """What a bucket is."""
 
     name: str
@@ -46,7 +46,7 @@ class Bucket(NamedTuple):
         return f"$KV.{self.name}."
 
 
-async def make_bucket(connection: NatsConnection, bucket: Bucket) -> None:
+async def make_bucket(connection: NatsConnection, bucket: BucketSpec) -> None:
     """Make a bucket where there is none; who may not needs one that is there. Raises ``NatsUnavailable``."""
     from nats.js import api
     from nats.js.errors import NotFoundError
@@ -83,7 +83,7 @@ class BucketReader:
     """
 
     def __init__(
-        self, connection: NatsConnection, bucket: Bucket, keys: str, lease_s: float, messages_max: int, clock: Clock
+        self, connection: NatsConnection, bucket: BucketSpec, keys: str, lease_s: float, messages_max: int, clock: Clock
     ) -> None:
         self._connection = connection
         self._bucket = bucket
@@ -146,7 +146,7 @@ def sequence_of(message: NatsMessage) -> int:
     return int(message.headers["Nats-Sequence"])
 
 
-def key_of(message: NatsMessage, bucket: Bucket) -> str:
+def key_of(message: NatsMessage, bucket: BucketSpec) -> str:
     """Return the key of a message that was read."""
     return message.headers["Nats-Subject"].removeprefix(bucket.subject)
 

@@ -36,7 +36,7 @@ MakeService = Callable[[str, Callable[[JournalFenced], None]], ConsolidatorServi
 """From a consolidator's id, and whom to tell that the journal is another's."""
 
 
-class SuccessionMetrics:
+class LeaderElectionMetrics:
     """What is counted of the lives of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -58,7 +58,7 @@ class SuccessionMetrics:
         )
 
 
-class Succession:
+class LeaderElection:
     """Implements ``poolgrid.http.health_app.Observed`` over the lives of one process."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Succession:
         settings: ConsolidatorProcessSettings,
         journal: JetStreamJournal,
         clock: Clock,
-        metrics: SuccessionMetrics,
+        metrics: LeaderElectionMetrics,
         make_service: MakeService,
         new_id: Callable[[], str] = lambda: os.urandom(8).hex(),
     ) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from poolgrid.consolidator.core.feed_reader import Deliver, FeedState
 from poolgrid.consolidator.core.loading_table import LoadingTable
 from poolgrid.consolidator.core.pool_state import PoolState
+from poolgrid.consolidator.feed_follower import JournalFollower
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal_follower import JournalFollower
 from poolgrid.consolidator.ports import PoolListener
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.leader import LOADING_KEY, LeaderWatch, told_subject
@@ -197,7 +197,7 @@ SILENCE_MS = 2500.0
 
 
 class NatsFeed:
-    """Implements ``poolgrid.router.ports.JournalFeed``: no consolidator is asked for anything."""
+    """Implements ``poolgrid.router.feeds.JournalFeed``: no consolidator is asked for anything."""
 
     def __init__(
         self, connection: NatsConnection, stream: FollowedStream, clock: Clock, blocks_per_worker_max: int

@@ -38,14 +38,14 @@ from poolgrid.frontend.access.limit_shares import (
     settled,
 )
 from poolgrid.frontend.access.meter import Meter
-from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.access.shared_meter import SharedMeter
-from poolgrid.frontend.access.tenants import Account, Tenants
-from poolgrid.nats.bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
+from poolgrid.frontend.access.tenants import TenantAccount, Tenants
+from poolgrid.nats.bucket import BucketReader, BucketSpec, is_deleted, key_of, make_bucket, sequence_of
 from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.nats.leader import WRONG_LAST_SEQUENCE
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import PERIOD_MS, Complaints
+from poolgrid.process.instruments import Counter, Gauge
 from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.process.tasks import Restart, cancel_all, end_process, supervised
 from poolgrid.wire.hashing import stable_u64
@@ -99,6 +99,33 @@ def page_of(tenant: str) -> int:
     return stable_u64(tenant) % PAGES
 
 
+class ShareMetrics:
+    """Failures and changes, among how many routers limits are divided, and how old what is known is."""
+
+    def __init__(self, registry: CollectorRegistry, routers: Callable[[], float], age_s: Callable[[], float]) -> None:
+        self.failures = Counter(
+            "poolgrid_frontend_limit_division_failures",
+            "Looks at the shares of tenants' limits, or writes of them, that failed because NATS gave no answer.",
+            registry=registry,
+        )
+        self.writes = Counter(
+            "poolgrid_frontend_limit_division_writes",
+            "Changes of the shares of tenants' limits that this router wrote.",
+            registry=registry,
+        )
+        Gauge(
+            "poolgrid_frontend_limit_division_routers",
+            "Routers among whom tenants' limits are divided, this one included, as it sees it.",
+            registry=registry,
+        ).set_function(routers)
+        Gauge(
+            "poolgrid_frontend_limit_division_age_seconds",
+            "Time since this router last saw the shares of all. Above the lease, others may have taken its shares, "
+            "which it still grants.",
+            registry=registry,
+        ).set_function(age_s)
+
+
 class LimitsOnNats:
     """The shares of one router, for one event loop. ``scope`` is what routers of one pool agree on; ``place`` is where
     this one answers, of which only one process can be there; empty = not known."""
@@ -114,7 +141,7 @@ class LimitsOnNats:
         registry: CollectorRegistry,
     ) -> None:
         self._connection = NatsConnection(settings, "poolgrid limits", clock)
-        self._bucket = Bucket(
+        self._bucket = BucketSpec(
             BUCKET, "limits of poolgrid's tenants", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas=replicas
         )
         self._reader = BucketReader(self._connection, self._bucket, f"{scope}.>", lease_s, ENTRIES_MAX, clock)
@@ -129,8 +156,8 @@ class LimitsOnNats:
         self.on_routers: Callable[[int], None] = lambda routers: None
         """Told how many routers there are, whenever that changes."""
         self._tenants: Callable[[], Tenants] = dict  # type: ignore[assignment]  # until it is followed
-        self._accounts: dict[str, Account] | None = None
-        self._by_page: dict[int, dict[str, Account]] = {}
+        self._accounts: dict[str, TenantAccount] | None = None
+        self._by_page: dict[int, dict[str, TenantAccount]] = {}
         self._active: set[str] = set()
         self._seen = 0
         self._beat_ms = float("-inf")
@@ -244,7 +271,7 @@ class LimitsOnNats:
             for limit, share in zip(limits_of(account.tenant), self._meter_of(name).shares, strict=True)
         )
 
-    def _accounts_now(self) -> dict[str, Account]:
+    def _accounts_now(self) -> dict[str, TenantAccount]:
         return self._accounts or {}
 
     def _meter_of(self, tenant: str) -> SharedMeter:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.bootstrap import Endpoints, open_server
+from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, open_server
 from poolgrid.consolidator.journal.errors import JournalFenced
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
@@ -17,7 +17,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.nats.commands import JournalInStream
 from poolgrid.nats.connection import NatsConnection
-from poolgrid.nats.election import Succession, SuccessionMetrics
+from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
 from poolgrid.nats.follower import NatsFeed
 from poolgrid.nats.jetstream import JetStreamJournal, RouterStream, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings, bytes_max_of
@@ -36,14 +36,14 @@ async def serve_consolidator(
     settings: ConsolidatorProcessSettings,
     registry: CollectorRegistry,
     stop: asyncio.Event,
-    ready: Callable[[Endpoints], None],
+    ready: Callable[[ConsolidatorEndpoints], None],
 ) -> None:
     """Stand by and be active in turn: the journal is in a stream, and any consolidator of the pool may write it."""
     clock = SystemClock()
     loop = asyncio.get_running_loop()
     keys = CurveKeys.load(settings)
     planes = PlaneMetrics(registry)
-    metrics = SuccessionMetrics(registry)
+    metrics = LeaderElectionMetrics(registry)
     connection = NatsConnection(settings, "poolgrid consolidator", clock)
     connection.foreign.count_in(registry)
     opened.push_async_callback(connection.close)
@@ -67,13 +67,13 @@ async def serve_consolidator(
             tell_loading,
         )
 
-    succession = Succession(settings, journal, clock, metrics, make_service)
+    succession = LeaderElection(settings, journal, clock, metrics, make_service)
     server = open_server(opened, settings, registry, succession)
     server.start()
     await unless(stop, connection.open(), "connection to NATS")
     if stop.is_set():
         return
-    ready(Endpoints(ingest="", feed="", query="", http=server.url))
+    ready(ConsolidatorEndpoints(ingest="", feed="", query="", http=server.url))
     await succession.run(stop)
 
 

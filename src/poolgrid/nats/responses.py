@@ -25,7 +25,7 @@ import msgspec
 
 from poolgrid.frontend.responses_api.store import RETRY_AFTER_S, KeptResponse, Owner, Part
 from poolgrid.inference.ports import Refused
-from poolgrid.nats.bucket import Bucket, key_of, make_bucket
+from poolgrid.nats.bucket import BucketSpec, key_of, make_bucket
 from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.process.clock import Clock
 from poolgrid.process.nats_settings import NatsSettings
@@ -100,7 +100,7 @@ class NatsResponseStore:
         self._connection = NatsConnection(settings, "poolgrid responses", clock)
         self._clock = clock
         self._scope = scope
-        self._bucket = Bucket(
+        self._bucket = BucketSpec(
             BUCKET,
             "responses that poolgrid's clients may go on from",
             budget_bytes,
@@ -144,7 +144,6 @@ class NatsResponseStore:
         await self._connection.close()
 
     async def keep(self, owner: Owner, kept: KeptResponse) -> bool:
-        """Keep a response and return whether it is kept; never fails."""
         try:
             return await self._keep(owner.name, kept)
         except NatsUnavailable as error:
@@ -152,7 +151,6 @@ class NatsResponseStore:
             return False
 
     async def conversation(self, owner: Owner, response_id: str) -> list[KeptResponse] | None:
-        """Return a response and all before it, the first one first; ``None`` when one of them is not kept."""
         last = await self._asked(owner.name, response_id)
         if last is None:
             return None
@@ -166,17 +164,14 @@ class NatsResponseStore:
         return [each.kept() for each in (*earlier, last) if each is not None]
 
     async def items(self, owner: Owner, response_id: str, part: Part) -> bytes:
-        """Return the items that a response was asked with, or its answer's; an empty list of one that is not kept."""
         found = await self._asked(owner.name, response_id)
         return b"[]" if found is None else found.input if part == "input" else found.output
 
     async def response(self, owner: Owner, response_id: str) -> bytes | None:
-        """Return a response as its client got it."""
         found = await self._asked(owner.name, response_id)
         return None if found is None else found.response
 
     async def forget(self, owner: Owner, response_id: str) -> bool:
-        """Forget a response and return whether there was one; what follows it can no longer go on."""
         if await self._asked(owner.name, response_id) is None:
             return False
         subject = self._subject(owner.name, _digest(response_id))

@@ -7,7 +7,14 @@ that worker. The span of a leg that replaces a lost one is linked to it.
 from __future__ import annotations
 
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
-from poolgrid.serving.effects import Blame, Crowded, Effect, Heard, PlaceNext, Release
+from poolgrid.serving.legs import (
+    Effect,
+    PlaceNext,
+    RecordFailure,
+    ReleaseLeg,
+    WorkerOvercommitted,
+    WorkerReported,
+)
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason
@@ -20,7 +27,7 @@ KEPT = (FinishReason.PREFILLED, FinishReason.ENCODED)
 def begin_leg(
     trace: TraceRecord, machine: RequestMachine, worker: WorkerKey, stage: Stage, pool: str = ""
 ) -> TraceContext:
-    """Begin the span of the leg that is about to be sent; return what its worker is told."""
+    """Begin the span of the leg that is about to be sent; return the context for its worker."""
     plan = machine.plan
     span = trace.begin(f"leg {STAGE_WORD[stage]}", SpanKind.CLIENT)
     span.attributes |= {
@@ -43,18 +50,24 @@ def follow_legs(trace: TraceRecord, machine: RequestMachine, effects: tuple[Effe
     moves = next((effect for effect in effects if isinstance(effect, PlaceNext) and effect.moved), None)
     left, failed = ("", "") if moves is None else (moves.after.id, "refused")
     for effect in effects:
-        if isinstance(effect, Blame):
-            left, failed = effect.dispatch.id, effect.happened.value
-        elif isinstance(effect, Crowded):
-            left, failed = effect.dispatch.id, "crowded"
+        match effect:
+            case RecordFailure(dispatch, event):
+                left, failed = dispatch.id, event.value
+            case WorkerOvercommitted(dispatch):
+                left, failed = dispatch.id, "crowded"
+            case _:
+                pass
     for effect in effects:
-        if isinstance(effect, Heard):
-            _heard(trace, effect)
-        elif isinstance(effect, Release):
-            is_left = effect.dispatch.id == left
-            span = trace.close(effect.dispatch.id, failed if is_left else "")
-            if span is not None and is_left and moves is not None:
-                trace.lost[machine.request.request_id] = span
+        match effect:
+            case WorkerReported():
+                _reported(trace, effect)
+            case ReleaseLeg(dispatch):
+                is_left = dispatch.id == left
+                span = trace.close(dispatch.id, failed if is_left else "")
+                if span is not None and is_left and moves is not None:
+                    trace.lost[machine.request.request_id] = span
+            case _:
+                pass
     if moves is not None:
         trace.root.event(
             "moved",
@@ -67,11 +80,11 @@ def follow_legs(trace: TraceRecord, machine: RequestMachine, effects: tuple[Effe
         )
 
 
-def _heard(trace: TraceRecord, heard: Heard) -> None:
-    span = trace.open.get(heard.dispatch.id)
+def _reported(trace: TraceRecord, report: WorkerReported) -> None:
+    span = trace.open.get(report.dispatch.id)
     if span is None:
         return
-    delta = heard.delta
+    delta = report.delta
     if not span.events and (delta.token_ids or delta.cached_tokens is not None):
         span.event("first output", trace.now_ms())
     if delta.cached_tokens is not None:
@@ -79,4 +92,4 @@ def _heard(trace: TraceRecord, heard: Heard) -> None:
     if delta.finish_reason is not None:
         span.attributes["poolgrid.finish_reason"] = delta.finish_reason.value
     if delta.finish_reason in KEPT:
-        trace.close(heard.dispatch.id)
+        trace.close(report.dispatch.id)

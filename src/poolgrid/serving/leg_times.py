@@ -13,12 +13,12 @@ Rules
 
 from __future__ import annotations
 
-from typing import Final, final
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.instruments import Histogram
-from poolgrid.serving.effects import Heard
+from poolgrid.serving.legs import WorkerReported
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason
 
@@ -27,25 +27,17 @@ LEG_BUCKETS_S = (
 )  # fmt: skip
 """Half a millisecond (a decision, a transfer within a host) to ten minutes (a long answer)."""
 
-_DECODE: Final = Stage.DECODE
-_ENCODED: Final = FinishReason.ENCODED
-_PREFILLED: Final = FinishReason.PREFILLED
-_ERROR: Final = FinishReason.ERROR
 
-
-@final
-class LegWatch:
+@dataclass(slots=True)
+class LegTimer:
     """Where a request stands between two moments that are counted."""
 
-    __slots__ = ("dispatch_number", "generates", "since_s")
-
-    def __init__(self, since_s: float) -> None:
-        self.since_s = since_s
-        """When its current leg, or its wait, began."""
-        self.dispatch_number = -1
-        """The dispatch that is measured; below 0 while there is none."""
-        self.generates = False
-        """Whether the dispatch has had its first output."""
+    since_s: float
+    """When its current leg, or its wait, began."""
+    dispatch_number: int = -1
+    """The dispatch that is measured; below 0 while there is none."""
+    generates: bool = False
+    """Whether the dispatch has had its first output."""
 
 
 class LegTimes:
@@ -67,39 +59,39 @@ class LegTimes:
         self._transfer = legs.labels("transfer")
         self._decode = legs.labels("decode")
 
-    def sent(self, watch: LegWatch, dispatch_number: int, now_s: float) -> None:
+    def sent(self, timer: LegTimer, dispatch_number: int, now_s: float) -> None:
         """Take note that a leg was sent to its worker."""
-        _count(self._queue, watch, now_s)
-        watch.dispatch_number = dispatch_number
-        watch.generates = False
+        _count(self._queue, timer, now_s)
+        timer.dispatch_number = dispatch_number
+        timer.generates = False
 
-    def heard(self, watch: LegWatch, heard: Heard, now_s: float) -> None:
+    def reported(self, timer: LegTimer, report: WorkerReported, now_s: float) -> None:
         """Take note of a leg's first output, and of its end."""
-        dispatch, finish = heard.dispatch, heard.delta.finish_reason
-        if dispatch.number != watch.dispatch_number or finish is _ERROR:
+        dispatch, finish = report.dispatch, report.delta.finish_reason
+        if dispatch.number != timer.dispatch_number or finish is FinishReason.ERROR:
             return
-        if not watch.generates:
-            if finish is _ENCODED:
+        if not timer.generates:
+            if finish is FinishReason.ENCODED:
                 leg = self._encode
-            elif dispatch.stage is _DECODE:
+            elif dispatch.stage is Stage.DECODE:
                 leg = self._transfer
-            elif heard.delta.token_ids or finish is _PREFILLED:
+            elif report.delta.token_ids or finish is FinishReason.PREFILLED:
                 leg = self._prefill
             else:
-                return  # it says that it has begun
-            watch.generates = True
-        elif finish is not None and finish is not _PREFILLED:
+                return  # it reports that it has begun
+            timer.generates = True
+        elif finish is not None and finish is not FinishReason.PREFILLED:
             leg = self._decode
         else:
             return
-        _count(leg, watch, now_s)
+        _count(leg, timer, now_s)
 
-    def withdrawn(self, watch: LegWatch, now_s: float) -> None:
+    def withdrawn(self, timer: LegTimer, now_s: float) -> None:
         """Take note that the request is to go elsewhere: from now on it waits."""
-        watch.since_s = now_s
-        watch.dispatch_number = -1
+        timer.since_s = now_s
+        timer.dispatch_number = -1
 
 
-def _count(leg: Histogram, watch: LegWatch, now_s: float) -> None:
-    leg.observe(now_s - watch.since_s)
-    watch.since_s = now_s
+def _count(leg: Histogram, timer: LegTimer, now_s: float) -> None:
+    leg.observe(now_s - timer.since_s)
+    timer.since_s = now_s

@@ -1,4 +1,4 @@
-"""The legs of one request, and the message that sends each to its worker.
+"""The legs of one request: where each stands, what happens to it, what follows, and the message that starts it.
 
 A request is served in legs: whole on one worker, or prefill and decode on two, with its images encoded before. What a
 leg leaves behind on its worker (KV blocks, embeddings) is *kept* until the leg after it has taken it. A request that
@@ -7,48 +7,197 @@ loses a worker begins again with its prompt and the output so far, which are one
 
 from __future__ import annotations
 
-from typing import Final, final
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput
 from poolgrid.wire.request_ids import dispatch_id
-from poolgrid.wire.requests import Generate, KvRetention, Routing, Sampling
+from poolgrid.wire.requests import Generate, KvRetention, Routing, Sampling, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 TOKENS_TOGETHER: Final = 32
 """Tokens that come together where the answer is read whole: a worker that dies takes at most so many with it, which is
 a few tenths of a second's work, and a message's cost is spread so thin that more would gain nothing."""
 
-_ENCODE: Final = Stage.ENCODE
-_DECODE: Final = Stage.DECODE
+
+class LegState(StrEnum):
+    """Where a request stands, seen from the leg to which something happens."""
+
+    WHOLE = "whole"
+    """One worker does all of it."""
+    ENCODE = "encode"
+    """A worker encodes the images."""
+    PREFILL = "prefill"
+    """A worker computes the prompt and the first token."""
+    DECODE = "decode"
+    """A worker continues from a prefill leg."""
+    AWAITING = "awaiting embeddings"
+    """A whole or prefill leg that was given embeddings and has not shown yet that it has them."""
+    KEPT = "kept"
+    """The leg has had its last delta; what it left is kept for the leg after it."""
+    PLACING = "placing"
+    """No worker is at it: the next leg is being placed."""
 
 
-@final
+class LegEvent(StrEnum):
+    """What can happen to a leg, or to the request."""
+
+    OUTPUT = "output"
+    """Tokens in their place, or the report that the leg has begun."""
+    PREFILLED = "prefilled"
+    """The prompt is computed, and another worker is to continue."""
+    ENCODED = "encoded"
+    """The images are encoded."""
+    FINISHED = "finished"
+    """Its last token, or an error that no other worker can fix."""
+    BUSY = "refused: busy"
+    """Its worker has no room."""
+    DRAINING = "refused: draining"
+    """Its worker takes nothing new, or hands over what it has at its drain timeout."""
+    STALE_LOAD = "refused: stale load"
+    """Its worker has promised more to other routers than this one knew."""
+    CANNOT_DO = "refused: cannot do"
+    """Its worker lacks what the request asks for."""
+    BROKEN = "refused: broken"
+    """Its worker failed at what it should have done."""
+    OUT_OF_PLACE = "output out of place"
+    """Its stream has a hole or a repetition, or ends as another leg's would."""
+    CANCELLED = "cancelled by the worker"
+    """Its worker gave it up without being asked."""
+    LOST = "worker lost"
+    """Its connection broke, or it fell silent."""
+    LEFT = "worker left"
+    """It left the pool, or its lease ended there."""
+    CLIENT_LEFT = "client left"
+    """The client closed its connection or cancelled."""
+    NOWHERE = "no worker for the next leg"
+    """None can serve it, or none had room before the deadline."""
+    SHUTDOWN = "shutdown"
+    """The router ends."""
+
+
+@dataclass(slots=True, eq=False)
 class Dispatch:
     """One leg of a request on one worker."""
 
-    # Not a struct: each token asks for it, and where it is compiled that is a place in memory.
-    __slots__ = ("endpoint", "id", "may_be_crowded", "number", "position", "repeated", "stage", "worker")
+    id: str
+    number: int
+    """0 for a request's first dispatch, counted over legs and migrations."""
+    worker: WorkerKey
+    endpoint: str
+    stage: Stage
+    states_load: bool = False
+    """Whether it stated the load that its worker was believed to have, so that the worker may refuse for that."""
+    position: int = 0
+    """Tokens received."""
+    repeated: bytes = b""
+    """Tokens at the beginning of the output that the client already has, still to come."""
 
-    def __init__(
-        self, id: str, number: int, worker: WorkerKey, endpoint: str, stage: Stage, may_be_crowded: bool = False
-    ) -> None:
-        self.id = id
-        self.number = number
-        """0 for a request's first dispatch, counted over legs and migrations."""
-        self.worker = worker
-        self.endpoint = endpoint
-        self.stage = stage
-        self.may_be_crowded = may_be_crowded
-        """Whether it said what its worker was believed to have promised, so that the worker may refuse for that."""
-        self.position = 0
-        """Tokens received."""
-        self.repeated = b""
-        """Tokens at the beginning of the output that the client already has, still to come."""
+
+# -- effects: what a router does after an event -----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class WorkerReported:
+    """A leg's worker reported more than further tokens, and it was in its place."""
+
+    dispatch: Dispatch
+    delta: TokenDelta
+    first: bool
+    """Whether the client had no token before."""
+
+
+@dataclass(slots=True)
+class CancelLeg:
+    """Tell a leg's worker to stop and to release what it keeps."""
+
+    dispatch: Dispatch
+
+
+@dataclass(slots=True)
+class ReleaseLeg:
+    """Take a leg out of the load of its worker."""
+
+    dispatch: Dispatch
+
+
+@dataclass(slots=True)
+class AvoidWorker:
+    """A leg's worker comes last from now on; ``for_good``: it refused what the request asks for, and is not asked
+    again."""
+
+    dispatch: Dispatch
+    why: str
+    for_good: bool = False
+
+
+@dataclass(slots=True)
+class WorkerFull:
+    """A leg's worker has no room for anything, for ``retry_after_ms``."""
+
+    dispatch: Dispatch
+    retry_after_ms: int | None
+    """``None`` = the worker did not report a time."""
+
+
+@dataclass(slots=True)
+class RecordFailure:
+    """A leg's worker has failed it."""
+
+    dispatch: Dispatch
+    event: LegEvent
+    why: str
+
+
+@dataclass(slots=True)
+class WorkerOvercommitted:
+    """A leg's worker has promised ``booked_tokens``; the leg is released."""
+
+    dispatch: Dispatch
+    booked_tokens: int
+
+
+@dataclass(slots=True)
+class PlaceNext:
+    """Place what ``RequestMachine.plan`` says comes next."""
+
+    why: str
+    after: Dispatch
+    """The leg before, or the one that was lost."""
+    moved: bool
+    """Whether this is a migration; else it is the next leg, or the same one chosen again."""
+    for_room: bool = False
+    """Whether it moves because its worker had no room: nothing has failed."""
+
+
+@dataclass(slots=True)
+class EndRequest:
+    """The request is over, and the client has ``last``."""
+
+    last: StreamDelta
+    by_worker: bool
+    """Whether a worker ended it, rather than something that happened to it."""
+
+
+Effect = (
+    WorkerReported
+    | CancelLeg
+    | ReleaseLeg
+    | AvoidWorker
+    | WorkerFull
+    | RecordFailure
+    | WorkerOvercommitted
+    | PlaceNext
+    | EndRequest
+)
+NOTHING: tuple[Effect, ...] = ()
 
 
 class LegPlan:
@@ -72,7 +221,7 @@ class LegPlan:
         self.encode_params: bytes | None = None
         """What the encode leg returned, for the leg that computes the prompt."""
         self.encodes_itself = False
-        """Whether who computes the prompt encodes the media too: embeddings did not arrive, or nobody makes them."""
+        """Whether the worker that computes the prompt encodes the media too: no embeddings came, or none are made."""
 
     @property
     def wants_encode(self) -> bool:
@@ -97,7 +246,7 @@ class LegPlan:
         return (
             self.encode_params is not None
             and current is not None
-            and current.stage not in (_ENCODE, _DECODE)
+            and current.stage not in (Stage.ENCODE, Stage.DECODE)
             and current.position == 0
         )
 
@@ -139,20 +288,18 @@ class LegPlan:
         ``retention`` is what the router has learned; what the client itself says goes before it.
         """
         request = self.request
-        may_be_crowded = expected_prefill_tokens is not None
-        dispatch = Dispatch(
-            dispatch_id(request.request_id, self.dispatches), self.dispatches, worker, endpoint, stage, may_be_crowded
-        )
+        states_load = expected_prefill_tokens is not None
+        dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage, states_load)
         self.dispatches += 1
         self.current = dispatch
         emitted = len(output) // 4
-        if stage is _DECODE:
+        if stage is Stage.DECODE:
             # It continues the prompt that the prefill leg was given, whose first token is out already. Some engines
             # leave that token to whoever decodes.
             if self.prefill_emitted:
                 emitted -= 1
                 dispatch.repeated = bytes(output[-4:])
-        elif stage is _ENCODE:
+        elif stage is Stage.ENCODE:
             self.encode_legs += 1
             emitted = 0
         return Generate(
@@ -179,16 +326,16 @@ class LegPlan:
 
     def _params_for(self, stage: Stage) -> bytes | None:
         """Return what the leg before returned."""
-        if stage is _DECODE:
+        if stage is Stage.DECODE:
             return self.prefill_params
-        return None if stage is _ENCODE else self.encode_params
+        return None if stage is Stage.ENCODE else self.encode_params
 
     def _media_for(self, stage: Stage) -> bytes | None:
         """Return the media as a leg gets them: none for a decode leg, no image bytes where embeddings replace them."""
         media = self.request.multimodal
-        if media is None or stage is _DECODE:
+        if media is None or stage is Stage.DECODE:
             return None
-        if self.encode_params is not None and stage is not _ENCODE:
+        if self.encode_params is not None and stage is not Stage.ENCODE:
             media = MultimodalInput(
                 media.prompt_text,
                 tuple(

@@ -1,15 +1,16 @@
-"""The sequence hashes of prompts, computed once for the parts that prompts share.
+"""The sequence hashes of prompts, computed once for the parts that prompts share, for each tenant by itself.
 
 Rules
     1. A path is always what ``poolgrid.wire.hashing`` says, to the bit.
     2. It is computed in stretches of ``STRETCH_BLOCKS`` whole blocks. What a stretch adds depends on nothing but the
        sequence hash before it, the seed, the block size and the stretch's own tokens; these are its key, whole and
        unhashed, so two different stretches can never be taken for each other.
-    3. Whole prompts are remembered beside stretches (``recent_prompts.py``): a prompt that continues one of them costs
-       the comparison with it and the hashes of its new blocks. Stretches are for what prompts share beyond that.
-    4. At most ``budget_bytes``, half of it for each; the stretch, or prompt, that was used longest ago goes first.
+    3. Whole prompts are remembered in addition to stretches (``RecentPrompts``): a prompt that continues one of them
+       costs the comparison with it and the hashes of its new blocks. Stretches are for what prompts share beyond that.
+    4. At most ``BUDGET_BYTES``, half of it for each; the stretch, or prompt, that was used longest ago goes first. Each
+       tenant has an equal part: its seed differs, so it finds no other tenant's paths, and it cannot push them out.
     5. A path is an array. As a list it would be an object for each hash, all of which are touched when it is copied or
-       given up, and looked at by the garbage collector. Nobody changes one that is whole: it is remembered as it is.
+       freed, and looked at by the garbage collector. A path that is whole is never changed: it is remembered as it is.
 
 So turn n of a conversation costs the hashes of its new text. No clock, no lock: owned by one event loop.
 """
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from poolgrid.process.caches import BudgetedLru
-from poolgrid.serving.recent_prompts import HASH_BYTES, RecentPrompts
-from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, path_of, sequence_hashes
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.process.caches import BudgetedLru, TenantCaches
+from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, path_of, sequence_hashes
+from poolgrid.wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks
 
 STRETCH_BLOCKS: Final = 32
 """Blocks of one stretch: at 16 to 64 tokens a block, 2 to 8 KiB that are compared in less time than one is hashed."""
@@ -34,17 +37,113 @@ conversations of an hour on a busy pool."""
 KNOWN_PER_YIELD: Final = 16
 """Stretches that are only looked up between two yields: together they take what one takes to compute."""
 
-ENTRY_OVERHEAD_BYTES: Final = 300
+STRETCH_OVERHEAD_BYTES: Final = 300
 """Key, list and map entry."""
 
-_Key = tuple[int | None, int, int, bytes]
+SAMPLED_LENGTHS = (512 * 1024, 128 * 1024, 32 * 1024, 8 * 1024)
+"""Token bytes that samples are taken of: each prompt's is of the largest that it has. Shorter ones are not kept, their
+path takes less than 0.1 ms."""
+
+SAMPLE_BYTES: Final = 64
+"""Bytes of a sample, spread evenly."""
+
+SAME_SAMPLE_MAX: Final = 8
+"""Prompts of one sample, as those with one long system prompt are; comparing 10k tokens takes a microsecond or two."""
+
+HASH_BYTES: Final = 8
+"""One sequence hash in an array."""
+
+PROMPT_OVERHEAD_BYTES: Final = 600
+"""Objects, key, map entries."""
+
+_SampleKey = tuple[int, int, int, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class RecentPrompt:
+    """A prompt: token ids of whole blocks, and a sequence hash for each block."""
+
+    token_ids: bytes
+    path: array[int]
+    key: _SampleKey
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.token_ids) + HASH_BYTES * len(self.path) + PROMPT_OVERHEAD_BYTES
+
+
+class RecentPrompts:
+    """Whole prompts that were seen lately, with their paths: what a later turn of a conversation begins with.
+
+    A prompt is found when the new one begins with all of it: one comparison of packed bytes, however long it is. A
+    sample of the first bytes decides which prompts are compared. A prompt takes the place of the one that it continues.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._of_sample: dict[_SampleKey, tuple[RecentPrompt, ...]] = {}
+        self._by_use: BudgetedLru[RecentPrompt, RecentPrompt] = BudgetedLru(
+            budget_bytes, lambda prompt, _: prompt.size_bytes, lambda prompt, _: self._unlist(prompt)
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        return self._by_use.used
+
+    def beginning_of(self, token_ids: bytes, block_size: int, seed: int) -> RecentPrompt | None:
+        """Return a prompt that ``token_ids`` begins with, the longest that is found; ``None`` without any."""
+        for length in SAMPLED_LENGTHS:
+            if length <= len(token_ids):
+                best: RecentPrompt | None = None
+                for prompt in self._of_sample.get(_sample_key(token_ids, length, block_size, seed), ()):
+                    longer = best is None or len(prompt.token_ids) > len(best.token_ids)
+                    if longer and token_ids.startswith(prompt.token_ids):
+                        best = prompt
+                if best is not None:
+                    return self._by_use.get(best)
+        return None
+
+    def keep(
+        self, token_ids: bytes, path: array[int], block_size: int, seed: int, continued: RecentPrompt | None
+    ) -> None:
+        """Remember a prompt; ``continued`` is what it begins with, and what it replaces."""
+        length = next((length for length in SAMPLED_LENGTHS if length <= len(token_ids)), None)
+        if length is None:
+            return
+        prompt = RecentPrompt(token_ids, path, _sample_key(token_ids, length, block_size, seed))
+        if prompt.size_bytes > self._by_use.budget:
+            return
+        if continued is not None:
+            self._by_use.drop(continued)
+        same = self._of_sample.get(prompt.key, ())
+        if len(same) >= SAME_SAMPLE_MAX:
+            self._by_use.drop(same[-1])
+            same = same[:-1]
+        self._of_sample[prompt.key] = (prompt, *same)
+        self._by_use.keep(prompt, prompt)
+
+    def __len__(self) -> int:
+        return len(self._by_use)
+
+    def _unlist(self, prompt: RecentPrompt) -> None:
+        left = tuple(each for each in self._of_sample[prompt.key] if each is not prompt)
+        if left:
+            self._of_sample[prompt.key] = left
+        else:
+            del self._of_sample[prompt.key]
+
+
+def _sample_key(token_ids: bytes, length: int, block_size: int, seed: int) -> _SampleKey:
+    return length, block_size, seed, token_ids[: length : length // SAMPLE_BYTES]
+
+
+_StretchKey = tuple[int | None, int, int, bytes]
 
 
 class PromptPaths:
     """Paths of prompts, with a memory of stretches."""
 
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
-        self._known: BudgetedLru[_Key, array[int]] = BudgetedLru(budget_bytes - budget_bytes // 2, _size)
+        self._known: BudgetedLru[_StretchKey, array[int]] = BudgetedLru(budget_bytes - budget_bytes // 2, _size)
         self._recent = RecentPrompts(budget_bytes // 2)
         self.reused_blocks = 0
         """Blocks whose hashes were not computed again."""
@@ -119,5 +218,45 @@ class PromptPaths:
             self._recent.keep(token_ids[:whole], path, block_size, seed, continued)
 
 
-def _size(key: _Key, hashes: array[int]) -> int:
-    return len(key[3]) + STRETCH_BLOCKS * HASH_BYTES + ENTRY_OVERHEAD_BYTES
+def _size(key: _StretchKey, hashes: array[int]) -> int:
+    return len(key[3]) + STRETCH_BLOCKS * HASH_BYTES + STRETCH_OVERHEAD_BYTES
+
+
+class TenantPaths:
+    """``PromptPaths`` by tenant."""
+
+    def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
+        self._caches = TenantCaches(budget_bytes, PromptPaths)
+        self._forgetful = PromptPaths(0)
+
+    def of(self, request: InferenceRequest) -> PromptPaths:
+        """Return the paths that a request may find and leave; such that keep nothing where it may leave none."""
+        return self._caches.of(request.tenant, request.cache_shares) or self._forgetful
+
+
+def prompt_path(request: InferenceRequest, block_size: int, paths: TenantPaths) -> array[int]:
+    """Return the sequence hashes of the prompt's whole blocks of ``block_size`` tokens.
+
+    ``paths`` remembers those of text. With media they end where the engine's own tokens are not known: at the first
+    medium of unknown length.
+    """
+    token_ids = request.token_ids
+    touched: dict[int, list[int]] = {}
+    media = request.multimodal
+    if media is not None:
+        known = known_tokens(media.items, len(token_ids) // TOKEN_BYTES)
+        touched = media_hashes_of_blocks(media.items, block_size)
+        token_ids = token_ids[: TOKEN_BYTES * known]
+    return paths.of(request).path(token_ids, block_size, hash_seed(request.lora_name, request.cache_salt), touched)
+
+
+def media_hashes(request: InferenceRequest) -> tuple[int, ...]:
+    """Return the u64 hashes of a request's media, in order."""
+    media = request.multimodal
+    return () if media is None else tuple(media_hash_u64(item.media_hash) for item in media.items)
+
+
+def media_kinds(request: InferenceRequest) -> tuple[str, ...]:
+    """Return the kinds of a request's media, sorted."""
+    media = request.multimodal
+    return () if media is None else tuple(sorted({item.kind.value for item in media.items}))

@@ -2,7 +2,7 @@
 
 Both routers drive it. Events go in: what a worker sent (``on_delta``), a lost worker or connection (``on_lost``), the
 client, a deadline, the end of the process (``end``). Effects come out, in the order in which they are to be carried
-out; ``poolgrid.serving.in_flight`` does so. ``TABLE`` says which effects: one row for each standing of a request and
+out; ``poolgrid.serving.request_tracker`` does so. ``TABLE`` says which effects: one row for each state of a leg and
 event.
 
 Rules
@@ -12,7 +12,7 @@ Rules
        prefill worker: the repetition must be equal, and is swallowed.
     3. Whatever was reserved or kept for a leg is released, once: when the leg after it has taken what it left, when the
        request moves, or when it ends. No leg outlives the others.
-    4. A worker that is lost, refuses, or breaks its stream costs the client nothing while another one can go on: the
+    4. A worker that is lost, refuses, or breaks its stream costs the client nothing while another one can continue: the
        request moves with prompt + output so far, at most ``migration_limit`` times. One that drains has not failed:
        moves because of that are not counted among these, up to ``DRAINS_MAX``. One without room has not failed
        either: the request is placed again, or waits in the router's queue, whose time-out is the bound.
@@ -24,238 +24,49 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
-from typing import Final, final
+from dataclasses import dataclass, field
+from typing import Final
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
-from poolgrid.serving.effects import (
+from poolgrid.serving.legs import (
     NOTHING,
-    Avoid,
-    Blame,
-    Cancel,
-    Crowded,
+    AvoidWorker,
+    CancelLeg,
+    Dispatch,
     Effect,
-    End,
-    Full,
-    Heard,
+    EndRequest,
+    LegEvent,
+    LegPlan,
+    LegState,
     PlaceNext,
-    Release,
+    RecordFailure,
+    ReleaseLeg,
+    WorkerFull,
+    WorkerOvercommitted,
+    WorkerReported,
 )
-from poolgrid.serving.happened import Happened
-from poolgrid.serving.legs import Dispatch, LegPlan
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason, Generate, KvRetention, RefusalKind, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
-
-class Standing(StrEnum):
-    """Where a request stands, seen from the leg to which something happens."""
-
-    WHOLE = "whole"
-    """One worker does all of it."""
-    ENCODE = "encode"
-    """A worker encodes the images."""
-    PREFILL = "prefill"
-    """A worker computes the prompt and the first token."""
-    DECODE = "decode"
-    """A worker goes on from a prefill leg."""
-    AWAITING = "awaiting embeddings"
-    """A whole or prefill leg that was given embeddings and has not shown yet that it has them."""
-    KEPT = "kept"
-    """The leg has had its last delta; what it left is kept for the leg after it."""
-    PLACING = "placing"
-    """No worker is at it: the next leg is being placed."""
-
-
-class Do(Enum):
-    """A step of a row."""
-
-    HEAR = auto()
-    """Tell the books what the worker said: its first output, cached tokens, the end of a leg."""
-    DELIVER = auto()
-    """Hand the tokens to the client."""
-    KEEP_KV = auto()
-    """The leg's blocks stay on its worker for the decode leg."""
-    KEEP_EMBEDDINGS = auto()
-    """The leg's embeddings stay on its worker for the leg that computes the prompt."""
-    DROP_KV = auto()
-    """The decode leg has the blocks: cancel and release the prefill leg."""
-    DROP_EMBEDDINGS = auto()
-    """The prompt is computed, so the embeddings have arrived: release the encode leg."""
-    RELEASE = auto()
-    """Take this leg off the books; its worker has nothing of it any more."""
-    CHOOSE_AGAIN = auto()
-    """Tell the ledger what the worker has booked, and place the leg anew; this is no migration."""
-    ENCODE_ITSELF = auto()
-    """Whoever computes the prompt next gets the images themselves."""
-    COUNT_LOSS = auto()
-    """If the client has no token yet: one more worker was lost while it had this request."""
-    AVOID = auto()
-    """This worker comes last when the request is placed again."""
-    AVOID_FOR_GOOD = auto()
-    """This worker is not asked again for this request."""
-    NOTE_FULL = auto()
-    """This worker gets nothing, of any request, until the time that it reported is over."""
-    BLAME = auto()
-    """The worker, and its pool, have failed."""
-    WITHDRAW = auto()
-    """Cancel and release every leg that some worker still has."""
-    MOVE = auto()
-    """Place the request on another worker with its prompt and the output so far, or end it if it may not move."""
-    PLACE_OR_WAIT = auto()
-    """Place the request on another worker with its prompt and the output so far, or have it wait for room."""
-    NEXT_LEG = auto()
-    """Place the next leg."""
-    END = auto()
-    """Deliver the last delta; the request is over."""
-
-
-LEGS = (Standing.WHOLE, Standing.ENCODE, Standing.PREFILL, Standing.AWAITING, Standing.DECODE)
-ANY: Final = tuple(Standing)
-PROMPT_LEGS = (Standing.WHOLE, Standing.PREFILL)
-GO_ELSEWHERE = (Do.AVOID, Do.WITHDRAW, Do.MOVE)
-GO_ELSEWHERE_FOR_GOOD = (Do.AVOID_FOR_GOOD, Do.WITHDRAW, Do.MOVE)
-GO_ELSEWHERE_AND_BLAME = (Do.AVOID, Do.BLAME, Do.WITHDRAW, Do.MOVE)
-FAIL_OVER = (Do.COUNT_LOSS, *GO_ELSEWHERE_AND_BLAME)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """In these standings, when this happens, these steps follow."""
-
-    standings: tuple[Standing, ...]
-    happened: Happened
-    steps: tuple[Do, ...]
-    why: str
-
-
-ROWS = (
-    # -- it goes well ----------------------------------------------------------------------------------------------
-    Row(
-        (Standing.WHOLE,),
-        Happened.OUTPUT,
-        (
-            Do.HEAR,
-            Do.DELIVER,
-        ),
-        "the answer grows",
-    ),
-    Row((Standing.AWAITING,), Happened.OUTPUT, (Do.HEAR, Do.DELIVER, Do.DROP_EMBEDDINGS), "it has the embeddings"),
-    Row(
-        (Standing.PREFILL,),
-        Happened.OUTPUT,
-        (
-            Do.HEAR,
-            Do.DELIVER,
-        ),
-        "the answer begins",
-    ),
-    Row(
-        (Standing.ENCODE,),
-        Happened.OUTPUT,
-        (
-            Do.HEAR,
-            Do.DELIVER,
-        ),
-        "it says that it has begun",
-    ),
-    Row(
-        (Standing.DECODE,),
-        Happened.OUTPUT,
-        (Do.HEAR, Do.DELIVER, Do.DROP_KV),
-        "its first output proves that it has the blocks",
-    ),
-    Row(
-        (Standing.ENCODE,), Happened.ENCODED, (Do.HEAR, Do.KEEP_EMBEDDINGS, Do.NEXT_LEG), "the prompt is computed next"
-    ),
-    Row((Standing.PREFILL,), Happened.PREFILLED, (Do.HEAR, Do.DELIVER, Do.KEEP_KV, Do.NEXT_LEG), "decode comes next"),
-    Row(
-        (Standing.AWAITING,),
-        Happened.PREFILLED,
-        (Do.HEAR, Do.DELIVER, Do.DROP_EMBEDDINGS, Do.KEEP_KV, Do.NEXT_LEG),
-        "decode comes next, and the embeddings are used up",
-    ),
-    Row(LEGS, Happened.FINISHED, (Do.HEAR, Do.WITHDRAW, Do.END), "whatever other legs keep is let go of"),
-    # -- a worker says no --------------------------------------------------------------------------------------------
-    Row(
-        LEGS,
-        Happened.BUSY,
-        (Do.NOTE_FULL, Do.WITHDRAW, Do.PLACE_OR_WAIT),
-        "another worker may have room, or this one later; no worker is to blame",
-    ),
-    Row(LEGS, Happened.DRAINING, GO_ELSEWHERE, "another worker goes on; nobody is to blame"),
-    Row(LEGS, Happened.CROWDED, (Do.CHOOSE_AGAIN,), "the ledger knew too little; with the truth, choose anew"),
-    Row(
-        (Standing.WHOLE, Standing.PREFILL, Standing.ENCODE, Standing.DECODE),
-        Happened.CANNOT_DO,
-        GO_ELSEWHERE_FOR_GOOD,
-        "another worker may be able to; when none is, the client gets the refusal",
-    ),
-    Row(
-        (Standing.WHOLE, Standing.PREFILL, Standing.ENCODE, Standing.DECODE),
-        Happened.BROKEN,
-        GO_ELSEWHERE_AND_BLAME,
-        "another worker may succeed",
-    ),
-    Row(
-        (Standing.AWAITING,),
-        Happened.CANNOT_DO,
-        (Do.ENCODE_ITSELF, Do.WITHDRAW, Do.MOVE),
-        "embeddings that cannot be taken are no fault of the worker",
-    ),
-    Row(
-        (Standing.AWAITING,),
-        Happened.BROKEN,
-        (Do.ENCODE_ITSELF, Do.WITHDRAW, Do.MOVE),
-        "embeddings that did not arrive are no fault of who waited for them",
-    ),
-    # -- a worker goes or fails ------------------------------------------------------------------------------------
-    Row(LEGS, Happened.OUT_OF_PLACE, GO_ELSEWHERE_AND_BLAME, "a stream with a hole or a repetition is not believed"),
-    Row(LEGS, Happened.CANCELLED, GO_ELSEWHERE_AND_BLAME, "nobody here asked for that"),
-    Row((Standing.WHOLE,), Happened.LOST, FAIL_OVER, "another worker goes on from the last token"),
-    Row((Standing.ENCODE,), Happened.LOST, FAIL_OVER, "another worker encodes the images"),
-    Row((Standing.PREFILL,), Happened.LOST, FAIL_OVER, "another worker computes the prompt"),
-    Row((Standing.AWAITING,), Happened.LOST, FAIL_OVER, "the images are encoded anew for another one"),
-    Row(
-        (Standing.DECODE,),
-        Happened.LOST,
-        FAIL_OVER,
-        "the blocks went with the worker: prompt + output so far is computed again from the first leg on",
-    ),
-    Row(LEGS, Happened.LEFT, GO_ELSEWHERE_AND_BLAME, "as with a lost one, but it was not this request that ended it"),
-    Row((Standing.KEPT,), Happened.LOST, (Do.RELEASE,), "who takes what it left has it already, or will say so"),
-    Row((Standing.KEPT,), Happened.LEFT, (Do.RELEASE,), "who takes what it left has it already, or will say so"),
-    # -- the request ends otherwise ----------------------------------------------------------------------------------
-    Row(ANY, Happened.CLIENT_LEFT, (Do.WITHDRAW, Do.END), "no worker computes for nobody"),
-    Row(ANY, Happened.NOWHERE, (Do.WITHDRAW, Do.END), "there is nobody to go on"),
-    Row(ANY, Happened.SHUTDOWN, (Do.WITHDRAW, Do.END), "the process ends"),
-)
-
-TABLE: dict[tuple[Standing, Happened], tuple[Do, ...]] = {
-    (standing, row.happened): row.steps for row in ROWS for standing in row.standings
+STATE_OF: Final = {
+    Stage.WHOLE: LegState.WHOLE,
+    Stage.ENCODE: LegState.ENCODE,
+    Stage.PREFILL: LegState.PREFILL,
+    Stage.DECODE: LegState.DECODE,
 }
-"""What is not in it cannot happen to a leg in that standing, or has no effect: see ``RequestMachine.on_delta``."""
-
-STANDING_OF: Final = {
-    Stage.WHOLE: Standing.WHOLE,
-    Stage.ENCODE: Standing.ENCODE,
-    Stage.PREFILL: Standing.PREFILL,
-    Stage.DECODE: Standing.DECODE,
+EVENT_OF: Final = {
+    RefusalKind.BUSY: LegEvent.BUSY,
+    RefusalKind.DRAINING: LegEvent.DRAINING,
+    RefusalKind.CROWDED: LegEvent.STALE_LOAD,
+    RefusalKind.CANNOT_DO: LegEvent.CANNOT_DO,
+    RefusalKind.BROKEN: LegEvent.BROKEN,
 }
-ENDED_THERE: Final = frozenset(
-    {
-        Happened.FINISHED,
-        Happened.BUSY,
-        Happened.DRAINING,
-        Happened.CROWDED,
-        Happened.CANNOT_DO,
-        Happened.BROKEN,
-        Happened.CANCELLED,
-    }
-)
+"""``INVALID`` is not among them: it ends the request like any last delta."""
+
+ENDED_THERE: Final = frozenset({LegEvent.FINISHED, LegEvent.CANCELLED, *EVENT_OF.values()})
 """After these the worker has nothing of the leg any more, and is not told to stop it."""
 
 LOSSES_MAX: Final = 2
@@ -264,61 +75,37 @@ requests were there; two in a row are what a request looks like that its workers
 
 DRAINS_MAX: Final = 64
 """Moves because a worker drains that ``migration_limit`` does not count: half of a large pool may refuse a request one
-after another before the router has heard that they drain, and an answer of an hour may outlive several restarts of the
+after another before the router knows that they drain, and an answer of an hour may outlive several restarts of the
 whole pool. More than that is a worker that refuses without ever being known to drain."""
 
 NEXT_LEG_WHY: Final = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
 
 NO_END_OF_A_LEG = (FinishReason.EXPIRED, FinishReason.MIGRATED)
-"""Words of events, which no leg's output ends with."""
+"""Finish reasons of events, which no leg's output ends with."""
 
 WELL: Final = {
-    None: Happened.OUTPUT,
-    FinishReason.PREFILLED: Happened.PREFILLED,
-    FinishReason.ENCODED: Happened.ENCODED,
+    None: LegEvent.OUTPUT,
+    FinishReason.PREFILLED: LegEvent.PREFILLED,
+    FinishReason.ENCODED: LegEvent.ENCODED,
 }
 """Deltas that are in their place; with any other finish reason the leg is ``FINISHED``."""
 
-LAST_WORDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
+FINAL_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
 """What an answer ends with."""
 
-_ENCODE: Final = Stage.ENCODE
-_PREFILL: Final = Stage.PREFILL
-_INVALID: Final = RefusalKind.INVALID
-_ENCODED: Final = FinishReason.ENCODED
-_PREFILLED: Final = FinishReason.PREFILLED
-_FINISHED: Final = Happened.FINISHED
-_ERROR: Final = FinishReason.ERROR
-_CANCELLED: Final = FinishReason.CANCELLED
 
-HAPPENED_OF: Final = {
-    RefusalKind.BUSY: Happened.BUSY,
-    RefusalKind.DRAINING: Happened.DRAINING,
-    RefusalKind.CROWDED: Happened.CROWDED,
-    RefusalKind.CANNOT_DO: Happened.CANNOT_DO,
-    RefusalKind.BROKEN: Happened.BROKEN,
-}
-"""``INVALID`` is not among them: it ends the request like any last delta."""
-
-
-@final
-class _Event:
+@dataclass(slots=True)
+class Transition:
     """What happened to a request, and what has followed so far."""
 
-    __slots__ = ("delta", "effects", "happened", "leg", "said", "why")
-
-    def __init__(
-        self, leg: Dispatch | None, happened: Happened, why: str, delta: TokenDelta | None, said: StreamDelta | None
-    ) -> None:
-        self.leg = leg
-        """The leg it happened to; ``None`` for the request as a whole."""
-        self.happened = happened
-        self.why = why
-        self.delta = delta
-        """What a worker said."""
-        self.said = said
-        """What of it, or instead of it, is for the client."""
-        self.effects: list[Effect] = []
+    leg: Dispatch | None
+    """The leg it happened to; ``None`` for the request as a whole."""
+    event: LegEvent
+    why: str
+    worker_delta: TokenDelta | None
+    client_delta: StreamDelta | None
+    """What of the worker's delta, or instead of it, is for the client."""
+    effects: list[Effect] = field(default_factory=list)
 
     @property
     def dispatch(self) -> Dispatch:
@@ -327,10 +114,10 @@ class _Event:
         return self.leg
 
     @property
-    def word(self) -> TokenDelta:
-        """What a worker said."""
-        assert self.delta is not None, "a worker said something"
-        return self.delta
+    def reported(self) -> TokenDelta:
+        """What the worker sent."""
+        assert self.worker_delta is not None, "a worker sent something"
+        return self.worker_delta
 
 
 class RequestMachine:
@@ -343,7 +130,7 @@ class RequestMachine:
         self.migrations = 0
         self.drains = 0
         """How many of them were made because a worker drains."""
-        self.crowded = 0
+        self.stale_loads = 0
         """How often a worker refused it because other routers were quicker."""
         self.refusal: TokenDelta | None = None
         """Of the last worker, when it could not do what the request asks for."""
@@ -409,73 +196,73 @@ class RequestMachine:
         if self.ended or dispatch is None or dispatch.id != delta.request_id:
             return NOTHING  # the end of a leg that has given what it had to the next
         finish = delta.finish_reason
-        if finish is _ERROR and delta.refusal in HAPPENED_OF:
-            happened = HAPPENED_OF[delta.refusal]
-            if happened is Happened.CROWDED and (delta.booked_prefill_tokens is None or not dispatch.may_be_crowded):
-                happened = Happened.BUSY
-            self.refusal = delta if happened is Happened.CANNOT_DO else None
-            return self._follow(dispatch, happened, delta.error or "the worker refused the request", delta)
-        if finish is _CANCELLED:
-            return self._follow(dispatch, Happened.CANCELLED, "the worker cancelled the request", delta)
-        standing = self._standing(dispatch)  # before the output moves it on
-        said = self._read(dispatch, delta)
-        if said is None:
-            return self._follow(dispatch, Happened.OUT_OF_PLACE, "its stream broke", delta)
-        return self._steps(standing, dispatch, WELL.get(finish, _FINISHED), "", delta, said)
+        if finish is FinishReason.ERROR and delta.refusal in EVENT_OF:
+            event = EVENT_OF[delta.refusal]
+            if event is LegEvent.STALE_LOAD and (delta.booked_prefill_tokens is None or not dispatch.states_load):
+                event = LegEvent.BUSY
+            self.refusal = delta if event is LegEvent.CANNOT_DO else None
+            return self._follow(dispatch, event, delta.error or "the worker refused the request", delta)
+        if finish is FinishReason.CANCELLED:
+            return self._follow(dispatch, LegEvent.CANCELLED, "the worker cancelled the request", delta)
+        state = self._state_of(dispatch)  # before the output moves it on
+        client_delta = self._read(dispatch, delta)
+        if client_delta is None:
+            return self._follow(dispatch, LegEvent.OUT_OF_PLACE, "its stream broke", delta)
+        return self._take(state, dispatch, WELL.get(finish, LegEvent.FINISHED), "", delta, client_delta)
 
-    def on_lost(self, dispatch_id: str, happened: Happened, why: str) -> tuple[Effect, ...]:
+    def on_lost(self, dispatch_id: str, event: LegEvent, why: str) -> tuple[Effect, ...]:
         """Take note that the worker of one of this request's legs is ``LOST``, or has ``LEFT``."""
         dispatch = self.plan.find(dispatch_id)
         if self.ended or dispatch is None:
             return NOTHING
-        return self._follow(dispatch, happened, why)
+        return self._follow(dispatch, event, why)
 
-    def end(self, happened: Happened, why: str = "", retry_after_s: float | None = None) -> tuple[Effect, ...]:
+    def end(self, event: LegEvent, why: str = "", retry_after_s: float | None = None) -> tuple[Effect, ...]:
         """End the request because of the client, a deadline, the lack of workers, or a shutdown.
 
         ``retry_after_s`` is set where workers had no room in time.
         """
         if self.ended:
             return NOTHING
-        if happened is Happened.CLIENT_LEFT:
+        if event is LegEvent.CLIENT_LEFT:
             last = StreamDelta(b"", FinishReason.CANCELLED)
-        elif happened is Happened.NOWHERE:
+        elif event is LegEvent.NOWHERE:
             last = self._failure(why, retry_after_s)
         else:
-            last = StreamDelta(b"", FinishReason.ERROR, error=why, shutdown=happened is Happened.SHUTDOWN)
-        return self._steps(Standing.PLACING, None, happened, why, None, last)
+            last = StreamDelta(b"", FinishReason.ERROR, error=why, shutdown=event is LegEvent.SHUTDOWN)
+        return self._take(LegState.PLACING, None, event, why, None, last)
 
     # -- the table -------------------------------------------------------------------------------------------------
 
-    def _standing(self, dispatch: Dispatch) -> Standing:
+    def _state_of(self, dispatch: Dispatch) -> LegState:
         plan = self.plan
         if dispatch is not plan.current:
-            return Standing.KEPT
+            return LegState.KEPT
         if plan.encode_params is not None and plan.awaits_embeddings:
-            return Standing.AWAITING
-        return STANDING_OF[dispatch.stage]
+            return LegState.AWAITING
+        return STATE_OF[dispatch.stage]
 
     def _follow(
-        self, dispatch: Dispatch, happened: Happened, why: str, delta: TokenDelta | None = None
+        self, dispatch: Dispatch, event: LegEvent, why: str, delta: TokenDelta | None = None
     ) -> tuple[Effect, ...]:
-        return self._steps(self._standing(dispatch), dispatch, happened, why, delta, None)
+        return self._take(self._state_of(dispatch), dispatch, event, why, delta, None)
 
-    def _steps(
+    def _take(
         self,
-        standing: Standing,
+        state: LegState,
         dispatch: Dispatch | None,
-        happened: Happened,
+        event: LegEvent,
         why: str,
         delta: TokenDelta | None,
-        said: StreamDelta | None,
+        client_delta: StreamDelta | None,
     ) -> tuple[Effect, ...]:
-        """Do what the table says, and return the effects for whoever carries them out."""
-        event = _Event(dispatch, happened, why, delta, said)
-        for step in STEPS[standing, happened]:
-            step(self, event)
-        return tuple(event.effects)
+        """Do what the table says, and return the effects for the router to carry out."""
+        transition = Transition(dispatch, event, why, delta, client_delta)
+        for step in TABLE[state, event]:
+            step(self, transition)
+        return tuple(transition.effects)
 
-    def stays(self, why: str) -> StreamDelta | None:
+    def migration_refusal(self, why: str) -> StreamDelta | None:
         """Return the last delta of a request that may not move to another worker; ``None`` for one that may."""
         if self.delivery.tokens >= self.request.sampling.max_tokens:
             return StreamDelta(b"", FinishReason.LENGTH)
@@ -516,11 +303,13 @@ class RequestMachine:
         finish = delta.finish_reason
         if delta.position != dispatch.position or finish in NO_END_OF_A_LEG:
             return None
-        if dispatch.stage is _ENCODE:
+        if dispatch.stage is Stage.ENCODE:
             # It makes no tokens, and ends well in one way only, which is no other leg's.
             if tokens or finish not in (None, FinishReason.ENCODED, FinishReason.ERROR):
                 return None
-        elif finish is _ENCODED or (finish is _PREFILLED and dispatch.stage is not _PREFILL):
+        elif finish is FinishReason.ENCODED or (
+            finish is FinishReason.PREFILLED and dispatch.stage is not Stage.PREFILL
+        ):
             return None
         logprobs = delta.logprobs
         # Once: a later worker's prompt has the output so far in it.
@@ -537,7 +326,7 @@ class RequestMachine:
         cached = None
         if self._cached_tokens is None and delta.cached_tokens is not None:
             cached = self._cached_tokens = delta.cached_tokens
-        ends = finish in LAST_WORDS
+        ends = finish in FINAL_REASONS
         return StreamDelta(
             tokens,
             finish if ends else None,
@@ -545,165 +334,283 @@ class RequestMachine:
             logprobs,
             delta.error if ends else None,
             of_prompt,
-            delta.refusal is _INVALID,
+            delta.refusal is RefusalKind.INVALID,
         )
 
 
-# -- steps ---------------------------------------------------------------------------------------------------------
+# -- steps of the table --------------------------------------------------------------------------------------------
 
 
-def _hear(machine: RequestMachine, event: _Event) -> None:
-    leg, delta = event.leg, event.delta
-    assert leg is not None, "it happened to a leg"
-    assert delta is not None, "a worker said something"
-    event.effects.append(Heard(leg, delta, not machine.delivery.output))
+def notify(machine: RequestMachine, at: Transition) -> None:
+    """Report to the tracker what the worker sent: its first output, cached tokens, the end of a leg."""
+    at.effects.append(WorkerReported(at.dispatch, at.reported, not machine.delivery.output))
 
 
-def _deliver(machine: RequestMachine, event: _Event) -> None:
-    said = event.said
-    assert said is not None, "output was read"
-    if said.token_ids or said.cached_tokens is not None or said.prompt_logprobs is not None:
-        machine.delivery.deliver(said)
+def deliver(machine: RequestMachine, at: Transition) -> None:
+    """Hand the tokens to the client."""
+    delta = at.client_delta
+    assert delta is not None, "output was read"
+    if delta.token_ids or delta.cached_tokens is not None or delta.prompt_logprobs is not None:
+        machine.delivery.deliver(delta)
 
 
-def _keep_kv(machine: RequestMachine, event: _Event) -> None:
+def keep_kv(machine: RequestMachine, at: Transition) -> None:
+    """The leg's blocks stay on its worker for the decode leg."""
     plan = machine.plan
-    plan.kept, plan.current = event.dispatch, None
-    plan.prefill_params = event.word.disaggregated_params or b""
+    plan.kept, plan.current = at.dispatch, None
+    plan.prefill_params = at.reported.disaggregated_params or b""
     plan.prefill_emitted = bool(plan.kept.position)
 
 
-def _keep_embeddings(machine: RequestMachine, event: _Event) -> None:
+def keep_embeddings(machine: RequestMachine, at: Transition) -> None:
+    """The leg's embeddings stay on its worker for the leg that computes the prompt."""
     plan = machine.plan
-    plan.encoded, plan.current = event.dispatch, None
-    plan.encode_params = event.word.disaggregated_params or b""
+    plan.encoded, plan.current = at.dispatch, None
+    plan.encode_params = at.reported.disaggregated_params or b""
 
 
-def _drop_kv(machine: RequestMachine, event: _Event) -> None:
+def drop_kv(machine: RequestMachine, at: Transition) -> None:
+    """The decode leg has the blocks: cancel and release the prefill leg."""
     kept = machine.plan.kept
     if kept is not None:
-        # Workers whose engines hand KV over by themselves hear it from here only; the others ignore it.
-        event.effects += (Cancel(kept), Release(kept))
+        # Workers whose engines hand KV over by themselves learn it only from this; the others ignore it.
+        at.effects += (CancelLeg(kept), ReleaseLeg(kept))
         machine.plan.kept = None
 
 
-def _drop_embeddings(machine: RequestMachine, event: _Event) -> None:
+def drop_embeddings(machine: RequestMachine, at: Transition) -> None:
+    """The prompt is computed, so the embeddings have arrived: release the encode leg."""
     encoded = machine.plan.encoded
     if encoded is not None:
-        event.effects.append(Release(encoded))
+        at.effects.append(ReleaseLeg(encoded))
         machine.plan.encoded = None
 
 
-def _release(machine: RequestMachine, event: _Event) -> None:
+def release(machine: RequestMachine, at: Transition) -> None:
+    """Release this leg; its worker has nothing of it any more."""
     plan = machine.plan
-    if event.dispatch is plan.kept:
+    if at.dispatch is plan.kept:
         plan.kept = None
     else:
         plan.encoded = None
-    event.effects.append(Release(event.dispatch))
+    at.effects.append(ReleaseLeg(at.dispatch))
 
 
-def _choose_again(machine: RequestMachine, event: _Event) -> None:
-    booked_tokens = event.word.booked_prefill_tokens
-    assert booked_tokens is not None, "a worker said what it has booked"
+def choose_again(machine: RequestMachine, at: Transition) -> None:
+    """Correct the ledger by what the worker has booked, and place the leg again; this is no migration."""
+    booked_tokens = at.reported.booked_prefill_tokens
+    assert booked_tokens is not None, "a worker reported what it has booked"
     machine.plan.current = None
-    machine.crowded += 1
-    event.effects += (
-        Release(event.dispatch),
-        Crowded(event.dispatch, booked_tokens),
-        PlaceNext("its worker had more to do than was known", event.dispatch, moved=False),
+    machine.stale_loads += 1
+    at.effects += (
+        ReleaseLeg(at.dispatch),
+        WorkerOvercommitted(at.dispatch, booked_tokens),
+        PlaceNext("its worker had more to do than was known", at.dispatch, moved=False),
     )
 
 
-def _encode_itself(machine: RequestMachine, event: _Event) -> None:
+def encode_itself(machine: RequestMachine, at: Transition) -> None:
+    """The next worker that computes the prompt gets the images themselves."""
     machine.plan.encodes_itself = True
 
 
-def _count_loss(machine: RequestMachine, event: _Event) -> None:
+def count_loss(machine: RequestMachine, at: Transition) -> None:
+    """If the client has no token yet: one more worker was lost while it had this request."""
     if not machine.delivery.output:
-        machine.lost.append(event.dispatch.worker)
+        machine.lost.append(at.dispatch.worker)
 
 
-def _avoid(machine: RequestMachine, event: _Event) -> None:
-    event.effects.append(Avoid(event.dispatch, event.why))
+def avoid(machine: RequestMachine, at: Transition) -> None:
+    """This worker comes last when the request is placed again."""
+    at.effects.append(AvoidWorker(at.dispatch, at.why))
 
 
-def _avoid_for_good(machine: RequestMachine, event: _Event) -> None:
-    event.effects.append(Avoid(event.dispatch, event.why, for_good=True))
+def avoid_for_good(machine: RequestMachine, at: Transition) -> None:
+    """This worker is not asked again for this request."""
+    at.effects.append(AvoidWorker(at.dispatch, at.why, for_good=True))
 
 
-def _note_full(machine: RequestMachine, event: _Event) -> None:
-    event.effects.append(Full(event.dispatch, event.word.retry_after_ms))
+def note_full(machine: RequestMachine, at: Transition) -> None:
+    """This worker gets nothing, of any request, until the time that it reported is over."""
+    at.effects.append(WorkerFull(at.dispatch, at.reported.retry_after_ms))
 
 
-def _blame(machine: RequestMachine, event: _Event) -> None:
-    event.effects.append(Blame(event.dispatch, event.happened, event.why))
+def record_failure(machine: RequestMachine, at: Transition) -> None:
+    """The worker, and its pool, have failed."""
+    at.effects.append(RecordFailure(at.dispatch, at.event, at.why))
 
 
-def _withdraw(machine: RequestMachine, event: _Event) -> None:
+def withdraw(machine: RequestMachine, at: Transition) -> None:
+    """Cancel and release every leg that some worker still has."""
     plan = machine.plan
-    effects = event.effects
+    effects = at.effects
     for leg in (plan.current, plan.kept, plan.encoded):
         if leg is not None:
-            if leg is not event.leg or event.happened not in ENDED_THERE:
-                effects.append(Cancel(leg))
-            effects.append(Release(leg))
+            if leg is not at.leg or at.event not in ENDED_THERE:
+                effects.append(CancelLeg(leg))
+            effects.append(ReleaseLeg(leg))
     plan.clear()
 
 
-def _move(machine: RequestMachine, event: _Event) -> None:
-    machine.drains += event.happened is Happened.DRAINING
-    if (last := machine.stays(event.why)) is not None:
-        _finish(machine, event, last)
+def move(machine: RequestMachine, at: Transition) -> None:
+    """Place the request on another worker with its prompt and the output so far, or end it if it may not move."""
+    machine.drains += at.event is LegEvent.DRAINING
+    if (last := machine.migration_refusal(at.why)) is not None:
+        _finish(machine, at, last)
     else:
         machine.migrations += 1
-        event.effects.append(PlaceNext(event.why, event.dispatch, moved=True))
+        at.effects.append(PlaceNext(at.why, at.dispatch, moved=True))
 
 
-def _place_or_wait(machine: RequestMachine, event: _Event) -> None:
+def place_or_wait(machine: RequestMachine, at: Transition) -> None:
+    """Place the request on another worker with its prompt and the output so far, or have it wait for room."""
     if machine.delivery.tokens >= machine.request.sampling.max_tokens:
-        _finish(machine, event, StreamDelta(b"", FinishReason.LENGTH))
+        _finish(machine, at, StreamDelta(b"", FinishReason.LENGTH))
     else:
         machine.delivery.waits_for_room = True
-        event.effects.append(PlaceNext(event.why, event.dispatch, moved=True, for_room=True))
+        at.effects.append(PlaceNext(at.why, at.dispatch, moved=True, for_room=True))
 
 
-def _next_leg(machine: RequestMachine, event: _Event) -> None:
-    event.effects.append(PlaceNext(NEXT_LEG_WHY[event.dispatch.stage], event.dispatch, moved=False))
+def next_leg(machine: RequestMachine, at: Transition) -> None:
+    """Place the next leg."""
+    at.effects.append(PlaceNext(NEXT_LEG_WHY[at.dispatch.stage], at.dispatch, moved=False))
 
 
-def _end(machine: RequestMachine, event: _Event) -> None:
-    assert event.said is not None, "whoever ends a request says how"
-    _finish(machine, event, event.said)
+def end(machine: RequestMachine, at: Transition) -> None:
+    """Deliver the last delta; the request is over."""
+    assert at.client_delta is not None, "the end of a request has a last delta"
+    _finish(machine, at, at.client_delta)
 
 
-def _finish(machine: RequestMachine, event: _Event, last: StreamDelta) -> None:
+def _finish(machine: RequestMachine, at: Transition, last: StreamDelta) -> None:
     machine.ended = True
-    event.effects.append(End(last, event.happened is _FINISHED))
+    at.effects.append(EndRequest(last, at.event is LegEvent.FINISHED))
     machine.delivery.finish(last)
 
 
-_STEP_OF: dict[Do, Callable[[RequestMachine, _Event], None]] = {
-    Do.HEAR: _hear,
-    Do.DELIVER: _deliver,
-    Do.KEEP_KV: _keep_kv,
-    Do.KEEP_EMBEDDINGS: _keep_embeddings,
-    Do.DROP_KV: _drop_kv,
-    Do.DROP_EMBEDDINGS: _drop_embeddings,
-    Do.RELEASE: _release,
-    Do.CHOOSE_AGAIN: _choose_again,
-    Do.ENCODE_ITSELF: _encode_itself,
-    Do.COUNT_LOSS: _count_loss,
-    Do.AVOID: _avoid,
-    Do.AVOID_FOR_GOOD: _avoid_for_good,
-    Do.NOTE_FULL: _note_full,
-    Do.BLAME: _blame,
-    Do.WITHDRAW: _withdraw,
-    Do.MOVE: _move,
-    Do.PLACE_OR_WAIT: _place_or_wait,
-    Do.NEXT_LEG: _next_leg,
-    Do.END: _end,
-}
+LEGS = (LegState.WHOLE, LegState.ENCODE, LegState.PREFILL, LegState.AWAITING, LegState.DECODE)
+ANY: Final = tuple(LegState)
 
-STEPS: Final = {key: tuple(_STEP_OF[step] for step in steps) for key, steps in TABLE.items()}
-"""The table, each step as the function that does it."""
+Step = Callable[[RequestMachine, Transition], None]
+
+GO_ELSEWHERE = (avoid, withdraw, move)
+GO_ELSEWHERE_FOR_GOOD = (avoid_for_good, withdraw, move)
+GO_ELSEWHERE_AND_RECORD = (avoid, record_failure, withdraw, move)
+FAIL_OVER = (count_loss, *GO_ELSEWHERE_AND_RECORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """In these states, when this happens, these steps follow."""
+
+    states: tuple[LegState, ...]
+    event: LegEvent
+    steps: tuple[Step, ...]
+    why: str
+
+
+ROWS = (
+    # -- it goes well ----------------------------------------------------------------------------------------------
+    Row(
+        (LegState.WHOLE,),
+        LegEvent.OUTPUT,
+        (notify, deliver),
+        "the answer grows",
+    ),
+    Row((LegState.AWAITING,), LegEvent.OUTPUT, (notify, deliver, drop_embeddings), "it has the embeddings"),
+    Row(
+        (LegState.PREFILL,),
+        LegEvent.OUTPUT,
+        (notify, deliver),
+        "the answer begins",
+    ),
+    Row(
+        (LegState.ENCODE,),
+        LegEvent.OUTPUT,
+        (notify, deliver),
+        "it reports that it has begun",
+    ),
+    Row(
+        (LegState.DECODE,),
+        LegEvent.OUTPUT,
+        (notify, deliver, drop_kv),
+        "its first output proves that it has the blocks",
+    ),
+    Row((LegState.ENCODE,), LegEvent.ENCODED, (notify, keep_embeddings, next_leg), "the prompt is computed next"),
+    Row((LegState.PREFILL,), LegEvent.PREFILLED, (notify, deliver, keep_kv, next_leg), "decode comes next"),
+    Row(
+        (LegState.AWAITING,),
+        LegEvent.PREFILLED,
+        (notify, deliver, drop_embeddings, keep_kv, next_leg),
+        "decode comes next, and the embeddings are used up",
+    ),
+    Row(LEGS, LegEvent.FINISHED, (notify, withdraw, end), "whatever other legs keep is released"),
+    # -- a worker says no --------------------------------------------------------------------------------------------
+    Row(
+        LEGS,
+        LegEvent.BUSY,
+        (note_full, withdraw, place_or_wait),
+        "another worker may have room, or this one later; no worker has failed",
+    ),
+    Row(LEGS, LegEvent.DRAINING, GO_ELSEWHERE, "another worker continues; no worker has failed"),
+    Row(LEGS, LegEvent.STALE_LOAD, (choose_again,), "the ledger knew too little; with the truth, choose anew"),
+    Row(
+        (LegState.WHOLE, LegState.PREFILL, LegState.ENCODE, LegState.DECODE),
+        LegEvent.CANNOT_DO,
+        GO_ELSEWHERE_FOR_GOOD,
+        "another worker may be able to; when none is, the client gets the refusal",
+    ),
+    Row(
+        (LegState.WHOLE, LegState.PREFILL, LegState.ENCODE, LegState.DECODE),
+        LegEvent.BROKEN,
+        GO_ELSEWHERE_AND_RECORD,
+        "another worker may succeed",
+    ),
+    Row(
+        (LegState.AWAITING,),
+        LegEvent.CANNOT_DO,
+        (encode_itself, withdraw, move),
+        "embeddings that cannot be taken are no fault of the worker",
+    ),
+    Row(
+        (LegState.AWAITING,),
+        LegEvent.BROKEN,
+        (encode_itself, withdraw, move),
+        "embeddings that did not arrive are no fault of the worker that waited for them",
+    ),
+    # -- a worker goes or fails ------------------------------------------------------------------------------------
+    Row(LEGS, LegEvent.OUT_OF_PLACE, GO_ELSEWHERE_AND_RECORD, "a stream with a hole or a repetition is not believed"),
+    Row(LEGS, LegEvent.CANCELLED, GO_ELSEWHERE_AND_RECORD, "no client or router asked for that"),
+    Row((LegState.WHOLE,), LegEvent.LOST, FAIL_OVER, "another worker continues from the last token"),
+    Row((LegState.ENCODE,), LegEvent.LOST, FAIL_OVER, "another worker encodes the images"),
+    Row((LegState.PREFILL,), LegEvent.LOST, FAIL_OVER, "another worker computes the prompt"),
+    Row((LegState.AWAITING,), LegEvent.LOST, FAIL_OVER, "the images are encoded again for another one"),
+    Row(
+        (LegState.DECODE,),
+        LegEvent.LOST,
+        FAIL_OVER,
+        "the blocks went with the worker: prompt + output so far is computed again from the first leg on",
+    ),
+    Row(LEGS, LegEvent.LEFT, GO_ELSEWHERE_AND_RECORD, "as with a lost one, but it was not this request that ended it"),
+    Row(
+        (LegState.KEPT,),
+        LegEvent.LOST,
+        (release,),
+        "the worker that takes what it left has it already, or will report that it has not",
+    ),
+    Row(
+        (LegState.KEPT,),
+        LegEvent.LEFT,
+        (release,),
+        "the worker that takes what it left has it already, or will report that it has not",
+    ),
+    # -- the request ends otherwise ----------------------------------------------------------------------------------
+    Row(ANY, LegEvent.CLIENT_LEFT, (withdraw, end), "no worker computes without a client"),
+    Row(ANY, LegEvent.NOWHERE, (withdraw, end), "no worker can continue"),
+    Row(ANY, LegEvent.SHUTDOWN, (withdraw, end), "the process ends"),
+)
+
+TABLE: dict[tuple[LegState, LegEvent], tuple[Step, ...]] = {
+    (state, row.event): row.steps for row in ROWS for state in row.states
+}
+"""What is not in it cannot happen to a leg in that state, or has no effect: see ``RequestMachine.on_delta``."""

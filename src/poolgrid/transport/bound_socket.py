@@ -23,7 +23,7 @@ def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket
     return listener
 
 
-class HeldPorts:
+class ReservedPorts:
     """Ports of the parts of one pool, at one host: bound for as long as this process lives, and never listened on.
 
     Linux lets a second socket bind a port and listen on it when both allow addresses to be used again and the first

@@ -26,7 +26,7 @@ from poolgrid.transport.zmq_socket import (
     FrameSocket,
     look_again_soon,
 )
-from poolgrid.transport.zmtp import StreamConversation, framed, long_header
+from poolgrid.transport.zmtp import ZmtpConnection, framed, long_header
 from poolgrid.wire.addresses import TCP
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class StreamDealer:
         self._host = host
         self._port = port
         self._owner = owner
-        self.conversation: StreamConversation | None = None
+        self.conversation: ZmtpConnection | None = None
         """The connection over which messages may be sent."""
         self._task = detached(self._keep_connected(), f"connection to {host}:{port}")
 
@@ -140,7 +140,7 @@ class StreamDealer:
     async def _keep_connected(self) -> None:
         pause_ms = RECONNECT_MS
         while True:
-            conversation = StreamConversation(self._owner.on_frame)
+            conversation = ZmtpConnection(self._owner.on_frame)
             try:
                 if await self._connect(conversation):
                     pause_ms = RECONNECT_MS
@@ -158,7 +158,7 @@ class StreamDealer:
             await asyncio.sleep(pause_ms / 1000)
             pause_ms = min(RECONNECT_MAX_MS, 2 * pause_ms)
 
-    async def _connect(self, conversation: StreamConversation) -> bool:
+    async def _connect(self, conversation: ZmtpConnection) -> bool:
         """Return whether the handshake with the server has succeeded."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):

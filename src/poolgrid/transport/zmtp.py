@@ -229,7 +229,7 @@ SEND_BYTES_MAX = FRAME_BYTES_MAX
 frame more may come on top, however large."""
 
 
-class StreamConversation(asyncio.Protocol):
+class ZmtpConnection(asyncio.Protocol):
     """One connection in ZMTP that the event loop reads and writes itself; made on the running loop, and used once.
 
     Rules

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerRow(msgspec.Struct, frozen=True, kw_only=True):
     """An answer, or a part of one."""
 
     def to_json(self) -> dict[str, Any]:
@@ -25,7 +25,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 # -- both routers ------------------------------------------------------------------------------------------------------
 
 
-class QueueRow(Answer, frozen=True, kw_only=True):
+class QueueRow(AnswerRow, frozen=True, kw_only=True):
     """Who waits in a router's queue, and how many it refused."""
 
     requests: int
@@ -36,7 +36,7 @@ class QueueRow(Answer, frozen=True, kw_only=True):
     refused: dict[str, int]
 
 
-class InstanceRow(Answer, frozen=True, kw_only=True):
+class InstanceRow(AnswerRow, frozen=True, kw_only=True):
     """One worker of an endpoint: ``ready``, ``draining`` or ``unreachable``."""
 
     worker_id: str
@@ -44,7 +44,7 @@ class InstanceRow(Answer, frozen=True, kw_only=True):
     state: str
 
 
-class EndpointRow(Answer, frozen=True, kw_only=True):
+class EndpointRow(AnswerRow, frozen=True, kw_only=True):
     """All workers that serve one model in one role under one name, in ``GET /health``."""
 
     endpoint: str
@@ -58,14 +58,14 @@ class EndpointRow(Answer, frozen=True, kw_only=True):
 # -- a pool's router ---------------------------------------------------------------------------------------------------
 
 
-class SourceRow(Answer, frozen=True, kw_only=True):
+class SourceRow(AnswerRow, frozen=True, kw_only=True):
     """One source of a worker's events, and how far its stream can be trusted."""
 
     state: str
     reason: str
 
 
-class StreamRow(Answer, frozen=True, kw_only=True):
+class StreamRow(AnswerRow, frozen=True, kw_only=True):
     """How far a worker's event stream can be trusted, and the numbers of the cross-check."""
 
     state: str
@@ -79,7 +79,7 @@ class StreamRow(Answer, frozen=True, kw_only=True):
     disagreement: float
 
 
-class WorkerRow(Answer, frozen=True, kw_only=True):
+class WorkerRow(AnswerRow, frozen=True, kw_only=True):
     """One worker: its state, its load, what it holds, how late its events are."""
 
     worker_id: str
@@ -106,7 +106,7 @@ class WorkerRow(Answer, frozen=True, kw_only=True):
     stream: StreamRow
 
 
-class LoadingRow(Answer, frozen=True, kw_only=True):
+class LoadingRow(AnswerRow, frozen=True, kw_only=True):
     """One worker that still loads, and is not in the pool before."""
 
     worker_id: str
@@ -119,7 +119,7 @@ class LoadingRow(Answer, frozen=True, kw_only=True):
     """Of this phase; 0 where nobody says how many it has."""
 
 
-class WorkerList(Answer, frozen=True, kw_only=True):
+class WorkerList(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``GET /v1/workers``."""
 
     object: str = "list"
@@ -129,14 +129,14 @@ class WorkerList(Answer, frozen=True, kw_only=True):
     loading: list[LoadingRow] = []
 
 
-class DrainAnswer(Answer, frozen=True, kw_only=True):
+class DrainAnswer(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``POST /v1/workers/{worker_id}/drain``: who was told, and how long it may take if that was said."""
 
     worker_id: str
     timeout_ms: int | None
 
 
-class DecisionRow(Answer, frozen=True, kw_only=True):
+class DecisionRow(AnswerRow, frozen=True, kw_only=True):
     """One line of facts about a decision."""
 
     request_id: str
@@ -153,14 +153,14 @@ class DecisionRow(Answer, frozen=True, kw_only=True):
     realised_cached_tokens: int | None
 
 
-class DecisionList(Answer, frozen=True, kw_only=True):
+class DecisionList(AnswerRow, frozen=True, kw_only=True):
     """Answer of a router's ``GET /v1/decisions``, newest first."""
 
     object: str = "list"
     data: list[DecisionRow]
 
 
-class CandidateRow(Answer, frozen=True, kw_only=True):
+class CandidateRow(AnswerRow, frozen=True, kw_only=True):
     """A worker that could have been chosen, with every term of its cost."""
 
     worker: str
@@ -175,7 +175,7 @@ class CandidateRow(Answer, frozen=True, kw_only=True):
     terms: dict[str, float]
 
 
-class RecordedBy(Answer, frozen=True, kw_only=True):
+class RecordedBy(AnswerRow, frozen=True, kw_only=True):
     """Where on disk a decision was found, and the rules in force when it was made."""
 
     router: str
@@ -185,7 +185,7 @@ class RecordedBy(Answer, frozen=True, kw_only=True):
     settings: dict[str, Any]
 
 
-class MediaRow(Answer, frozen=True, kw_only=True):
+class MediaRow(AnswerRow, frozen=True, kw_only=True):
     """How far a request with media was compared with what workers hold."""
 
     items: int
@@ -193,7 +193,7 @@ class MediaRow(Answer, frozen=True, kw_only=True):
     """Leading blocks of the prompt whose names are known: they end at a medium whose tokens nobody can count."""
 
 
-class RetainedRow(Answer, frozen=True, kw_only=True):
+class RetainedRow(AnswerRow, frozen=True, kw_only=True):
     """How long the blocks of a range of a prompt should stay."""
 
     start: int
@@ -205,7 +205,7 @@ class RetainedRow(Answer, frozen=True, kw_only=True):
     """How long the priority holds; ``null`` = until something else is said."""
 
 
-class RetentionRow(Answer, frozen=True, kw_only=True):
+class RetentionRow(AnswerRow, frozen=True, kw_only=True):
     """How long a prompt's blocks should stay in its worker's cache, as a router has learned."""
 
     ranges: list[RetainedRow]
@@ -237,21 +237,21 @@ class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Only where it is learned, and pays."""
 
 
-class RequestExplanation(Answer, frozen=True, kw_only=True):
+class RequestExplanation(AnswerRow, frozen=True, kw_only=True):
     """Answer of a router's ``GET /v1/decisions/{request_id}``: a decision for each attempt."""
 
     request_id: str
     attempts: list[DecisionExplanation]
 
 
-class DryRun(Answer, frozen=True, kw_only=True):
+class DryRun(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``POST /v1/route``: a decision for each sequence."""
 
     dry_run: bool = True
     routes: list[DecisionExplanation]
 
 
-class RoleStatusRow(Answer, frozen=True, kw_only=True):
+class RoleStatusRow(AnswerRow, frozen=True, kw_only=True):
     """The workers of one role, as a pool's status tells a global router."""
 
     role: str
@@ -262,7 +262,7 @@ class RoleStatusRow(Answer, frozen=True, kw_only=True):
     capacity: int
 
 
-class ModelStatusRow(Answer, frozen=True, kw_only=True):
+class ModelStatusRow(AnswerRow, frozen=True, kw_only=True):
     """One model of a pool, as its status tells a global router."""
 
     model: str
@@ -273,7 +273,7 @@ class ModelStatusRow(Answer, frozen=True, kw_only=True):
     loras: list[str]
 
 
-class PoolStatusRow(Answer, frozen=True, kw_only=True):
+class PoolStatusRow(AnswerRow, frozen=True, kw_only=True):
     """What a pool serves and how busy it is."""
 
     ready: bool
@@ -283,7 +283,7 @@ class PoolStatusRow(Answer, frozen=True, kw_only=True):
     retry_after_s: float | None
 
 
-class JournalRow(Answer, frozen=True, kw_only=True):
+class JournalRow(AnswerRow, frozen=True, kw_only=True):
     """How far a router has followed its pool's journal."""
 
     offset: int
@@ -291,7 +291,7 @@ class JournalRow(Answer, frozen=True, kw_only=True):
     """What keeps records from being written; empty when nothing does."""
 
 
-class RecordingRow(Answer, frozen=True, kw_only=True):
+class RecordingRow(AnswerRow, frozen=True, kw_only=True):
     """Whether a router's decisions reach its disk."""
 
     recorded: bool
@@ -299,7 +299,7 @@ class RecordingRow(Answer, frozen=True, kw_only=True):
     unrecorded: int
 
 
-class PoolAnswer(Answer, frozen=True, kw_only=True):
+class PoolAnswer(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``GET /v1/pool``: where the select plane listens, and how the pool is."""
 
     select_endpoint: str
@@ -311,7 +311,7 @@ class PoolAnswer(Answer, frozen=True, kw_only=True):
 # -- a global router ---------------------------------------------------------------------------------------------------
 
 
-class RoleRow(Answer, frozen=True, kw_only=True):
+class RoleRow(AnswerRow, frozen=True, kw_only=True):
     """The workers of one role in a pool."""
 
     ready: int
@@ -321,7 +321,7 @@ class RoleRow(Answer, frozen=True, kw_only=True):
     capacity: int
 
 
-class PoolModelRow(Answer, frozen=True, kw_only=True):
+class PoolModelRow(AnswerRow, frozen=True, kw_only=True):
     """One model of a pool, its workers by role."""
 
     model: str
@@ -332,7 +332,7 @@ class PoolModelRow(Answer, frozen=True, kw_only=True):
     roles: dict[str, RoleRow]
 
 
-class BreakerRow(Answer, frozen=True, kw_only=True):
+class BreakerRow(AnswerRow, frozen=True, kw_only=True):
     """A pool's circuit breaker, with its last steps."""
 
     state: str
@@ -340,7 +340,7 @@ class BreakerRow(Answer, frozen=True, kw_only=True):
     steps: list[dict[str, Any]]
 
 
-class PoolRouterRow(Answer, frozen=True, kw_only=True):
+class PoolRouterRow(AnswerRow, frozen=True, kw_only=True):
     """One of several routers of a pool, as the global router sees it."""
 
     url: str
@@ -349,7 +349,7 @@ class PoolRouterRow(Answer, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class PoolRow(Answer, frozen=True, kw_only=True):
+class PoolRow(AnswerRow, frozen=True, kw_only=True):
     """One pool: its state, its last status, its breaker."""
 
     name: str
@@ -371,7 +371,7 @@ class PoolRow(Answer, frozen=True, kw_only=True):
         return [role for model in self.models for role in model.roles.values()]
 
 
-class PoolList(Answer, frozen=True, kw_only=True):
+class PoolList(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``GET /v1/pools``."""
 
     object: str = "list"
@@ -380,7 +380,7 @@ class PoolList(Answer, frozen=True, kw_only=True):
     data: list[PoolRow]
 
 
-class PlacedRow(Answer, frozen=True, kw_only=True):
+class PlacedRow(AnswerRow, frozen=True, kw_only=True):
     """One line of facts about a request and where it went."""
 
     request_id: str
@@ -399,14 +399,14 @@ class PlacedRow(Answer, frozen=True, kw_only=True):
     itl_ms: float | None
 
 
-class PlacedList(Answer, frozen=True, kw_only=True):
+class PlacedList(AnswerRow, frozen=True, kw_only=True):
     """Answer of a global router's ``GET /v1/decisions``, newest first."""
 
     object: str = "list"
     data: list[PlacedRow]
 
 
-class RefusalRow(Answer, frozen=True, kw_only=True):
+class RefusalRow(AnswerRow, frozen=True, kw_only=True):
     """A pool that gave no worker."""
 
     pool: str
@@ -414,7 +414,7 @@ class RefusalRow(Answer, frozen=True, kw_only=True):
     message: str
 
 
-class PlacementRow(Answer, frozen=True, kw_only=True):
+class PlacementRow(AnswerRow, frozen=True, kw_only=True):
     """One dispatch: what was wanted, what was passed over, where it went."""
 
     stage: str
@@ -434,7 +434,7 @@ class PlacementRow(Answer, frozen=True, kw_only=True):
     refusals: list[RefusalRow]
 
 
-class ExpectedOutputRow(Answer, frozen=True, kw_only=True):
+class ExpectedOutputRow(AnswerRow, frozen=True, kw_only=True):
     """How many tokens an output was expected to have, and who said so."""
 
     tokens: int
@@ -450,7 +450,7 @@ class PlacedExplanation(PlacedRow, frozen=True, kw_only=True):
     notes: list[str]
 
 
-class ReloadAnswer(Answer, frozen=True, kw_only=True):
+class ReloadAnswer(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``POST /v1/config/reload`` and ``/v1/config/rollback``: what became of the document."""
 
     outcome: str
@@ -466,7 +466,7 @@ class ReloadRow(ReloadAnswer, frozen=True, kw_only=True):
     time_ms: int
 
 
-class MeasuredRow(Answer, frozen=True, kw_only=True):
+class MeasuredRow(AnswerRow, frozen=True, kw_only=True):
     """A 95th percentile beside its target."""
 
     pool: str
@@ -476,7 +476,7 @@ class MeasuredRow(Answer, frozen=True, kw_only=True):
     samples: int
 
 
-class LoopStepRow(Answer, frozen=True, kw_only=True):
+class LoopStepRow(AnswerRow, frozen=True, kw_only=True):
     """A change of the share that spills, or the note that nothing can."""
 
     time_ms: float
@@ -491,7 +491,7 @@ class LoopStepRow(Answer, frozen=True, kw_only=True):
     reason: str
 
 
-class ConfigAnswer(Answer, frozen=True, kw_only=True):
+class ConfigAnswer(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``GET /v1/config``: the document in force, the last attempts to change it, the last loop steps."""
 
     revision: int
@@ -504,7 +504,7 @@ class ConfigAnswer(Answer, frozen=True, kw_only=True):
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-class NamedRow(Answer, frozen=True, kw_only=True):
+class NamedRow(AnswerRow, frozen=True, kw_only=True):
     """One process under its name."""
 
     namespace: str
@@ -516,7 +516,7 @@ class NamedRow(Answer, frozen=True, kw_only=True):
     lease_ms: int
 
 
-class FleetList(Answer, frozen=True, kw_only=True):
+class FleetList(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``GET /v1/fleet``."""
 
     object: str = "list"

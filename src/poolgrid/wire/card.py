@@ -1,12 +1,18 @@
-"""What a worker says of itself when it joins a pool."""
+"""What a worker says of itself when it joins a pool, and what its card must look like by itself.
+
+A card is copied into the journal and from there into every router, which connect to the addresses in it and show the
+names in it to people. So it is checked in every door that cards come through: the consolidator's, the sources file's,
+and the worker's own start.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
+from poolgrid.wire.addresses import http_url_problem, ip_endpoint_problem, zmq_endpoint_problem
 from poolgrid.wire.hashing import HASH_SPEC, stable_u64
 from poolgrid.wire.identifiers import U32, Identifier, Role
 from poolgrid.wire.limits import (
@@ -18,6 +24,34 @@ from poolgrid.wire.limits import (
     STEP_TIMES_MAX,
     STOP_TOKENS_MAX,
 )
+
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "harmony"]
+ToolCallParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "pythonic",
+    "deepseek_v3",
+    "kimi_k2",
+    "qwen3_coder",
+    "glm45",
+    "granite",
+    "harmony",
+]
+
+AUTO = "auto"
+"""Nobody says: what the workers name, else what the template and the vocabulary show."""
+
+REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
+TOOL_CALL_PARSERS: tuple[str, ...] = get_args(ToolCallParser)
+
+
+def parser_name(given: object) -> object:
+    """Return a parser's name as it is written here: others write the same ones with hyphens."""
+    return given.replace("-", "_") if isinstance(given, str) else given
+
 
 Length = Annotated[int, Meta(ge=1, le=65_536)]
 """A length in pixels or patches: a divisor, so never 0."""
@@ -85,9 +119,9 @@ class ChatSpec(msgspec.Struct, array_like=True, frozen=True):
     """How chats with a model are written and read, where its workers were told; empty = the routers find out."""
 
     reasoning_parser: Identifier = ""
-    """``poolgrid.wire.output_parsers.ReasoningParser`` but for ``auto``."""
+    """``poolgrid.wire.card.ReasoningParser`` but for ``auto``."""
     tool_call_parser: Identifier = ""
-    """``poolgrid.wire.output_parsers.ToolCallParser`` but for ``auto``."""
+    """``poolgrid.wire.card.ToolCallParser`` but for ``auto``."""
     chat_template: Annotated[str, Meta(max_length=CHAT_TEMPLATE_CHARS_MAX)] = ""
     """Source in Jinja, in place of the model's own. Of several ranks of a worker the first has it."""
 
@@ -174,3 +208,90 @@ def shown_value(value: str) -> str:
     if len(value) <= SHOWN_CHARS:
         return repr(value)
     return f"{value[:SHOWN_CHARS]!r}… ({len(value)} characters, xxh3 {stable_u64(value):016x})"
+
+
+STEP_MS_MAX = 1e9
+"""A step that takes longer than eleven days is a mistake."""
+
+SHOWN_CHARS_MAX = 200
+"""Characters of a refused value that are repeated in the reason."""
+
+
+def name_problem(field: str, name: str, needed: bool) -> str | None:
+    """Say why a name that people and labels show cannot be used, or ``None``."""
+    if needed and not name:
+        return f"{field} is empty, allowed are 1 to 256 characters"
+    if not name.isprintable():
+        return f"{field} is {name[:SHOWN_CHARS_MAX]!r}, allowed are printable characters"
+    return None
+
+
+def _times_problem(part: str, points: tuple[tuple[float, float], ...], least: float, most: float) -> str | None:
+    """Say which point of a curve of step times is none, or ``None``."""
+    before = -1.0
+    for position, (x, ms) in enumerate(points):
+        where = f"the card's step_times.{part}[{position}]"
+        if not least <= x <= most or x <= before:
+            return f"{where} is at {x:g} after {before:g}, allowed are rising values from {least:g} to {most:g}"
+        if not 0.0 < ms <= STEP_MS_MAX:
+            return f"{where} takes {ms:g} ms, allowed are above 0 to {STEP_MS_MAX:g}"
+        before = x
+    return None
+
+
+def card_problem(card: WorkerCard) -> str | None:
+    """Name the first field of a card that is wrong, with its value and what is allowed; ``None`` when none is."""
+    names = [("model", card.model, True), ("engine", card.engine, False), ("endpoint_name", card.endpoint_name, False)]
+    names += [(f"loras[{position}]", lora, True) for position, lora in enumerate(card.loras)]
+    names += [(f"aliases[{position}]", alias, True) for position, alias in enumerate(card.aliases)]
+    for field, name, needed in names:
+        problem = name_problem(f"the card's {field}", name, needed)
+        if problem is not None:
+            return problem
+    chat = card.chat
+    for field, name, known in (
+        ("reasoning_parser", chat.reasoning_parser, REASONING_PARSERS),
+        ("tool_call_parser", chat.tool_call_parser, TOOL_CALL_PARSERS),
+    ):
+        if name and (name == AUTO or name not in known):
+            allowed = ", ".join(each for each in known if each != AUTO)
+            return f"the card's chat.{field} is {shown_value(name)}, allowed are {allowed}, and empty"
+    problem = _times_problem("prefill", card.step_times.prefill, 0.0, float("inf")) or _times_problem(
+        "decode", card.step_times.decode, 0.0, 1.0
+    )
+    if problem is not None:
+        return problem
+    if bool(card.step_times.prefill) != bool(card.step_times.decode):
+        return "the card's step_times have only one of prefill and decode, allowed are both or neither"
+    if card.block_size < 1:
+        return f"the card's block_size is {card.block_size}, allowed are integers from 1"
+    problem = zmq_endpoint_problem(card.request_endpoint)
+    if problem is not None:
+        return (
+            f"the card's request_endpoint is {card.request_endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; "
+            "allowed is tcp://host:port"
+        )
+    problem = http_url_problem(card.http_endpoint) if card.http_endpoint else None
+    if problem is not None:
+        return (
+            f"the card's http_endpoint is {card.http_endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; "
+            "allowed are http://host:port and https://host:port"
+        )
+    return _serving_problem(card)
+
+
+def _serving_problem(card: WorkerCard) -> str | None:
+    """Say what is wrong with where the engine's own server is, or ``None``."""
+    if len(card.serving_endpoints) not in (0, 1, card.dp_size):
+        return (
+            f"the card's serving_endpoints are {len(card.serving_endpoints)} and its dp_size is {card.dp_size}: "
+            "allowed are none, one for all ranks, and one for each"
+        )
+    for position, endpoint in enumerate(card.serving_endpoints):
+        problem = ip_endpoint_problem(endpoint)
+        if problem is not None:
+            return (
+                f"the card's serving_endpoints[{position}] is {endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; allowed "
+                "are ip:port and [ipv6]:port"
+            )
+    return None

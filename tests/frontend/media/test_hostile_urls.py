@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from poolgrid.frontend.media.addresses import AddressPolicy
-from poolgrid.frontend.media.data_urls import PIECE_CHARS, decode_data_url
+from poolgrid.frontend.media.references import PIECE_CHARS, decode_data_url
 from poolgrid.wire.multimodal import digest_media
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.loading import Names, loading

@@ -15,10 +15,10 @@ from tokenizers.processors import TemplateProcessing
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.content_form import ContentForm
 from poolgrid.frontend.media.conversation import with_media
 from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.template_capabilities import ContentForm
 from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import ServedModel

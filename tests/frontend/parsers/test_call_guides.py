@@ -15,7 +15,7 @@ import pytest
 from poolgrid.frontend.guides import json_guide
 from poolgrid.frontend.parsers.call_guides import any_of, within
 from poolgrid.frontend.parsers.formats import TOOL_NAMES, OutputFormat, ToolUse
-from poolgrid.frontend.parsers.pieces import Kind
+from poolgrid.frontend.parsers.pieces import PieceKind
 from poolgrid.frontend.tools import beside_calls
 from tests.workers.test_guided_tokens import asked, stream, text_of
 
@@ -58,15 +58,17 @@ def test_an_answer_beside_tools_is_calls_or_keeps_to_the_schema(form: str, templ
         parser = output_format.parser(use, guided=True)
         assert parser is not None
         pieces = [*parser.feed(text_of(made)), *parser.finish()]
-        calls = [piece.text for piece in pieces if piece.kind is Kind.CALL]
-        content = "".join(piece.text for piece in pieces if piece.kind is Kind.CONTENT)
+        calls = [piece.text for piece in pieces if piece.kind is PieceKind.CALL]
+        content = "".join(piece.text for piece in pieces if piece.kind is PieceKind.CONTENT)
         if not calls:
             jsonschema_rs.validate(ANSWER, json.loads(content))
             found.add("answer")
             continue
         assert content == "", text_of(made)
         assert parallel or len(calls) == 1
-        arguments = "".join("\x00" if piece.kind is Kind.CALL else piece.text for piece in pieces).split("\x00")[1:]
+        arguments = "".join("\x00" if piece.kind is PieceKind.CALL else piece.text for piece in pieces).split("\x00")[
+            1:
+        ]
         for name, given in zip(calls, arguments, strict=True):
             jsonschema_rs.validate(dict(TOOLS[name]), json.loads(given))
             found.add(name)
@@ -110,9 +112,9 @@ def test_reasoning_is_not_looked_for_in_a_guided_call() -> None:
     use = ToolUse(frozenset(TOOLS), schemas=TOOLS)
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     for text, kinds in (
-        (call, [Kind.CALL, Kind.ARGUMENTS]),
-        ('{"summary": ""}', [Kind.CONTENT]),
-        ("Hm", [Kind.REASONING]),
+        (call, [PieceKind.CALL, PieceKind.ARGUMENTS]),
+        ('{"summary": ""}', [PieceKind.CONTENT]),
+        ("Hm", [PieceKind.REASONING]),
     ):
         for cut in range(len(text)):
             parser = OutputFormat("deepseek_r1", "hermes").parser(use, guided=True)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES, OutputFormat
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser
+from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
 from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 
 NAMES = [transcript.name for transcript in TRANSCRIPTS]
@@ -28,11 +28,11 @@ def read(parser: OutputParser, parts: Sequence[str]) -> Answer:
     calls: list[tuple[str, str]] = []
     for pieces in [*(parser.feed(part) for part in parts), parser.finish()]:
         for kind, text in pieces:
-            if kind is Kind.CONTENT:
+            if kind is PieceKind.CONTENT:
                 content += text
-            elif kind is Kind.REASONING:
+            elif kind is PieceKind.REASONING:
                 reasoning += text
-            elif kind is Kind.CALL:
+            elif kind is PieceKind.CALL:
                 calls.append((text, ""))
             else:
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.policies.retention.prefix_history import PrefixHistory, Run
+from poolgrid.router.policies.retention.prefix_history import PrefixHistory, PrefixRun
 
 PATHS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=7).map(tuple), max_size=30)
 
@@ -25,11 +25,11 @@ def visit(history: PrefixHistory, granules: list[int], now_ms: float) -> list[tu
     if found and found[-1][2] < len(found[-1][1].granules):
         number, _, size = found[-1]
         found[-1] = (number, history.cut(number, size), size)
-    chain: list[tuple[int | None, Run]] = [
-        (number, Run(run.granules, run.visits + 1, now_ms)) for number, run, _ in found
+    chain: list[tuple[int | None, PrefixRun]] = [
+        (number, PrefixRun(run.granules, run.visits + 1, now_ms)) for number, run, _ in found
     ]
     if len(known) < len(granules):
-        chain.append((None, Run(tuple(granules[len(known) :]), 1, now_ms)))
+        chain.append((None, PrefixRun(tuple(granules[len(known) :]), 1, now_ms)))
     history.note(chain)
     return known
 

@@ -11,7 +11,7 @@ from poolgrid.router.policies.retention.return_times import (
     EDGES_MS,
     NOTHING,
     SHORTEST_MS,
-    Plan,
+    RetentionPlan,
     ReturnTimes,
     bin_of,
 )
@@ -87,7 +87,7 @@ def test_counts_are_forgotten_and_rates_are_not() -> None:
 def test_what_is_kept_fits_and_more_room_never_keeps_less(kinds: list[tuple[int, float, float]], room: float) -> None:
     times = seen(*((visits, int(visits * share), gap_ms) for visits, share, gap_ms in kinds))
 
-    def demand(plan: Plan) -> float:
+    def demand(plan: RetentionPlan) -> float:
         """As much room as what is kept can take at most: all of it for all of its time."""
         per_ms = {kind: times.visits[kind] / times.weight_ms for kind in plan.keep}
         return sum(per_ms[kind] * keep.duration_ms * (1.0 - keep.returns) for kind, keep in plan.keep.items())

@@ -19,11 +19,12 @@ from poolgrid.wire.events import AnyEvent, EventBatch, LoadReported
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import Generate, TokenBatch, TokenDelta
 from poolgrid.workers.adapters.sockets import RequestSocket
-from poolgrid.workers.engines.server.core.calls import Dialect
+from poolgrid.workers.engines.server.cache_events import CacheEvents
+from poolgrid.workers.engines.server.core.calls import ServerDialect
 from poolgrid.workers.engines.server.dialects.sglang import SglangDialect
 from poolgrid.workers.engines.server.dialects.trtllm_serve import TrtllmServeDialect
 from poolgrid.workers.engines.server.dialects.vllm import VllmDialect
-from poolgrid.workers.engines.server.engine import CacheEvents, ServerEngine, ServerLimits
+from poolgrid.workers.engines.server.engine import ServerEngine, ServerLimits
 from poolgrid.workers.engines.server.server_client import ServerClient
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
@@ -34,7 +35,7 @@ PEER = b"router"
 CARD = WorkerCard("m", Role.AGGREGATED, 4, WorkerLimits(8, 64, 256, 4096), "tcp://127.0.0.1:1")
 LIMITS = ServerLimits(1024, 16, 60_000.0, 60_000.0, 60_000.0, 60_000.0)
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {
+DIALECTS: dict[str, Callable[[], ServerDialect]] = {
     "vllm": lambda: VllmDialect("m"),
     "sglang": lambda: SglangDialect(follows_events=False),
     "trtllm-serve": lambda: TrtllmServeDialect("m"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from poolgrid.http.http_client import RequestFailed
 from poolgrid.tools.bench.client import EVENT_BYTES_MAX
 from poolgrid.tools.bench.client import Exchange as Loaded
-from poolgrid.workers.engines.server.core.event_stream import LINE_BYTES_MAX, EventStream, LineTooLong
+from poolgrid.workers.engines.server.core.event_stream import LINE_BYTES_MAX, LineTooLong, ServerSentEvents
 
 
 class Piece(bytes):
@@ -28,7 +28,7 @@ def test_events_are_the_same_however_they_are_torn(lines: list[bytes], rest: byt
     rest = rest.replace(b"\n", b"")
     whole = b"".join(line + b"\n" for line in lines) + rest
     at = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=12)))
-    stream, taken = EventStream(), []
+    stream, taken = ServerSentEvents(), []
     for start, end in zip([0, *at], [*at, len(whole)], strict=True):
         taken += list(stream.take(Piece(whole[start:end])))
 
@@ -38,7 +38,7 @@ def test_events_are_the_same_however_they_are_torn(lines: list[bytes], rest: byt
 
 
 def test_a_line_in_small_pieces_is_never_copied_whole() -> None:
-    stream = EventStream()
+    stream = ServerSentEvents()
     line = b"data: " + b"1" * 3_000_000
     for at in range(0, len(line), 1200):
         assert not list(stream.take(Piece(line[at : at + 1200])))
@@ -47,7 +47,7 @@ def test_a_line_in_small_pieces_is_never_copied_whole() -> None:
 
 @pytest.mark.parametrize("ends", [b"", b"\n", b"\ndata: 1\n"])
 def test_a_line_beyond_the_bound_is_refused_before_it_is_kept(ends: bytes) -> None:
-    stream = EventStream()
+    stream = ServerSentEvents()
     list(stream.take(b"x" * LINE_BYTES_MAX))
     with pytest.raises(LineTooLong):
         list(stream.take(b"y" + ends))

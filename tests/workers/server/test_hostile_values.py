@@ -11,8 +11,9 @@ import pytest
 from poolgrid.wire.events import CacheCleared
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-from poolgrid.workers.core.joined_output import JoinedOutput
+from poolgrid.workers.core.token_coalescer import TokenCoalescer
 from poolgrid.workers.engines.server.engine import ServerEngine
+from poolgrid.workers.engines.server.request_ledger import RequestLedger
 from poolgrid.workers.service import WorkerService
 from tests.workers.builders import make_request, prefill_leg
 from tests.workers.server.harness import DIALECTS, Harness, chunks, harness
@@ -191,11 +192,14 @@ def raises_for(name: str, method: Any) -> Any:
     return wrapped
 
 
-@pytest.mark.parametrize("place", ["_take", "_grow", "_book", "_on_end"])
+@pytest.mark.parametrize(
+    ("owner", "place"),
+    [(ServerEngine, "_take"), (RequestLedger, "grow"), (RequestLedger, "_book"), (ServerEngine, "_on_end")],
+)
 def test_a_fault_of_one_request_in_the_engine_is_its_own(
-    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owner: type, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ServerEngine, place, raises_for("r2", getattr(ServerEngine, place)))
+    monkeypatch.setattr(owner, place, raises_for("r2", getattr(owner, place)))
 
     async def scenario() -> None:
         async with harness("vllm") as worker:
@@ -215,7 +219,7 @@ def test_a_fault_of_one_request_in_the_engine_is_its_own(
 def test_a_fault_of_one_delta_in_the_service_is_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(JoinedOutput, "add", raises_for("r2", JoinedOutput.add))
+    monkeypatch.setattr(TokenCoalescer, "add", raises_for("r2", TokenCoalescer.add))
 
     async def scenario() -> None:
         async with harness("vllm") as worker:
@@ -232,12 +236,12 @@ def test_a_fault_of_one_delta_in_the_service_is_its_own(
 
 
 def test_a_delta_that_no_message_can_carry_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = JoinedOutput.add
+    add = TokenCoalescer.add
 
-    def swell(self: JoinedOutput, delta: TokenDelta, ready: list[TokenDelta]) -> None:
+    def swell(self: TokenCoalescer, delta: TokenDelta, ready: list[TokenDelta]) -> None:
         add(self, TokenDelta("r2", 2**70, b"") if delta.request_id == "r2" else delta, ready)
 
-    monkeypatch.setattr(JoinedOutput, "add", swell)
+    monkeypatch.setattr(TokenCoalescer, "add", swell)
 
     async def scenario() -> None:
         async with harness("vllm") as worker:
@@ -252,7 +256,7 @@ def test_a_delta_that_no_message_can_carry_ends_its_own_request(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("owner", "place"),
-    [(WorkerService, "_deliver"), (ServerEngine, "load"), (WorkerService, "_note_if_empty")],
+    [(WorkerService, "_deliver"), (RequestLedger, "load"), (WorkerService, "_note_if_empty")],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_a_fault_of_a_whole_report_ends_every_request_at_once(
@@ -311,14 +315,14 @@ def test_a_request_whose_submission_fails_is_refused_and_not_dropped(monkeypatch
 def test_a_fault_over_cache_events_ends_every_request_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets log what a handler of theirs raises, and go on: a report that is lost there would be lost for good."""
     armed = False
-    method = ServerEngine.load
+    method = RequestLedger.load
 
-    def broken(self: ServerEngine, dp_rank: int) -> Any:
+    def broken(self: RequestLedger, dp_rank: int) -> Any:
         if armed:
             raise RuntimeError("injected")
         return method(self, dp_rank)
 
-    monkeypatch.setattr(ServerEngine, "load", broken)
+    monkeypatch.setattr(RequestLedger, "load", broken)
 
     async def scenario() -> None:
         nonlocal armed
@@ -341,14 +345,14 @@ def test_a_fault_over_cache_events_ends_every_request_at_once(monkeypatch: pytes
 
 
 def test_a_fault_over_a_leg_that_left_at_once_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    grow = ServerEngine._grow
+    grow = RequestLedger.grow
 
-    def faulty(self: ServerEngine, active: Any, piece: Any, finish: Any, params: Any = None) -> None:
+    def faulty(self: RequestLedger, active: Any, piece: Any, now_ms: float, finish: Any = None, *rest: Any) -> None:
         if active.request_id == "r2" and finish is FinishReason.PREFILLED:
             raise RuntimeError("injected")
-        grow(self, active, piece, finish, params)
+        grow(self, active, piece, now_ms, finish, *rest)
 
-    monkeypatch.setattr(ServerEngine, "_grow", faulty)
+    monkeypatch.setattr(RequestLedger, "grow", faulty)
 
     async def scenario() -> None:
         async with harness("sglang") as worker:

@@ -17,7 +17,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import Generate, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError, UnableError
-from poolgrid.workers.engines.server.core.calls import Dialect
+from poolgrid.workers.engines.server.core.calls import ServerDialect
 from poolgrid.workers.engines.server.dialects.sglang import SglangDialect
 from poolgrid.workers.engines.server.dialects.trtllm_serve import TrtllmServeDialect
 from poolgrid.workers.engines.server.dialects.vllm import VllmDialect
@@ -52,7 +52,7 @@ def url(data: bytes) -> str:
     return f"data:image/png;base64,{b64encode(data).decode()}"
 
 
-def asked(dialect: Dialect, request: Generate) -> dict[str, Any]:
+def asked(dialect: ServerDialect, request: Generate) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(dialect.call(request).body)
     return body
 
@@ -94,7 +94,7 @@ def test_sglang_is_asked_with_both_at_its_own_endpoint() -> None:
 
 
 @pytest.mark.parametrize(("dialect", "where"), [(VLLM, "token_ids"), (SGLANG, "input_ids")])
-def test_placeholders_that_a_router_has_multiplied_are_one_token_again(dialect: Dialect, where: str) -> None:
+def test_placeholders_that_a_router_has_multiplied_are_one_token_again(dialect: ServerDialect, where: str) -> None:
     request = seeing(
         [5, *[IMAGE_TOKEN] * 3, 6, IMAGE_TOKEN, *[IMAGE_TOKEN] * 2],
         picture(CAT, 1, 3),
@@ -120,7 +120,7 @@ def test_placeholders_that_a_router_has_multiplied_are_one_token_again(dialect: 
     ],
 )
 def test_what_cannot_go_with_token_ids_is_refused_by_name(
-    dialect: Dialect, request_: Generate, error: type[RefusedError], words: str
+    dialect: ServerDialect, request_: Generate, error: type[RefusedError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         dialect.call(request_)
@@ -134,7 +134,7 @@ def test_what_cannot_go_with_token_ids_is_refused_by_name(
         (TrtllmServeDialect("m"), "a worker with the engine trtllm does"),
     ],
 )
-def test_a_worker_that_takes_no_pictures_says_what_does(dialect: Dialect, words: str) -> None:
+def test_a_worker_that_takes_no_pictures_says_what_does(dialect: ServerDialect, words: str) -> None:
     with pytest.raises(UnableError, match=words):
         dialect.call(seeing([IMAGE_TOKEN], picture(CAT)))
 

@@ -24,7 +24,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import EventBatch
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.server.core.told_blocks import ToldBlocks
+from poolgrid.workers.engines.server.core.reported_blocks import ReportedBlocks
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
 from poolgrid.workers.engines.trtllm.core.statistics import load_of, parse_statistics
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
@@ -131,7 +131,7 @@ PUBLISHED: list[Any] = [
 def test_values_of_a_publisher_are_told_within_the_wires_bounds_or_not_at_all() -> None:
     source = random.Random("values of publishers")
     encode = msgspec.msgpack.Encoder().encode
-    translator, told = EngineTranslator(4, 10_000), ToldBlocks()
+    translator, told = EngineTranslator(4, 10_000), ReportedBlocks()
     read = 0
     for _ in range(examples(3000)):
         value = spoilt(source, PUBLISHED, [b"", b"x" * 8, b"x" * 80, NAN, INFINITE])
@@ -223,7 +223,6 @@ def test_values_of_statistics_are_shown_or_left_out() -> None:
         except DecodeError:
             continue
         read += 1
-        metrics.observe_iteration(statistics)
         metrics.observe_load(statistics)
         load = load_of(statistics, 0)
         frame = codec.event_batch.encode(EventBatch("w", 0, 1, 0, 0, [load]))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from poolgrid.http.http_client import Exchange, RequestFailed
 from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.engines.server.core.calls import Call, Piece
-from poolgrid.workers.engines.server.core.event_stream import EventStream, LineTooLong
+from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call
+from poolgrid.workers.engines.server.core.event_stream import LineTooLong, ServerSentEvents
 
 WHOLE_BYTES_MAX = 256 * 1024 * 1024
 """Largest whole answer: the log probabilities of a long prompt."""
@@ -16,7 +16,7 @@ ERROR_BYTES_MAX = 64 * 1024
 """How much of an error answer is read: validation errors repeat the prompt."""
 
 
-class Answer(Exchange):
+class AnswerStream(Exchange):
     """Carries pieces from the connection to the engine, in the turn in which they arrive."""
 
     __slots__ = (
@@ -31,13 +31,13 @@ class Answer(Exchange):
         "retry_after",
     )
 
-    def __init__(self, call: Call, on_piece: Callable[[Piece], None], on_over: Callable[[], None]) -> None:
+    def __init__(self, call: Call, on_piece: Callable[[AnswerPiece], None], on_over: Callable[[], None]) -> None:
         """``on_over`` is called when the stream's end mark has come; its connection may stay open."""
         super().__init__()
         self._call = call
         self._on_piece = on_piece
         self._on_over = on_over
-        self._stream = EventStream()
+        self._stream = ServerSentEvents()
         self._body: list[bytes] = []
         self._size = 0
         self.ended_ms = 0.0

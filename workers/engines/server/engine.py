@@ -25,9 +25,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+
+from msgspec import structs
 
 from poolgrid.http.http_client import RequestFailed
 from poolgrid.process.clock import Clock
@@ -37,26 +38,20 @@ from poolgrid.wire.events import (
     AnyEvent,
     BlocksStored,
     LoadReported,
-    PrefillCompleted,
-    RequestFinished,
-    RequestProgressed,
-    RequestStarted,
 )
-from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.limits import TEXT_CHARS_MAX
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
-from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor, Stall
-from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
-from poolgrid.workers.engines.server.answer import Answer
-from poolgrid.workers.engines.server.core.calls import Call, Dialect, Failure, Piece
+from poolgrid.workers.engines.protocol import EngineReport
+from poolgrid.workers.engines.server.answer import AnswerStream
+from poolgrid.workers.engines.server.cache_events import CacheEvents
+from poolgrid.workers.engines.server.core.calls import AnswerPiece, Failure, ServerDialect
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
-from poolgrid.workers.engines.server.core.room import Room
+from poolgrid.workers.engines.server.core.room import ServerRoom
 from poolgrid.workers.engines.server.health import ServerHealth
-from poolgrid.workers.engines.server.pending_report import PendingReport
+from poolgrid.workers.engines.server.request_ledger import ActiveRequest, RequestLedger
 from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.workers.engines.server.started_server import StartedServer
 from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -84,16 +79,10 @@ EXPIRY_CHECK_S = 0.5
 END_WAIT_MS = 500.0
 """How long an answer may take to end after its finish reason or its error status: usage and end mark follow at once."""
 
-LIFE_FACTOR = 10.0
-"""Signs of life without a token count for so many times the progress time-out: then a rank is stalled all the same."""
-
-PREFILL_TOKENS_PER_S_MIN = 250.0
-"""Slowest rate at which an engine is believed to compute a prompt, where nothing shows its progress."""
-
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Times and bounds; all of them are settings of the worker."""
+    """Times and bounds; they are settings of the worker, or constants beside them."""
 
     max_requests: int
     kept_transfers_max: int
@@ -103,87 +92,13 @@ class ServerLimits:
     progress_timeout_ms: float
 
 
-class CacheEvents:
-    """What follows the cache of every rank; this one follows nothing."""
-
-    def cached_blocks(self, dp_rank: int) -> int:
-        return 0
-
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
-        """Return what was told of a rank's cache."""
-        return []
-
-    def is_current(self) -> bool:
-        return True
-
-    def describe(self) -> dict[str, object]:
-        return {}
-
-    def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
-        """Begin to follow."""
-
-    def close(self) -> None:
-        """Stop following."""
-
-
-class OwnServer(Protocol):
-    """A server that the worker has started."""
-
-    def excuse(self) -> str:
-        """Why it cannot be asked now; empty = it should answer."""
-        ...
-
-    def watch(self, changed: Callable[[], None]) -> Coroutine[Any, Any, None]:
-        """Start it again whenever it dies, telling of each change.
-
-        Raises ``EngineBrokenError`` when it has died too often.
-        """
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Active:
-    """A request that the server has, or is about to get."""
-
-    request: Generate
-    call: Call
-    prompt_tokens: int
-    answer: Answer | None = None
-    exchange: asyncio.Task[None] | None = None
-    taken: int = 0
-    """Tokens that were reported."""
-    began: bool = False
-    held: Piece | None = None
-    """The piece with the finish reason: it goes out with the request's last delta."""
-    cached_tokens: int | None = None
-    told_cached: bool = False
-    deadline_ms: float = 0.0
-    """When its kept KV is given up."""
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def rank(self) -> int:
-        return self.request.routing.dp_rank
-
-    @property
-    def leaves_kv(self) -> bool:
-        return self.request.stage is Stage.PREFILL and self.request.sampling.max_tokens > 1
-
-    @property
-    def transfers(self) -> bool:
-        return self.request.stage is Stage.DECODE
-
-
 class ServerEngine:
     """``poolgrid.workers.engines.protocol.Engine`` over an engine server."""
 
     def __init__(
         self,
         client: ServerClient,
-        dialect: Dialect,
+        dialect: ServerDialect,
         dp_size: int,
         block_size: int,
         total_blocks: int,
@@ -193,7 +108,7 @@ class ServerEngine:
         about: Callable[[], dict[str, object]],
         clock: Clock,
         metrics: WorkerMetrics,
-        server: OwnServer | None = None,
+        server: StartedServer | None = None,
     ) -> None:
         """``confirm`` asks what the server serves, or all that it is, and says in what it differs from before;
         ``about`` is for people.
@@ -202,23 +117,27 @@ class ServerEngine:
         """
         self._client = client
         self._dialect = dialect
-        self._dp_size = dp_size
+        self.dp_size = dp_size
         self._limits = limits
         self._events = events
         self._about = about
         self._server = server
         self._clock = clock
         self._metrics = metrics
-        self._loads = [RankLoad(block_size) for _ in range(dp_size)]
-        for load in self._loads:
-            load.assume_total_blocks(total_blocks)
-        self._progress = [ProgressMonitor(limits.progress_timeout_ms) for _ in range(dp_size)]
+        self._books = RequestLedger(
+            dp_size,
+            block_size,
+            total_blocks,
+            limits.progress_timeout_ms,
+            dialect.tells_reuse_first,
+            events.cached_blocks,
+        )
         self._health = ServerHealth(
             client,
             confirm,
             events.is_current,
             self._stalled,
-            self._lives_since,
+            lambda since_ms: self._books.lives_since(self._active.values(), since_ms),
             limits.health_interval_ms,
             limits.health_timeout_ms,
             clock,
@@ -227,16 +146,13 @@ class ServerEngine:
         )
         self._health.observe(self._on_health)
         self._observer: Callable[[], None] | None = None
-        self._active: dict[str, _Active] = {}
-        self._kept: dict[str, _Active] = {}
+        self._active: dict[str, ActiveRequest] = {}
+        self._kept: dict[str, ActiveRequest] = {}
         """In order of their deadlines: all wait equally long."""
-        self._exchanges: dict[asyncio.Task[None], _Active] = {}
-        self._room = Room()
-        self._cache_ms = [0.0] * dp_size
-        """When the last cache event of each rank came."""
+        self._exchanges: dict[asyncio.Task[None], ActiveRequest] = {}
+        self._room = ServerRoom()
         self._said = Complaints(log, clock)
         self._watching: list[asyncio.Task[None]] = []
-        self._pending = PendingReport()
         self._flushing: asyncio.Handle | None = None
         self._deliver: Callable[[EngineReport], None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -246,37 +162,26 @@ class ServerEngine:
     # -- what the worker sees ------------------------------------------------------------------------------------------
 
     @property
-    def dp_size(self) -> int:
-        return self._dp_size
-
-    @property
     def unhealthy_reason(self) -> str:
-        """Why the server does not do its work; empty = it does."""
         return self._health.unhealthy_reason
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing can be expected of the server."""
         return self._health.is_silent
 
     def observe_health(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when the server falls silent, or is well again."""
         self._observer = changed
 
     def describe(self) -> dict[str, object]:
-        """Return where the server is, what it is, and how following its events goes."""
         return {"engine_server": {**self._about(), **self._events.describe()}}
 
     def load(self, dp_rank: int) -> LoadReported:
-        """Return a rank's load by the worker's own books."""
-        return self._loads[dp_rank].report(self._events.cached_blocks(dp_rank))
+        return self._books.load(dp_rank)
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        """Raise ``NotImplementedError``: a server cannot be asked what its cache holds."""
         raise NotImplementedError("an engine server cannot say what its cache holds; only its events tell")
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
-        """Return everything in a rank's cache, as reports have told it."""
         return self._events.restate(dp_rank)
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
@@ -301,17 +206,19 @@ class ServerEngine:
         """Ask the server, or raise ``RefusedError`` and change nothing. What it answers comes as deltas."""
         prompt_tokens = self._admit(request)
         call = self._dialect.call(request)
-        active = _Active(request, call, prompt_tokens)
-        active.answer = Answer(call, lambda piece: self._on_piece(active, piece), lambda: self._on_end(active, None))
+        active = ActiveRequest(request, call, prompt_tokens)
+        active.answer = AnswerStream(
+            call, lambda piece: self._on_piece(active, piece), lambda: self._on_end(active, None)
+        )
         request_id = request.request_id
         self._active[request_id] = active
-        self._loads[active.rank].entered(request_id, prompt_tokens, computes=not active.transfers)
-        self._progress[active.rank].entered(request_id, active.transfers, self._clock.monotonic_ms())
+        self._books.enter(active, self._clock.monotonic_ms())
         active.exchange = exchange = owned(self._ask(active), "request to the server")
         self._exchanges[exchange] = active
         exchange.add_done_callback(self._exchanges.pop)
         if call.left_at_once is not None:
-            self._leave(active, call.left_at_once)
+            # Another worker may go on while the server still computes the prompt.
+            self._loop.call_soon(self._left, active, call.left_at_once)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request by closing its connection; kept KV is given up."""
@@ -353,10 +260,9 @@ class ServerEngine:
                 )
         return prompt_tokens
 
-    async def _ask(self, active: _Active) -> None:
+    async def _ask(self, active: ActiveRequest) -> None:
         """Carry out a request's exchange, and take its end."""
         answer = active.answer
-        assert answer is not None, "it was made with the request"
         call = active.call
         failure: Failure | None = None
         try:
@@ -375,7 +281,7 @@ class ServerEngine:
         except Exception as error:
             self._break(active, error)
 
-    def _refusal(self, answer: Answer) -> Failure | None:
+    def _refusal(self, answer: AnswerStream) -> Failure | None:
         """Return what an answer with another status than 200 means."""
         if answer.status in (0, 200):
             return None
@@ -384,8 +290,7 @@ class ServerEngine:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def _on_piece(self, active: _Active, piece: Piece) -> None:
-        """Take what arrived of one answer."""
+    def _on_piece(self, active: ActiveRequest, piece: AnswerPiece) -> None:
         if self._active.get(active.request_id) is not active:
             return  # it was taken away; or its decode leg has it all
         try:
@@ -393,7 +298,7 @@ class ServerEngine:
         except Exception as error:
             self._break(active, error)
 
-    def _take(self, active: _Active, piece: Piece) -> None:
+    def _take(self, active: ActiveRequest, piece: AnswerPiece) -> None:
         cached = piece.cached_tokens
         if cached is not None:
             # The server counts the tokens of pictures too, and nobody else knows how many those are.
@@ -402,19 +307,18 @@ class ServerEngine:
             self._close(active)  # the server may say more, or nothing ever
             self._on_end(active, piece.failure)
             return
-        if active.held is not None:
+        if active.last_piece is not None:
             return  # nothing but counts comes after the finish reason
         left = active.request.sampling.max_tokens - active.taken
         if len(piece.tokens) > left:
             self._cut(active, piece, left)
         elif piece.finish is not None:
-            active.held = piece
+            active.last_piece = piece
         elif piece.tokens:
-            self._grow(active, piece, None)
+            self._books.grow(active, piece, self._clock.monotonic_ms())
             self._flush_soon()
 
-    def _cut(self, active: _Active, piece: Piece, left: int) -> None:
-        """End an answer that is longer than was asked for."""
+    def _cut(self, active: ActiveRequest, piece: AnswerPiece, left: int) -> None:
         self._metrics.overlong_answers.inc()
         log.warning(
             "request %s: the engine server sent more than max_tokens (%d): its answer is cut there",
@@ -427,62 +331,16 @@ class ServerEngine:
         self._close(active)
         self._finish(active, FinishReason.LENGTH, piece)
 
-    def _break(self, active: _Active, error: Exception) -> None:
+    def _break(self, active: ActiveRequest, error: Exception) -> None:
         """End one request as broken, for an exception that is its own."""
         log.error("request %s failed: this is a bug", active.request_id, exc_info=error)
         self._metrics.request_faults.inc()
         if self._active.get(active.request_id) is active:
             self._close(active)
-            self._finish(active, ERROR, error=f"reading the engine's answer failed: {error!r}", refusal=BROKEN)
+            failure = Failure(f"reading the engine's answer failed: {error!r}", BROKEN)
+            self._finish(active, ERROR, failure=failure)
 
-    def _grow(self, active: _Active, piece: Piece, finish: FinishReason | None, params: bytes | None = None) -> None:
-        """Report a piece's tokens, the last ones with the finish reason."""
-        request_id = active.request_id
-        token_ids = pack_tokens(piece.tokens)
-        cached = None
-        if not active.told_cached and active.cached_tokens is not None:
-            active.told_cached = True
-            cached = active.cached_tokens
-        position = active.taken
-        if piece.tokens or finish is PREFILLED:
-            self._book(active, len(piece.tokens))
-        self._pending.deltas.append(
-            TokenDelta(
-                request_id,
-                position,
-                token_ids,
-                finish,
-                cached,
-                logprobs=piece.logprobs,
-                disaggregated_params=params,
-                prompt_logprobs=piece.prompt_logprobs,
-            )
-        )
-
-    def _book(self, active: _Active, fresh: int) -> None:
-        """Note that a request has grown, in the books and for the event stream."""
-        request_id = active.request_id
-        active.taken += fresh
-        self._progress[active.rank].moved(request_id, self._clock.monotonic_ms())
-        began, blocks = self._loads[active.rank].grew(request_id, active.prompt_tokens + max(1, active.taken))
-        events = self._pending.of_rank(active.rank)
-        if began:
-            active.began = True
-            known = active.cached_tokens
-            # What the router expects stands in for what only the end of the answer tells.
-            cached = min(active.request.routing.overlap_tokens, active.prompt_tokens) if known is None else known
-            events.append(
-                RequestStarted(request_id, active.prompt_tokens, cached, blocks or 0, cached_later=known is None)
-            )
-            events.append(PrefillCompleted(request_id))
-            if not active.transfers:
-                self._pending.prefill_tokens += active.prompt_tokens - cached
-            fresh -= 1
-        elif blocks is not None:
-            events.append(RequestProgressed(request_id, blocks))
-        self._pending.decode_tokens += max(0, fresh)
-
-    def _on_end(self, active: _Active, failure: Failure | None) -> None:
+    def _on_end(self, active: ActiveRequest, failure: Failure | None) -> None:
         """Take the end of an exchange."""
         request_id = active.request_id
         if self._kept.get(request_id) is active:
@@ -491,23 +349,18 @@ class ServerEngine:
             return
         if self._active.get(request_id) is not active:
             return
-        held = active.held
-        if held is None:
-            failure = failure or self._without_reason(active)
+        last = active.last_piece
+        if last is None:
+            if failure is None and (active.leaves_kv or not active.taken):
+                failure = Failure("the engine server's answer ended without a finish reason", BROKEN)
             if failure is not None:
                 self._fail(active, failure)
                 return
             whole = active.taken >= active.request.sampling.max_tokens
-            held = Piece(finish=FinishReason.LENGTH if whole else FinishReason.STOP)
-        self._finish(active, held.finish or ERROR, held)
+            last = AnswerPiece(finish=FinishReason.LENGTH if whole else FinishReason.STOP)
+        self._finish(active, last.finish or ERROR, last)
 
-    def _without_reason(self, active: _Active) -> Failure | None:
-        """Return why an answer that ended without a finish reason is a failure; ``None`` = it ends with what came."""
-        if active.taken and not active.leaves_kv:
-            return None
-        return Failure("the engine server's answer ended without a finish reason", BROKEN)
-
-    def _fail(self, active: _Active, failure: Failure) -> None:
+    def _fail(self, active: ActiveRequest, failure: Failure) -> None:
         """End a request with the kind of the server's failure; the server's own words are for the log."""
         kind, pause_ms = failure.kind, None
         if kind is RefusalKind.CANNOT_DO and active.taken:
@@ -523,80 +376,40 @@ class ServerEngine:
             failure.reason,
             f" ({' '.join(failure.words.split())})" if failure.words else "",
         )
-        self._finish(
-            active, ERROR, error=failure.reason, refusal=kind, pause_ms=pause_ms, unknown=failure.unknown_model
-        )
+        self._finish(active, ERROR, failure=structs.replace(failure, kind=kind, retry_after_ms=pause_ms))
 
-    def _leave(self, active: _Active, params: bytes) -> None:
-        """Tell the router that another worker may go on, while the server still computes the prompt."""
-        self._loop.call_soon(self._left, active, params)
-
-    def _left(self, active: _Active, params: bytes) -> None:
+    def _left(self, active: ActiveRequest, params: bytes) -> None:
         if self._active.get(active.request_id) is not active:
             return
         try:
-            self._finish(active, PREFILLED, Piece(finish=PREFILLED, params=params))
+            self._finish(active, PREFILLED, AnswerPiece(finish=PREFILLED, params=params))
         except Exception as error:
             self._break(active, error)
 
     def _finish(
         self,
-        active: _Active,
+        active: ActiveRequest,
         reason: FinishReason,
-        piece: Piece | None = None,
-        *,
-        error: str | None = None,
-        refusal: RefusalKind | None = None,
-        pause_ms: int | None = None,
-        unknown: bool = False,
+        piece: AnswerPiece | None = None,
+        failure: Failure | None = None,
     ) -> None:
         """Give out a request's last delta, and take it off the books, or keep it."""
-        request_id = active.request_id
         now_ms = self._clock.monotonic_ms()
-        if piece is not None:
-            self._grow(active, piece, reason, piece.params)
-        del self._active[request_id]
-        if piece is not None:
-            self._progress[active.rank].ended(request_id, now_ms)
-        else:
-            self._progress[active.rank].given_up(request_id, now_ms)
-            self._pending.deltas.append(
-                TokenDelta(
-                    request_id,
-                    active.taken,
-                    b"",
-                    reason,
-                    error=None if error is None else error[:TEXT_CHARS_MAX],
-                    refusal=refusal,
-                    retry_after_ms=pause_ms,
-                    unknown_model=unknown,
-                )
-            )
+        self._books.end(active, reason, now_ms, piece, failure)
+        del self._active[active.request_id]
         if reason == PREFILLED:
             active.deadline_ms = now_ms + self._limits.kv_transfer_timeout_ms
-            self._kept[request_id] = active
-            self._loads[active.rank].keep(request_id)
-            self._pending.of_rank(active.rank)
-        else:
-            self._loads[active.rank].left(request_id)
-            # An estimate stood in for it at the beginning.
-            later = None if piece is None or self._dialect.tells_reuse_first else active.cached_tokens
-            self._pending.of_rank(active.rank).append(RequestFinished(request_id, reason, later))
+            self._kept[active.request_id] = active
         self._flush_soon()
 
-    def _release(self, active: _Active, reason: FinishReason) -> None:
+    def _release(self, active: ActiveRequest, reason: FinishReason) -> None:
         """Take a kept prefill leg off the books; the server lets go of its KV by itself."""
-        request_id = active.request_id
-        del self._kept[request_id]
+        del self._kept[active.request_id]
         self._close(active)
-        self._loads[active.rank].left(request_id)
-        self._pending.released.append(request_id)
-        self._pending.expired += reason is EXPIRED
-        self._pending.of_rank(active.rank).append(RequestFinished(request_id, reason, active.cached_tokens))
+        self._books.release(active, reason)
         self._flush_soon()
 
-    def _close(self, active: _Active) -> None:
-        """Close a request's connection, if it has one."""
+    def _close(self, active: ActiveRequest) -> None:
         if active.exchange is not None and active.exchange is not asyncio.current_task():
             active.exchange.cancel()
 
@@ -611,31 +424,19 @@ class ServerEngine:
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
-        pending = self._pending
-        if self._deliver is None or not pending:
+        if self._deliver is None:
             return
-        self._pending = PendingReport()
         try:
-            ranks = {rank: RankReport(events, self.load(rank)) for rank, events in pending.events.items()}
-            self._deliver(
-                EngineReport(
-                    deltas=pending.deltas,
-                    ranks=ranks,
-                    prefill_tokens=pending.prefill_tokens,
-                    decode_tokens=pending.decode_tokens,
-                    released=pending.released,
-                    expired=pending.expired,
-                    kept_transfers=len(self._kept),
-                )
-            )
+            report = self._books.take_report(len(self._kept))
+            if report is not None:
+                self._deliver(report)
         except Exception as error:
             # Nobody has what is lost with it, and whoever called this, a loop or a socket, goes on without.
             if not self._fault.done():
                 self._fault.set_exception(error)
 
     def _on_cache(self, dp_rank: int, events: Sequence[AnyEvent]) -> None:
-        self._cache_ms[dp_rank] = self._clock.monotonic_ms()
-        self._pending.of_rank(dp_rank).extend(events)
+        self._books.cache_changed(dp_rank, events, self._clock.monotonic_ms())
         # At once: a restatement must not know more than the reports have told.
         self._flush()
 
@@ -643,39 +444,15 @@ class ServerEngine:
 
     def _stalled(self, now_ms: float) -> str:
         """Return what has not moved for too long; empty = nothing."""
-        silent_ms = max(each.silent_ms(now_ms) for each in self._progress)
-        self._metrics.engine_silence_seconds.set(silent_ms / 1e3)
-        for dp_rank, monitor in enumerate(self._progress):
-            stall = monitor.stall(now_ms)
-            if stall is not None and stall.certain and not (stall.total and self._lives(dp_rank, stall, now_ms)):
-                return stall.reason
-        return ""
-
-    def _lives(self, dp_rank: int, stall: Stall, now_ms: float) -> bool:
-        """Tell whether a rank without output is at work: on a long prompt, or its events or answers show it."""
-        timeout_ms = self._limits.progress_timeout_ms
-        life_ms, prompt_tokens = self._cache_ms[dp_rank], 0
-        for active in self._active.values():
-            if active.rank == dp_rank:
-                assert active.answer is not None, "it was made with the request"
-                life_ms = max(life_ms, active.answer.now_ms)
-                if not active.taken:
-                    prompt_tokens = max(prompt_tokens, active.prompt_tokens)
-        if now_ms - life_ms <= timeout_ms and stall.silent_ms <= LIFE_FACTOR * timeout_ms:
-            return True
-        return stall.silent_ms <= timeout_ms + prompt_tokens / PREFILL_TOKENS_PER_S_MIN * 1e3
-
-    def _lives_since(self, since_ms: float) -> bool:
-        """Tell whether anything came from the server after a time: of an answer, or of its cache."""
-        answers = (active.answer.now_ms for active in self._active.values() if active.answer is not None)
-        return max(*self._cache_ms, *answers, 0.0) > since_ms
+        self._metrics.engine_silence_seconds.set(self._books.silent_ms(now_ms) / 1e3)
+        return self._books.stall(self._active.values(), now_ms)
 
     def _on_health(self) -> None:
         """Take the requests away from a server that has become silent; tell the worker."""
         if self._health.is_silent:
             for active in list(self._active.values()):
                 self._close(active)
-                self._finish(active, ERROR, error=SILENT, refusal=BROKEN)
+                self._finish(active, ERROR, failure=Failure(SILENT, BROKEN))
             for active in list(self._kept.values()):
                 self._release(active, EXPIRED)
             # At once: what the worker says next is that it leaves.
@@ -687,7 +464,6 @@ class ServerEngine:
         """End answers that are over while their connections stay open."""
         for exchange, active in list(self._exchanges.items()):
             answer = active.answer
-            assert answer is not None, "it was made with the request"
             if not answer.ended_ms and answer.status not in (0, 200):
                 answer.ended_ms = now_ms
             if answer.ended_ms and now_ms - answer.ended_ms > END_WAIT_MS:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent
-from poolgrid.workers.engines.server.core.calls import Dialect
+from poolgrid.workers.engines.server.core.calls import ServerDialect
 from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.core.server_facts import (
     ListedModel,
@@ -46,7 +46,7 @@ class ServerKind:
     """What such servers write into their list of models."""
     learn: Callable[[ServerClient, ListedModel], Awaitable[ServerFacts]]
     """Ask a server of this kind for all it tells of itself; raises ``ServerError``, ``DecodeError``."""
-    make_dialect: Callable[[ServerFacts, EngineServerSettings], Dialect]
+    make_dialect: Callable[[ServerFacts, EngineServerSettings], ServerDialect]
     """How requests are put to a server."""
     launch: Launch
     """How it is started."""

@@ -18,6 +18,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
+from poolgrid.workers.engines.server.cache_events import CacheEvents, DrainedEvents, FollowedEvents
 from poolgrid.workers.engines.server.core.server_facts import (
     EventSource,
     ModelList,
@@ -26,9 +27,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     aliases_of,
     choose_model,
 )
-from poolgrid.workers.engines.server.draining import DrainedEvents
-from poolgrid.workers.engines.server.engine import CacheEvents, ServerEngine, ServerLimits
-from poolgrid.workers.engines.server.following import FollowedEvents
+from poolgrid.workers.engines.server.engine import ServerEngine, ServerLimits
 from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, learn
 from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import ROLES, EngineServerSettings

@@ -23,8 +23,8 @@ from poolgrid.kv_events.translation import RootSeed
 from poolgrid.process.clock import Clock
 from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.workers.engines.server.core.reported_blocks import ReportedBlocks
 from poolgrid.workers.engines.server.core.server_facts import EventSource
-from poolgrid.workers.engines.server.core.told_blocks import ToldBlocks
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RankEvents:
         self._dp_rank = dp_rank
         self._source = source
         self._tell = tell
-        self.told = ToldBlocks()
+        self.told = ReportedBlocks()
         key = WorkerKey(WorkerId("engine server"), source.dp_rank)
         has_replay = bool(source.replay_endpoint)
         self._follower = PubFollower(

@@ -33,7 +33,7 @@ from typing import Any
 from poolgrid.process.leash import leashed
 from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.transport.bound_socket import HeldPorts, bind
+from poolgrid.transport.bound_socket import ReservedPorts, bind
 from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.server.core.launching import (
@@ -301,7 +301,7 @@ def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKi
     directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-server-"))
     options = options_in(settings.engine_argument)
     host = options.get("--host", LOOPBACK)
-    ports = HeldPorts("0.0.0.0" if host in WILDCARDS else host)
+    ports = ReservedPorts("0.0.0.0" if host in WILDCARDS else host)
     opened.callback(ports.close)
     port = ports.hold(settings.engine_port)
     if not launch.shares_ports:

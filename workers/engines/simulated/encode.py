@@ -12,6 +12,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from poolgrid.process.clock import Clock
 from poolgrid.wire import codec
@@ -23,7 +24,9 @@ from poolgrid.workers.core.refusal import BusyError, RefusedError
 from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.media import embed, images_of, read_media
-from poolgrid.workers.tensor_transfer.port import TensorTransfer
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 ENCODED = FinishReason.ENCODED
 """Finish reason of an encode leg."""

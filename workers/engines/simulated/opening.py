@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from poolgrid.workers.core.shipped_timing import timing_model
 from poolgrid.workers.core.timing import ScaledTiming, TimingModel
@@ -20,8 +21,10 @@ from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from poolgrid.workers.engines.simulated.words import TokenizerWords, read_words
 from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
-from poolgrid.workers.tensor_transfer.port import TensorTransfer
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 LOAD_STEP_S = 0.25
 """How often a load says how far it is; what is said goes out once a second."""

@@ -30,7 +30,7 @@ from poolgrid.workers.core.timing import TimingModel
 from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.media import Embeddings
@@ -55,7 +55,7 @@ class RealTimeSimulatedEngine(AlwaysWell):
 
     def __init__(
         self,
-        limits: EngineLimits,
+        limits: SimulatedLimits,
         vocabulary: Vocabulary,
         timing: TimingModel,
         clock: Clock,

@@ -19,7 +19,7 @@ from poolgrid.workers.engines.simulated.core.answer_lengths import (
     TOKENS_MAX,
     AnswerLengths,
 )
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KEPT_TRANSFERS_MAX_DEFAULT,
     KV_BYTES_PER_TOKEN_DEFAULT,
@@ -146,9 +146,9 @@ class SimulatedWorkerSettings(TensorSettings):
             )
         return self
 
-    def engine_limits(self) -> EngineLimits:
+    def engine_limits(self) -> SimulatedLimits:
         """Return the limits of the simulated engine."""
-        return EngineLimits(
+        return SimulatedLimits(
             block_size=self.block_size,
             total_kv_blocks=self.total_kv_blocks,
             host_kv_blocks=self.host_kv_blocks,

@@ -16,9 +16,11 @@ Rules:
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from poolgrid.wire import codec as wire_codec
@@ -42,7 +44,6 @@ from poolgrid.workers.engines.trtllm.core.sampling import (
 )
 from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, orders_by_priority, parameters_of
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
-from poolgrid.workers.engines.trtllm.machine import machine_id
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ HEALTH_TOKEN = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """What a request becomes, as far as that is known without TensorRT-LLM."""
 
     sampling: SamplingPlan
@@ -106,7 +107,7 @@ class TrtllmCalls:
     def takes_retention(self) -> bool:
         return self.library.kv_cache_retention is not None and "kv_cache_retention_config" in self._accepted
 
-    def plan(self, request: Generate) -> Plan | None:
+    def plan(self, request: Generate) -> RequestPlan | None:
         """Return what a request becomes, ``None`` for an encode leg; raises ``RefusedError``."""
         if request.stage is Stage.ENCODE:
             return None
@@ -129,7 +130,7 @@ class TrtllmCalls:
             )
         seed = None if request.multimodal is None else self._name_media(request, salt)
         sampling = plan_sampling(request, self._eos_token_ids, self._guide_backend, self._ignores)
-        plan = Plan(sampling, adapter, salt, seed)
+        plan = RequestPlan(sampling, adapter, salt, seed)
         self._processors.check(request)
         self.roots.note(request.token_ids, routing.lora_name, None if adapter is None else adapter.number, salt)
         return plan
@@ -151,7 +152,7 @@ class TrtllmCalls:
     def generate(
         self,
         request: Generate,
-        plan: Plan | None,
+        plan: RequestPlan | None,
         inputs: Any,
         context_only: bool,
         handles: Sequence[tuple[codec.HandleField, dict[str, Any]]] = (),
@@ -240,7 +241,7 @@ class TrtllmCalls:
             return {}
         return {"scheduling_params": self.library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
 
-    def sampling_params(self, request: Generate, made: Plan) -> Any:
+    def sampling_params(self, request: Generate, made: RequestPlan) -> Any:
         """Return a request's own ``SamplingParams``; raises ``RefusedError``."""
         plan = made.sampling
         arguments = dict(plan.arguments)
@@ -342,3 +343,15 @@ def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:
     for token_id, value in bias.items():
         tensor[token_id] = value
     return tensor
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Drawn by Linux at each start of a machine; the same in all its containers."""
+
+
+def machine_id() -> str:
+    """Return what tells this machine from others, until it is started anew."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

@@ -7,12 +7,15 @@ lease ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import CarriedTensor
 from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor
-from poolgrid.workers.tensor_transfer.port import TensorTransfer
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 
 class EmbeddingOffers:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -35,16 +35,19 @@ from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed, WireCacheEvent
-from poolgrid.workers.engines.trtllm.generations import Generations, MediaLoader
+from poolgrid.workers.engines.trtllm.generations import Generations, MediaInputs
 from poolgrid.workers.engines.trtllm.library import is_alive
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.report_buffer import ReportBuffer
-from poolgrid.workers.engines.trtllm.requests import EngineLimits, EngineRequests
+from poolgrid.workers.engines.trtllm.requests import EngineRequests, TrtllmLimits
 from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
 from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.ranks.watch import RankWatch
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer
+from poolgrid.workers.tensor_transfer.port import Tensor
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +69,13 @@ class TrtllmEngine:
         thread: EngineThread,
         calls: TrtllmCalls,
         role: Role,
-        limits: EngineLimits,
+        limits: TrtllmLimits,
         clock: Clock,
         metrics: WorkerMetrics,
         trtllm_metrics: TrtllmMetrics,
         collector: EngineCollector,
         context: zmq.Context[Any],
-        load_media: MediaLoader | None = None,
+        load_media: MediaInputs | None = None,
         tensors: TensorTransfer | None = None,
     ) -> None:
         arguments = calls.arguments
@@ -194,10 +197,12 @@ class TrtllmEngine:
         return self._loads[dp_rank].report(self._feed.cached_blocks(dp_rank))
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        """Return what a rank really holds; raises ``NotImplementedError``: TensorRT-LLM cannot tell."""
-        if self._health.is_silent:
-            raise NotImplementedError("the engine does not answer")
-        return self._feed.resident(dp_rank)
+        """Return what a rank really holds; raises ``NotImplementedError``: TensorRT-LLM cannot tell, its fake can."""
+        tell = getattr(self._calls.llm, "resident_blocks", None)
+        if tell is None or self._health.is_silent:
+            raise NotImplementedError("TensorRT-LLM cannot say what its cache holds; only its events tell")
+        held: list[BlocksStored] = tell(dp_rank)
+        return held
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
         """Return everything in a rank's cache, as reports have told it."""
@@ -254,7 +259,7 @@ class TrtllmEngine:
     def _on_stream(self, rank: int, events: list[AnyEvent]) -> None:
         stream = self._stream
         assert stream is not None, "it tells"
-        self._trtllm_metrics.observe_stream(
+        self._trtllm_metrics.observe_blocks(
             rank, stream.blocks_on(rank, Tier.DEVICE), stream.blocks_on(rank, Tier.HOST)
         )
         self._report.rank(rank).extend(events)

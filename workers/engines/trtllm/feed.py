@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Reads are destructive, so an engine has one feed; a second ``run`` is refused.
+1. Reads are destructive, so an engine has one feed.
 2. Reading happens in a thread (``poolgrid.workers.engines.trtllm.reader``), everything here on the worker's loop. What
    was read is translated and handed over in one turn, so that ``restate`` says exactly what ``on_cache`` has said.
 3. When events could not be read for ``failing_clears_ms`` nobody knows any more what the engine holds, and all ranks
@@ -15,9 +15,8 @@ Rules:
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent
 from poolgrid.process.clock import Clock
@@ -25,9 +24,10 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, RootSeed
+from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, Turn
+from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, FeedTurn
 from poolgrid.workers.engines.trtllm.stream import EngineStream
 
 log = logging.getLogger(__name__)
@@ -40,19 +40,11 @@ LOSS_LOG_INTERVAL_MS = 10_000.0
 """An engine that overflows does so again and again; every loss is counted, not every one is logged."""
 
 
-class OwnMetrics(Protocol):
-    """TensorRT-LLM's own metrics, as far as they want iteration statistics."""
-
-    def observe_iteration(self, item: Mapping[str, Any]) -> None:
-        """Take an iteration's statistics as the engine gave them."""
-        ...
-
-
 class TrtllmFeed:
     """The one feed of an engine's events and statistics; made and used on the worker's event loop.
 
     ``llm`` is a ``tensorrt_llm.LLM``, ``dp_size`` the number of its attention-DP ranks (1 without), ``block_size`` its
-    tokens per block. ``windows`` and ``reuse_is_on_device`` are read from ``llm.args`` unless given.
+    tokens per block.
     """
 
     def __init__(
@@ -67,29 +59,18 @@ class TrtllmFeed:
         root_seed: RootSeed | None = None,
         name_media: NameMedia | None = None,
         stream: EngineStream | None = None,
-        own_metrics: OwnMetrics | None = None,
-        windows: int | None = None,
-        reuse_is_on_device: bool | None = None,
+        own_metrics: EngineCollector | None = None,
     ) -> None:
         self._llm = llm
-        self._resident = getattr(llm, "resident_blocks", None)
         self._clock = clock
         self._metrics = metrics
         self._limits = limits or FeedLimits()
         self._on_cache: OnCache | None = None
         self._on_load: OnLoad | None = None
         self._own_metrics = own_metrics
-        configured = _cache_layout(llm)
-        self._device_only = configured[2]
+        windows, reuse_is_on_device, self._device_only = _cache_layout(llm)
         self._translators = [
-            EventTranslator(
-                block_size,
-                configured[0] if windows is None else windows,
-                root_seed,
-                configured[1] if reuse_is_on_device is None else reuse_is_on_device,
-                name_media,
-            )
-            for _ in range(dp_size)
+            EventTranslator(block_size, windows, root_seed, reuse_is_on_device, name_media) for _ in range(dp_size)
         ]
         self._stream = stream
         self._reader = EngineReader(llm, clock, self._limits, self._take, reads_events=stream is None)
@@ -118,16 +99,6 @@ class TrtllmFeed:
     def restate(self, rank: int) -> list[BlocksStored]:
         """Return what ``on_cache`` has told of a rank up to now, parents before children."""
         return self._translators[rank].restate() if self._stream is None else self._stream.restate(rank)
-
-    def resident(self, rank: int) -> list[BlocksStored]:
-        """Return what a rank really holds, asked of the engine itself.
-
-        Raises ``NotImplementedError`` when the engine cannot tell, as TensorRT-LLM cannot.
-        """
-        if self._resident is None:
-            raise NotImplementedError("TensorRT-LLM cannot say what its cache holds; only its events tell")
-        held: list[BlocksStored] = self._resident(rank)
-        return held
 
     def cached_blocks(self, rank: int) -> int:
         """Return how many device blocks of a rank routers are told of."""
@@ -161,22 +132,14 @@ class TrtllmFeed:
     async def run(self, on_cache: OnCache, on_load: OnLoad) -> None:
         """Read until cancelled; hand over cache events by rank, in order, and each rank's newest statistics per turn.
 
-        Raises ``RuntimeError`` when the engine has a reader already, and what the callbacks raise.
+        Raises what the callbacks raise.
         """
-        if self._llm in _engines_with_a_reader:
-            raise RuntimeError(
-                "reading an engine's events: it has a reader already, and what one reads the other lacks"
-            )
-        _engines_with_a_reader.add(self._llm)
         self._on_cache, self._on_load = on_cache, on_load
-        try:
-            await self._reader.run()
-        finally:
-            _engines_with_a_reader.discard(self._llm)
+        await self._reader.run()
 
     # -- the turns -----------------------------------------------------------------------------------------------------
 
-    def _take(self, turn: Turn) -> None:
+    def _take(self, turn: FeedTurn) -> None:
         """Tell what a turn brought."""
         on_cache, on_load = self._on_cache, self._on_load
         assert on_cache is not None, "run told whom"
@@ -237,14 +200,13 @@ class TrtllmFeed:
         statistics: EngineStatistics,
         item: Mapping[str, Any],
         newest: dict[int, EngineStatistics],
-        turn: Turn,
+        turn: FeedTurn,
     ) -> None:
         if not 0 <= statistics.rank < len(self._translators):
             error = DecodeError("iteration statistics of the engine", f"attentionDpRank is {statistics.rank}")
             turn.dropped.append((STATISTICS, error))
             return
         newest[statistics.rank] = statistics
-        self._metrics.observe_iteration(statistics)
         if self._own_metrics is not None:
             self._own_metrics.observe_iteration(item)
 
@@ -285,9 +247,6 @@ class TrtllmFeed:
 def _foreign(rank: int | None) -> DecodeError:
     said = "is missing" if rank is None else f"is {rank}"
     return DecodeError("a KV cache event of the engine", f"attention_dp_rank {said}")
-
-
-_engines_with_a_reader: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _cache_layout(llm: Any) -> tuple[int, bool, bool]:

@@ -35,7 +35,7 @@ from poolgrid.wire.requests import Generate, TokenLogprobs
 from poolgrid.workers.core.refusal import RefusedError, UnableError
 from poolgrid.workers.core.vetting import count_of
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
-from poolgrid.workers.engines.trtllm.calls import Plan, TrtllmCalls
+from poolgrid.workers.engines.trtllm.calls import RequestPlan, TrtllmCalls
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.outputs import GOES_ON, OutputCursor, prompt_logprobs
 from poolgrid.workers.engines.trtllm.library import REQUEST_ERRORS, is_alive
@@ -45,7 +45,7 @@ from poolgrid.workers.tensor_transfer.port import Tensor
 log = logging.getLogger(__name__)
 
 
-class MediaLoader(Protocol):
+class MediaInputs(Protocol):
     """Makes an engine's inputs of a request with media; may take long, and runs in a thread."""
 
     def __call__(self, request: Generate, has_handles: bool, hash_seed: int | None) -> Any:
@@ -54,7 +54,7 @@ class MediaLoader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class RequestEnd:
     """How a request ended in the engine."""
 
     reason: str | None = None
@@ -83,7 +83,7 @@ class Growth:
     """With the first tokens."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """With the first tokens."""
-    end: End | None = None
+    end: RequestEnd | None = None
 
     def then(self, later: Growth) -> Growth:
         """Return this and what came after it as one."""
@@ -97,7 +97,7 @@ class _Leg:
 
     serial: int
     request: Generate
-    plan: Plan | None
+    plan: RequestPlan | None
     """``None`` of an encode leg."""
     context_only: bool
     cursor: OutputCursor
@@ -127,7 +127,7 @@ class Generations:
         self,
         thread: EngineThread,
         calls: TrtllmCalls,
-        load_media: MediaLoader | None,
+        load_media: MediaInputs | None,
         miscounted: Callable[[int, int], None],
         shared_tensors: SharedTensors | None = None,
     ) -> None:
@@ -160,7 +160,12 @@ class Generations:
         self._grown = grown
 
     def submit(
-        self, serial: int, request: Generate, plan: Plan | None, context_only: bool, fetched: Sequence[Tensor] = ()
+        self,
+        serial: int,
+        request: Generate,
+        plan: RequestPlan | None,
+        context_only: bool,
+        fetched: Sequence[Tensor] = (),
     ) -> None:
         """Give a request to the engine; its growth and its end are told under ``serial``."""
         self._thread.post(self._begin, serial, request, plan, context_only, fetched)
@@ -182,7 +187,7 @@ class Generations:
     # -- in the engine's thread ----------------------------------------------------------------------------------------
 
     def _begin(
-        self, serial: int, request: Generate, plan: Plan | None, context_only: bool, fetched: Sequence[Tensor]
+        self, serial: int, request: Generate, plan: RequestPlan | None, context_only: bool, fetched: Sequence[Tensor]
     ) -> None:
         leg = _Leg(serial, request, plan, context_only, OutputCursor(request.sampling.logprobs), fetched)
         self._legs[serial] = leg
@@ -320,7 +325,9 @@ class Generations:
             except Exception as error:
                 log.exception("request %s: its output could not be read", leg.request.request_id)
                 self._abort(leg)
-                growth = Growth(leg.serial, end=End(error=UnreadableError(f"its output could not be read: {error!r}")))
+                growth = Growth(
+                    leg.serial, end=RequestEnd(error=UnreadableError(f"its output could not be read: {error!r}"))
+                )
             if growth.end is not None:
                 del self._legs[leg.serial]
             if growth.end is not None or growth.tokens:
@@ -356,27 +363,27 @@ class Generations:
         end = self._ending(leg, output) if leg.ended else None
         return Growth(leg.serial, tokens, logprobs, cached_tokens, of_prompt, end)
 
-    def _ending(self, leg: _Leg, output: Any) -> End:
+    def _ending(self, leg: _Leg, output: Any) -> RequestEnd:
         if leg.error is not None:
             request_error = isinstance(leg.error, (RefusedError, self._calls.library.request_error, *REQUEST_ERRORS))
             alive = True if isinstance(leg.error, RefusedError) else is_alive(self._calls.llm)
-            return End(error=leg.error, at_call=leg.result is None and request_error, alive=alive)
+            return RequestEnd(error=leg.error, at_call=leg.result is None and request_error, alive=alive)
         reason = None if output is None else output.finish_reason
         metrics = dict(getattr(leg.result, "metrics_dict", None) or {})
         if leg.aborting:
-            return End("cancelled", metrics=metrics)
+            return RequestEnd("cancelled", metrics=metrics)
         params: bytes | None = None
         if leg.request.stage is Stage.ENCODE or (leg.context_only and reason in GOES_ON):
             made = leg.result.disaggregated_params
             if made is None:
-                return End(error=UnreadableError("the engine returned no disaggregated params"))
+                return RequestEnd(error=UnreadableError("the engine returned no disaggregated params"))
             try:
                 without = codec.HANDLE_FIELDS if leg.copies else ()
                 machine = self._calls.machine if made.multimodal_embedding_handles and not without else ""
                 params = codec.encode(made, self._engine_prompt(leg), machine, without)
             except (TypeError, WireError) as error:
-                return End(error=UnableError(f"what the next leg needs cannot travel: {error}"))
-        return End(reason, params=params, embeddings=leg.copies, metrics=metrics)
+                return RequestEnd(error=UnableError(f"what the next leg needs cannot travel: {error}"))
+        return RequestEnd(reason, params=params, embeddings=leg.copies, metrics=metrics)
 
     @staticmethod
     def _engine_prompt(leg: _Leg) -> bytes | None:

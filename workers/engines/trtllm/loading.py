@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -31,11 +31,13 @@ from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 from poolgrid.workers.engines.trtllm.media import load_media
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.registry import LogitsProcessorRegistry
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.tensor_transfer.port import TensorTransfer
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class LoadedEngine:
 async def load_engine(
     arguments: EngineArguments,
     role: Role,
-    limits: EngineLimits,
+    limits: TrtllmLimits,
     clock: Clock,
     metrics: WorkerMetrics,
     registry: CollectorRegistry,
@@ -98,7 +100,7 @@ async def load_engine(
             mode = "prefill_and_decode" if role is Role.AGGREGATED else role.name.lower()
             processors = ProcessorsOfRequests(named, failures.reporter, mode, arguments.values)
             trtllm_metrics = TrtllmMetrics(registry)
-            collector = EngineCollector(registry, served_model_name, trtllm_metrics)
+            collector = EngineCollector(registry, served_model_name)
             facts = await asyncio.to_thread(read_model_facts, str(arguments.values["model"]))
             _check_model(facts, role, takes_media)
             loader = None

@@ -11,29 +11,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.refusal import UnsupportedError
-from poolgrid.workers.engines.trtllm.core.logits_support import reason_refused
 from poolgrid.workers.logits.failure_channel import FailureReporter
 from poolgrid.workers.logits.processor import LogitsProcessor, RequestFacts
 from poolgrid.workers.logits.registry import LogitsProcessorRegistry
-
-
-class Reporter(Protocol):
-    """Where failures go; ``FailureReporter`` in a worker."""
-
-    def report(self, name: str) -> None:
-        """Say that the processor of this name failed once."""
-        ...
 
 
 class ProcessorsOfRequests:
     """Makes the processors that a worker's requests name."""
 
     def __init__(
-        self, registry: LogitsProcessorRegistry, reporter: Reporter, mode: str, arguments: Mapping[str, Any]
+        self, registry: LogitsProcessorRegistry, reporter: FailureReporter, mode: str, arguments: Mapping[str, Any]
     ) -> None:
         self._registry = registry
         self._reporter = reporter
@@ -57,7 +49,7 @@ class ProcessorsOfRequests:
         return engine_processor([(call.name, each) for call, each in zip(calls, made, strict=True)], self._reporter)
 
 
-def engine_processor(named: Sequence[tuple[str, LogitsProcessor]], reporter: Reporter | FailureReporter) -> Any:
+def engine_processor(named: Sequence[tuple[str, LogitsProcessor]], reporter: FailureReporter) -> Any:
     """Return a ``tensorrt_llm`` logits processor that runs these one after the other."""
     from tensorrt_llm.sampling_params import LogitsProcessor as EngineLogitsProcessor
 
@@ -70,7 +62,7 @@ def engine_processor(named: Sequence[tuple[str, LogitsProcessor]], reporter: Rep
 class RequestProcessors:
     """The processors of one request."""
 
-    def __init__(self, named: list[tuple[str, LogitsProcessor]], reporter: Reporter | FailureReporter) -> None:
+    def __init__(self, named: list[tuple[str, LogitsProcessor]], reporter: FailureReporter) -> None:
         self._named = named
         self._reporter = reporter
 
@@ -102,3 +94,20 @@ def _on_stream(stream_ptr: int | None) -> contextlib.AbstractContextManager[obje
 
     context: contextlib.AbstractContextManager[object] = torch.cuda.stream(torch.cuda.ExternalStream(stream_ptr))
     return context
+
+
+def reason_refused(stage: Stage, disaggregation_mode: str, engine_arguments: Mapping[str, Any]) -> str | None:
+    """Return why a request may not have logits processors (1.2.1's feature matrix), or ``None`` when it may."""
+    if disaggregation_mode != "prefill_and_decode" or stage is not Stage.WHOLE:
+        return (
+            "logits processors do not work with disaggregated serving in TensorRT-LLM 1.2.1: send the request to an "
+            "aggregated pool"
+        )
+    speculative = engine_arguments.get("speculative_config")
+    if speculative is not None:
+        kind = speculative.get("decoding_type") if isinstance(speculative, Mapping) else None
+        return (
+            f"logits processors do not work with speculative decoding ({kind or type(speculative).__name__}) in "
+            "TensorRT-LLM 1.2.1: send the request to a pool without it"
+        )
+    return None

@@ -1,4 +1,7 @@
-"""What a worker measures of TensorRT-LLM: ``poolgrid_trtllm_*``, each described here and in ``docs/metrics.md``."""
+"""What a worker measures of TensorRT-LLM: ``poolgrid_trtllm_*``, each described here and in ``docs/metrics.md``.
+
+Requests, blocks and step times are those of every worker (``workers.metrics``).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
 
 log = logging.getLogger(__name__)
 
-ITERATION_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 LAG_SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
 NO_COUNTS = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -25,34 +27,15 @@ class TrtllmMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"poolgrid_trtllm_{name}", text, labels, registry=registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"poolgrid_trtllm_{name}", text, ("dp_rank",), registry=registry)
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"poolgrid_trtllm_{name}", text, ("dp_rank", *labels), registry=registry)
 
-        self._kv_blocks_used = gauge(
-            "kv_blocks_used",
-            "Device blocks that requests hold, as the engine says. Reusable content that nobody holds is not "
-            "among them.",
-        )
-        self._kv_blocks = gauge("kv_blocks", "Device blocks of the engine.")
         self._kv_hit_ratio = gauge(
             "kv_hit_ratio", "Share of looked-up blocks that were reused since the engine began, its warm-up included."
         )
-        self._active = gauge(
-            "active_requests",
-            "Requests in the engine's batch, as of its last iteration. An idle engine reports nothing, and "
-            "neither does one that hangs.",
-        )
-        self._queued = gauge("queued_requests", "Requests that the engine has not begun, as of its last iteration.")
         self._paused = gauge(
             "paused_requests",
             "Requests that gave up their blocks and wait to go on. The cache is too small for the batch.",
-        )
-        self._iteration_seconds = Histogram(
-            "poolgrid_trtllm_iteration_seconds",
-            "Duration of an engine iteration, which is a floor under ITL.",
-            ("dp_rank",),
-            buckets=ITERATION_SECONDS_BUCKETS,
-            registry=registry,
         )
         self._events = counter(
             "kv_events_total",
@@ -69,10 +52,6 @@ class TrtllmMetrics:
             "Times that events were lost, or could not be read for long, and the index of the rank was cleared.",
             "dp_rank",
         )
-        self._restarts = counter("engine_restarts_total", "Times that the event numbers began again.", "dp_rank")
-        self._recalled = counter(
-            "recalled_blocks_total", "Blocks from before a loss that the engine proved to be there.", "dp_rank"
-        )
         self._unnamed = counter(
             "unnamed_blocks_total",
             "Blocks that routers are not told of, by reason: `partial` (not full, which is normal), `orphaned` "
@@ -86,16 +65,7 @@ class TrtllmMetrics:
             "1 from a loss of events until the cache has turned over. Meanwhile blocks may be missing from the "
             "index, but none in it is wrong.",
         )
-        self._remembered = gauge(
-            "remembered_blocks",
-            "Blocks from before a loss that the engine has neither proved nor disproved to be there.",
-        )
-        self._blocks = Gauge(
-            "poolgrid_trtllm_indexed_blocks",
-            "Blocks that routers are told of, by tier.",
-            ("dp_rank", "tier"),
-            registry=registry,
-        )
+        self._blocks = gauge("indexed_blocks", "Blocks that routers are told of, by tier.", "tier")
         self.lag_seconds = Histogram(
             "poolgrid_trtllm_kv_event_lag_seconds",
             "Longest that the events of one reading can have waited to be read. It grows when the worker's "
@@ -117,10 +87,6 @@ class TrtllmMetrics:
             "media_miscounted_total",
             "Prompts with media that have another number of tokens in the engine than routers counted. Their blocks "
             "behind the media are never found again. The log has the first of them.",
-        )
-        self.own_metrics_errors = counter(
-            "own_metrics_errors_total",
-            "Failures of TensorRT-LLM's own metrics (`trtllm_*`, in the same answer), which are shown as they come.",
         )
         self._counted: dict[int, Counts] = {}
         self._miscounts = 0
@@ -147,33 +113,21 @@ class TrtllmMetrics:
         if counts != before:
             self._lost.labels(label).inc(counts.lost_events - before.lost_events)
             self._gaps.labels(label).inc(counts.gaps - before.gaps)
-            self._restarts.labels(label).inc(counts.restarts - before.restarts)
-            self._recalled.labels(label).inc(counts.recalled_blocks - before.recalled_blocks)
             for reason in ("partial", "orphaned", "multimodal", "foreign"):
                 name = f"{reason}_blocks"
                 self._unnamed.labels(label, reason).inc(getattr(counts, name) - getattr(before, name))
         self._incomplete.labels(label).set(translator.is_incomplete)
-        self._remembered.labels(label).set(translator.remembered_blocks)
-        for tier in (Tier.DEVICE, Tier.HOST):
-            self._blocks.labels(label, tier.name.lower()).set(translator.blocks_on(tier))
+        self.observe_blocks(rank, translator.blocks_on(Tier.DEVICE), translator.blocks_on(Tier.HOST))
 
-    def observe_stream(self, rank: int, device_blocks: int, host_blocks: int) -> None:
-        """Show what routers were told of a rank that publishes by itself."""
+    def observe_blocks(self, rank: int, device_blocks: int, host_blocks: int) -> None:
+        """Show how many blocks of a rank routers were told of."""
         for tier, blocks in ((Tier.DEVICE, device_blocks), (Tier.HOST, host_blocks)):
             self._blocks.labels(str(rank), tier.name.lower()).set(blocks)
-
-    def observe_iteration(self, statistics: EngineStatistics) -> None:
-        self._iteration_seconds.labels(str(statistics.rank)).observe(statistics.iteration_latency_ms / 1e3)
 
     def observe_load(self, statistics: EngineStatistics) -> None:
         """Show a rank's newest statistics."""
         label = str(statistics.rank)
-        self._active.labels(label).set(statistics.active_requests)
-        self._queued.labels(label).set(statistics.queued_requests)
         self._paused.labels(label).set(statistics.paused_requests)
         cache = statistics.kv_cache
-        if cache is not None:
-            self._kv_blocks_used.labels(label).set(cache.used_num_blocks)
-            self._kv_blocks.labels(label).set(cache.max_num_blocks)
-            if cache.cache_hit_rate is not None:
-                self._kv_hit_ratio.labels(label).set(cache.cache_hit_rate)
+        if cache is not None and cache.cache_hit_rate is not None:
+            self._kv_hit_ratio.labels(label).set(cache.cache_hit_rate)

@@ -7,8 +7,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from poolgrid.workers.engines.trtllm.core.image_rules import PREPROCESSOR_FILE
-from poolgrid.workers.engines.trtllm.core.model_facts import CONFIG_FILE, GENERATION_FILE, ModelFacts, model_facts
+from poolgrid.workers.engines.trtllm.core.model_facts import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    PREPROCESSOR_FILE,
+    ModelFacts,
+    model_facts,
+)
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.tensors import TensorDescriptor
@@ -15,14 +16,16 @@ from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
 from poolgrid.workers.engines.trtllm.loading import LoadedEngine, load_engine
-from poolgrid.workers.engines.trtllm.requests import EngineLimits
+from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from poolgrid.workers.engines.trtllm.spanning import arguments_of, watched_ranks
 from poolgrid.workers.ranks.watch import RankWatch
 from poolgrid.workers.start_phases import Phase
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
-from poolgrid.workers.tensor_transfer.port import TensorTransfer
 from poolgrid.workers.transfers import EmbeddingExchange
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ async def open_engine(settings: TrtllmWorkerSettings, around: EngineHost) -> Asy
     arguments = arguments_of(settings)
     for warning in arguments.warnings:
         log.warning("%s", warning)
-    limits = EngineLimits(
+    limits = TrtllmLimits(
         kept_transfers_max=settings.kept_transfers_max,
         kv_transfer_timeout_ms=look_up(arguments.values, "cache_transceiver_config.kv_transfer_timeout_ms")
         or settings.kv_transfer_timeout_ms,

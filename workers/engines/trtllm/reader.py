@@ -62,7 +62,7 @@ class FeedLimits:
 
 
 @dataclass(slots=True)
-class Turn:
+class FeedTurn:
     """What one turn brought."""
 
     events: list[AnyEngineEvent] = field(default_factory=list)
@@ -82,7 +82,7 @@ class EngineReader:
     """The reader of one ``LLM``; made on the event loop that turns are handed to."""
 
     def __init__(
-        self, llm: Any, clock: Clock, limits: FeedLimits, take: Callable[[Turn], None], reads_events: bool = True
+        self, llm: Any, clock: Clock, limits: FeedLimits, take: Callable[[FeedTurn], None], reads_events: bool = True
     ) -> None:
         self._llm = llm
         self._reads_events = reads_events
@@ -127,7 +127,7 @@ class EngineReader:
         since_ms = self._since_ms
         return 0.0 if since_ms is None else max(0.0, now_ms - since_ms)
 
-    def _hand_over(self, turn: Turn, ended: asyncio.Future[None]) -> None:
+    def _hand_over(self, turn: FeedTurn, ended: asyncio.Future[None]) -> None:
         self.has_begun.set()
         try:
             if not ended.done():
@@ -156,7 +156,7 @@ class EngineReader:
         found_ms = self._clock.monotonic_ms()
         while not stopped.is_set():
             self._woken.clear()
-            turn = Turn()
+            turn = FeedTurn()
             if self._reads_events:
                 turn.more_events = self._read_events(turn)
             more_statistics = self._read_statistics(turn)
@@ -184,7 +184,7 @@ class EngineReader:
                 found_ms = self._clock.monotonic_ms()
                 pause_ms = limits.pause_min_ms
 
-    def _read_events(self, turn: Turn) -> bool:
+    def _read_events(self, turn: FeedTurn) -> bool:
         """Read what a turn has room for, and parse it at once: what was read last is still in the processor's cache."""
         limits = self._limits
         blocks = 0
@@ -205,7 +205,7 @@ class EngineReader:
 
         return self._drain(turn, EVENTS, self._events, self._llm.get_kv_cache_events, add)
 
-    def _read_statistics(self, turn: Turn) -> bool:
+    def _read_statistics(self, turn: FeedTurn) -> bool:
         def add(item: Mapping[str, Any]) -> bool:
             try:
                 turn.statistics.append((parse_statistics(item), item))
@@ -217,7 +217,7 @@ class EngineReader:
 
     def _drain(
         self,
-        turn: Turn,
+        turn: FeedTurn,
         reader: str,
         items: deque[Mapping[str, Any]],
         call: Callable[..., list[Any]],

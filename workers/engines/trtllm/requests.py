@@ -23,7 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,20 +41,16 @@ from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import with_tensors
 from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON
 from poolgrid.workers.engines.trtllm.embedding_offers import EmbeddingOffers
-from poolgrid.workers.engines.trtllm.generations import End, Generations, Growth
+from poolgrid.workers.engines.trtllm.generations import Generations, Growth, RequestEnd
 from poolgrid.workers.engines.trtllm.report_buffer import ReportBuffer
 from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer
+from poolgrid.workers.tensor_transfer.port import Tensor
+
+if TYPE_CHECKING:
+    from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 log = logging.getLogger(__name__)
-
-PREFILLED = FinishReason.PREFILLED
-ENCODED = FinishReason.ENCODED
-CANCELLED = FinishReason.CANCELLED
-EXPIRED = FinishReason.EXPIRED
-ERROR = FinishReason.ERROR
-BROKEN = RefusalKind.BROKEN
 
 CANCEL_TIMEOUT_MS = 1000.0
 """How long the engine may take to confirm a cancellation: many steps."""
@@ -64,7 +60,7 @@ ENGINE_FAULT = re.compile(r"out of memory|\b(?:cuda|cublas|nccl|mpi|nvshmem|ucx|
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLimits:
+class TrtllmLimits:
     """Times and bounds of the adapter; all of them are settings of the worker."""
 
     kept_transfers_max: int = 256
@@ -110,7 +106,7 @@ class EngineRequests:
         generations: Generations,
         calls: TrtllmCalls,
         role: Role,
-        limits: EngineLimits,
+        limits: TrtllmLimits,
         clock: Clock,
         metrics: WorkerMetrics,
         collector: EngineCollector,
@@ -168,11 +164,11 @@ class EngineRequests:
         kept = self._kept_legs.get(request_id)
         if kept is not None:
             # The usual way for a leg to end: its router says so when the decode worker has the KV.
-            self._release(kept, PREFILLED)
+            self._release(kept, FinishReason.PREFILLED)
             return
         if self._offers is not None and request_id in self._offers:
             self._offers.withdraw(request_id)
-            self._let_go(request_id, CANCELLED)
+            self._let_go(request_id, FinishReason.CANCELLED)
             return
         active = self._active.get(request_id)
         if active is None or active.cancelled_ms is not None:
@@ -268,7 +264,7 @@ class EngineRequests:
         if self._by_serial.get(active.serial) is active:
             self._generations.abort(active.serial)
             delta = TokenDelta(active.request_id, active.taken, b"")
-            self._finish(active, delta, ERROR, error=f"reading the engine's output failed: {error!r}", refusal=BROKEN)
+            self._finish_broken(active, delta, f"reading the engine's output failed: {error!r}")
 
     def _collect(self, active: ActiveRequest, growth: Growth, failed: Counter[str]) -> None:
         """Take what is new of one request."""
@@ -295,17 +291,17 @@ class EngineRequests:
             return
         reason = end.reason
         if active.cancelled_ms is not None:
-            self._finish(active, delta, CANCELLED)
+            self._finish(active, delta, FinishReason.CANCELLED)
         elif active.request.stage is Stage.ENCODE:
             self._finish_encoded(active, delta, end)
         elif active.context_only and reason in GOES_ON:
-            self._finish(active, delta, PREFILLED, params=end.params, metrics=end.metrics)
-        elif reason == CANCELLED:
-            self._finish(active, delta, ERROR, error="the engine cancelled the request", refusal=BROKEN)
+            self._finish(active, delta, FinishReason.PREFILLED, params=end.params, metrics=end.metrics)
+        elif reason == FinishReason.CANCELLED:
+            self._finish_broken(active, delta, "the engine cancelled the request")
         elif reason in FINISH_REASONS:
             self._finish(active, delta, FINISH_REASONS[reason], metrics=end.metrics)
         else:
-            self._finish(active, delta, ERROR, error=f"the engine ended the request with {reason!r}", refusal=BROKEN)
+            self._finish_broken(active, delta, f"the engine ended the request with {reason!r}")
 
     def _cut(self, active: ActiveRequest, growth: Growth, left: int) -> Growth:
         """Return what was asked for of an output that is longer, as the request's end."""
@@ -318,13 +314,13 @@ class EngineRequests:
         end = growth.end
         if end is None:
             self._generations.abort(active.serial)
-            end = End("length")
+            end = RequestEnd("length")
         elif end.error is None:
             end = replace(end, reason="length")
         logprobs = None if growth.logprobs is None else growth.logprobs[:left]
         return replace(growth, tokens=growth.tokens[: 4 * left], logprobs=logprobs, end=end)
 
-    def _finish_encoded(self, active: ActiveRequest, delta: TokenDelta, end: End) -> None:
+    def _finish_encoded(self, active: ActiveRequest, delta: TokenDelta, end: RequestEnd) -> None:
         """End an encode leg; what it left is offered, where it travels as bytes."""
         params = end.params
         if self._offers is not None and end.embeddings:
@@ -332,9 +328,9 @@ class EngineRequests:
             try:
                 params = self._offer(self._offers, active.request_id, params, end.embeddings)
             except RefusedError as refusal:
-                self._finish(active, delta, ERROR, error=refusal.reason, refusal=refusal.kind)
+                self._finish(active, delta, FinishReason.ERROR, error=refusal.reason, refusal=refusal.kind)
                 return
-        self._finish(active, delta, ENCODED, params=params, metrics=end.metrics)
+        self._finish(active, delta, FinishReason.ENCODED, params=params, metrics=end.metrics)
 
     @staticmethod
     def _offer(offers: EmbeddingOffers, request_id: str, params: bytes, tensors: Sequence[HostTensor]) -> bytes:
@@ -346,7 +342,7 @@ class EngineRequests:
             raise UnableError(f"what the next leg needs cannot travel: {error}") from None
 
     def _on_embeddings_gone(self, request_id: str, expired: bool) -> None:
-        self._let_go(request_id, EXPIRED if expired else ENCODED)
+        self._let_go(request_id, FinishReason.EXPIRED if expired else FinishReason.ENCODED)
 
     def _let_go(self, request_id: str, reason: FinishReason) -> None:
         """Take an encode leg off the books whose embeddings were kept."""
@@ -374,14 +370,14 @@ class EngineRequests:
             events.append(RequestProgressed(request_id, blocks))
         self._report.pending.decode_tokens += fresh
 
-    def _fail(self, active: ActiveRequest, delta: TokenDelta, end: End, shared: bool) -> None:
+    def _fail(self, active: ActiveRequest, delta: TokenDelta, end: RequestEnd, shared: bool) -> None:
         """End a request whose result raised; ``shared``: others have the same error now."""
         error = end.error
         assert error is not None
         if self._health.seen(end.alive, error):
             return
         if isinstance(error, RefusedError):
-            self._finish(active, delta, ERROR, error=error.reason, refusal=error.kind)
+            self._finish(active, delta, FinishReason.ERROR, error=error.reason, refusal=error.kind)
             return
         text = str(error)
         if end.at_call:
@@ -391,13 +387,16 @@ class EngineRequests:
             text = f"TensorRT-LLM refuses the request: {text}"
         elif not isinstance(error, self._calls.library.request_error):
             log.error("request %s failed: %r", active.request_id, error, exc_info=error)
-            text, refusal = repr(error), BROKEN
+            text, refusal = repr(error), RefusalKind.BROKEN
         elif shared or active.began or active.transfers or ENGINE_FAULT.search(text):
             # A decode leg may fail by what happened on the way of its KV; computed anew it may succeed.
-            refusal = BROKEN
+            refusal = RefusalKind.BROKEN
         else:
             refusal = RefusalKind.CANNOT_DO
-        self._finish(active, delta, ERROR, error=text, refusal=refusal)
+        self._finish(active, delta, FinishReason.ERROR, error=text, refusal=refusal)
+
+    def _finish_broken(self, active: ActiveRequest, delta: TokenDelta, error: str) -> None:
+        self._finish(active, delta, FinishReason.ERROR, error=error, refusal=RefusalKind.BROKEN)
 
     def _finish(
         self,
@@ -417,7 +416,7 @@ class EngineRequests:
         del self._by_serial[active.serial]
         self._cancelling.pop(active, None)
         self._contexts -= active.context_only
-        if error is None and reason is not CANCELLED:
+        if error is None and reason is not FinishReason.CANCELLED:
             self._health.ended(active.rank, request_id, now_ms)
             self._collector.observe_request(metrics or {}, reason)
         else:
@@ -431,14 +430,14 @@ class EngineRequests:
                 disaggregated_params=params,
             )
         )
-        if reason == PREFILLED:
+        if reason == FinishReason.PREFILLED:
             active.deadline_ms = now_ms + self._limits.kv_transfer_timeout_ms
             self._kept_legs[request_id] = active
             self._report.kept_transfers = len(self._kept_legs)
             self._loads[active.rank].keep(request_id)
             self._report.rank(active.rank)
             return
-        if reason == ENCODED and self._offers is not None and request_id in self._offers:
+        if reason == FinishReason.ENCODED and self._offers is not None and request_id in self._offers:
             self._loads[active.rank].keep(request_id)
             self._report.rank(active.rank)
             return
@@ -452,7 +451,7 @@ class EngineRequests:
         self._report.kept_transfers = len(self._kept_legs)
         self._loads[active.rank].left(request_id)
         self._report.pending.released.append(request_id)
-        self._report.pending.expired += reason == EXPIRED
+        self._report.pending.expired += reason == FinishReason.EXPIRED
         self._report.rank(active.rank).append(RequestFinished(request_id, reason))
         self._report.flush_soon()
 
@@ -464,9 +463,9 @@ class EngineRequests:
             self._generations.abort(active.serial)
             delta = TokenDelta(active.request_id, active.taken, b"")
             if active.cancelled_ms is not None:
-                self._finish(active, delta, CANCELLED)
+                self._finish(active, delta, FinishReason.CANCELLED)
             else:
-                self._finish(active, delta, ERROR, error=f"the engine is silent: {reason}", refusal=BROKEN)
+                self._finish_broken(active, delta, f"the engine is silent: {reason}")
 
     def check(self, now_ms: float) -> None:
         """Give up kept legs whose time is over, and cancelled requests that the engine does not end."""
@@ -478,10 +477,10 @@ class EngineRequests:
                 self._limits.kv_transfer_timeout_ms,
                 active.request_id,
             )
-            self._release(active, EXPIRED)
+            self._release(active, FinishReason.EXPIRED)
         for active in list(self._cancelling):
             assert active.cancelled_ms is not None, "it is being cancelled"
             if now_ms - active.cancelled_ms < CANCEL_TIMEOUT_MS:
                 break
-            self._finish(active, TokenDelta(active.request_id, active.taken, b""), CANCELLED)
+            self._finish(active, TokenDelta(active.request_id, active.taken, b""), FinishReason.CANCELLED)
             self._report.flush_soon()

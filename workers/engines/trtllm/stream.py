@@ -20,7 +20,7 @@ from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import RootSeed
 from poolgrid.workers.engines.server.core.server_facts import EventSource
 from poolgrid.workers.engines.server.rank_events import RankEvents
-from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStream
+from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStreamEndpoints
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class EngineStream:
 
     def __init__(
         self,
-        stream: EventStream,
+        stream: EventStreamEndpoints,
         ranks: int,
         block_size: int,
         context: zmq.Context[Any],

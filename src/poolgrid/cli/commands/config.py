@@ -29,13 +29,12 @@ def check(files: tuple[Path, ...], as_json: bool) -> None:
 
 @config.command()
 @click.argument("file", type=PATH, help="Pool-grid document (JSON), in poolgrid's or Dynamo's form.")
-@click.option("--png", type=PATH, help="Also draw to this PNG (needs the `plots` extra).")
 @as_json
-def show(file: Path, png: Path | None, as_json: bool) -> None:
+def show(file: Path, as_json: bool) -> None:
     """Draw each grid as a heat map: which pool serves which cell."""
     from poolgrid.cli.config import show as run
 
-    raise SystemExit(run(file, png, as_json))
+    raise SystemExit(run(file, as_json))
 
 
 @config.command()

@@ -15,9 +15,9 @@ from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 @log_options
 def consolidator(settings: ConsolidatorProcessSettings, log_choice: LogChoice) -> None:
     """Run a consolidator alone, for several routers or for one that may restart."""
-    from poolgrid.consolidator.bootstrap import Endpoints, serve
+    from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, serve
 
-    def ready(endpoints: Endpoints) -> None:
+    def ready(endpoints: ConsolidatorEndpoints) -> None:
         # With an event plane on NATS it stands by first: where it takes events in is for NATS to say.
         planes = (("ingest", endpoints.ingest), ("feed", endpoints.feed), ("query", endpoints.query))
         say_ready(endpoints.http, *(f"{name}={endpoint}" for name, endpoint in planes if endpoint))

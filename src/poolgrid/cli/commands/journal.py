@@ -31,18 +31,20 @@ from poolgrid.cli.journal_directory import (
     survey_bytes,
 )
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
-from poolgrid.consolidator.journal.as_of import (
+from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.inspection import (
     NotKept,
+    Verified,
+    check_journal,
     load_snapshot,
     next_offset,
     offset_at,
     reaches_back_to,
     snapshot_offsets,
     state_at,
+    survey,
 )
-from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.inspection import Verified, check_journal, survey
 from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
 from poolgrid.consolidator.journal.record_rows import (
     chosen_events,

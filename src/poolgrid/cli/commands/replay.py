@@ -24,7 +24,7 @@ from poolgrid.cli.journal_directory import (
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.process.figures import counted
 from poolgrid.router.decision_journal.opening import policy_of
-from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome, shown
+from poolgrid.router.decision_journal.replay import DecisionReplay, ReplayOutcome, shown
 from poolgrid.router.policy_loading import PolicyError
 
 SIDE_CHARS_MAX = 4000
@@ -48,7 +48,7 @@ def run_replay(directory: str, decisions: str | None, strict: bool, as_json: boo
         for name, disk in found:
             with progress_bar(f"replaying {name}", survey_bytes(disk)) as on_progress:
                 try:
-                    outcome = Replay(pool, disk, policy_of, BLOCKS_PER_WORKER_MAX).run(on_progress)
+                    outcome = DecisionReplay(pool, disk, policy_of, BLOCKS_PER_WORKER_MAX).run(on_progress)
                 except PolicyError as error:
                     raise UsageError(f"replaying {name}: {error}") from None
             identical += outcome.identical

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from poolgrid.consolidator.core.pool_state import WorkerRank
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.card_check import card_problem, name_problem
+from poolgrid.consolidator.core.pool_state import MemberRank
+from poolgrid.wire.card import WorkerCard, card_problem, name_problem
 from poolgrid.wire.hashing import HASH_SPEC
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.limits import POOL_TEMPLATES_CHARS_MAX
 
 
 def incompatibility(
-    members: Mapping[WorkerKey, WorkerRank], workers_max: int, key: WorkerKey, card: WorkerCard
+    members: Mapping[WorkerKey, MemberRank], workers_max: int, key: WorkerKey, card: WorkerCard
 ) -> str | None:
     """Return why a rank with this card may not join the members of a pool, or ``None``."""
     if key not in members and len(members) >= workers_max:

@@ -2,9 +2,9 @@
 
 Rules for this file:
 
-1. Everything that happens goes through a ``Turn``: the caller opens one, hands in messages, and gets back records and
-   replies. **The shell appends the records to the journal first; only then do replies leave and records get
-   published.** An acknowledgement therefore always means "in the journal".
+1. Everything that happens goes through a ``ConsolidatorTurn``: the caller opens one, hands in messages, and gets back
+   records and replies. **The shell appends the records to the journal first; only then do replies leave and records
+   get published.** An acknowledgement therefore always means "in the journal".
 2. Every accepted batch becomes exactly one record, also when nothing of it is news: the record moves the cursor that a
    restarted consolidator will know. Offsets have no holes.
 3. A life ends before the next begins: a new epoch writes ``WorkerLeft`` and ``WorkerJoined`` before anything of the new
@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from poolgrid.consolidator.core.compatibility import incompatibility
-from poolgrid.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.consolidator.core.cursor import SequenceVerdict
 from poolgrid.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
+    MemberRank,
     PoolState,
-    WorkerRank,
 )
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
@@ -147,7 +147,7 @@ class MemberLeft(NamedTuple):
 
 
 @dataclass(slots=True)
-class Turn:
+class ConsolidatorTurn:
     """All that follows from the messages of one wake-up, in order."""
 
     now: Now
@@ -191,7 +191,7 @@ class Consolidator:
 
     # Turns
 
-    def finish(self, turn: Turn) -> None:
+    def finish(self, turn: ConsolidatorTurn) -> None:
         """Close a turn: one acknowledgement per rank whose batches were taken in."""
         for key, peer in turn.acknowledge.items():
             worker = self.pool.workers.get(key)
@@ -201,7 +201,7 @@ class Consolidator:
 
     # What workers send
 
-    def receive(self, peer: bytes, message: ToConsolidator, turn: Turn) -> None:
+    def receive(self, peer: bytes, message: ToConsolidator, turn: ConsolidatorTurn) -> None:
         """Take in a control message of a worker."""
         if isinstance(message, Hello):
             self._hello(peer, message, turn)
@@ -210,7 +210,7 @@ class Consolidator:
         else:
             self._goodbye(peer, message, turn)
 
-    def batch(self, peer: bytes, batch: EventBatch, turn: Turn) -> None:
+    def batch(self, peer: bytes, batch: EventBatch, turn: ConsolidatorTurn) -> None:
         """Take in a batch that a worker pushed."""
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         name = (batch.worker_id, batch.dp_rank)
@@ -232,7 +232,7 @@ class Consolidator:
             return
         self._take(worker, batch, peer, turn)
 
-    def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: Turn) -> WorkerRank | None:
+    def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: ConsolidatorTurn) -> MemberRank | None:
         """Return the rank when this life of it is a member, else answer why not."""
         worker = self.pool.workers.get(key)
         link = self._links.get(key)
@@ -250,7 +250,7 @@ class Consolidator:
         link.peer = peer
         return worker
 
-    def _hello(self, peer: bytes, hello: Hello, turn: Turn) -> None:
+    def _hello(self, peer: bytes, hello: Hello, turn: ConsolidatorTurn) -> None:
         key = WorkerKey(WorkerId(hello.worker_id), hello.dp_rank)
         worker = self.pool.workers.get(key)
         link = self._links.get(key)
@@ -267,14 +267,16 @@ class Consolidator:
         if worker is not None:
             verdict = worker.cursors[WORKER_SOURCE].judge_announcement(hello.epoch, hello.next_seq)
             reason = None
-            if verdict is Verdict.NEW_EPOCH:
+            if verdict is SequenceVerdict.NEW_EPOCH:
                 reason = f"replaced by epoch {hello.epoch}"
-            elif verdict is Verdict.BACKWARDS:
+            elif verdict is SequenceVerdict.BACKWARDS:
                 reason = f"its sequence went back to {hello.next_seq}"
             elif hello.card != worker.card:
                 reason = "its card changed"
             if reason is not None:
-                self._leave(worker, reason, turn, over=verdict in (Verdict.NEW_EPOCH, Verdict.BACKWARDS))
+                self._leave(
+                    worker, reason, turn, over=verdict in (SequenceVerdict.NEW_EPOCH, SequenceVerdict.BACKWARDS)
+                )
                 worker = None
         if worker is None:
             worker = self._join(key, hello.epoch, hello.card, turn)
@@ -296,25 +298,25 @@ class Consolidator:
             )
         )
 
-    def _heartbeat(self, peer: bytes, heartbeat: Heartbeat, turn: Turn) -> None:
+    def _heartbeat(self, peer: bytes, heartbeat: Heartbeat, turn: ConsolidatorTurn) -> None:
         key = WorkerKey(WorkerId(heartbeat.worker_id), heartbeat.dp_rank)
         worker = self._live(peer, key, heartbeat.epoch, turn)
         if worker is None:
             return
         cursor = worker.cursors[WORKER_SOURCE]
         verdict = cursor.judge_announcement(heartbeat.epoch, heartbeat.next_seq)
-        if verdict is Verdict.GAP:
+        if verdict is SequenceVerdict.GAP:
             self._ask_again(worker, heartbeat.next_seq, peer, turn)
-        elif verdict is Verdict.NEXT:
+        elif verdict is SequenceVerdict.NEXT:
             self._caught_up(worker, turn)
-        elif verdict is Verdict.BACKWARDS:
+        elif verdict is SequenceVerdict.BACKWARDS:
             # Only a Hello carries the card that a new life needs.
             self.tally.unknown += 1
             turn.replies.append((peer, Unknown(*key)))
             return
         turn.acknowledge[key] = peer
 
-    def _goodbye(self, peer: bytes, goodbye: Goodbye, turn: Turn) -> None:
+    def _goodbye(self, peer: bytes, goodbye: Goodbye, turn: ConsolidatorTurn) -> None:
         key = WorkerKey(WorkerId(goodbye.worker_id), goodbye.dp_rank)
         worker = self._live(peer, key, goodbye.epoch, turn)
         if worker is None:
@@ -325,7 +327,7 @@ class Consolidator:
 
     # Sources of the consolidator's own making: engines that publish themselves
 
-    def attach(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> str | None:
+    def attach(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: ConsolidatorTurn) -> str | None:
         """Make a rank a member by configuration, under a new epoch; return why not when it may not."""
         worker = self.pool.workers.get(key)
         objection = incompatibility(self.pool.workers, self.limits.workers_max, key, card)
@@ -340,13 +342,13 @@ class Consolidator:
         self._links[key].attached = True
         return None
 
-    def detach(self, key: WorkerKey, reason: str, turn: Turn) -> None:
+    def detach(self, key: WorkerKey, reason: str, turn: ConsolidatorTurn) -> None:
         """End the membership of an attached rank."""
         worker = self.pool.workers.get(key)
         if worker is not None:
             self._leave(worker, reason, turn)
 
-    def take(self, batch: EventBatch, turn: Turn) -> bool:
+    def take(self, batch: EventBatch, turn: ConsolidatorTurn) -> bool:
         """Take in a batch of an attached source; say whether it was accepted.
 
         A further source of a worker that joined by itself has a cursor of its own; a new epoch on it drops what the
@@ -356,23 +358,12 @@ class Consolidator:
         if worker is None:
             return False
         before: list[AnyEvent] = []
-        if batch.source != WORKER_SOURCE:
-            cursor = worker.cursors.get(batch.source)
-            if cursor is None:
-                full = len(worker.cursors) >= self.limits.sources_per_worker_max
-                if full or batch.source == CONSOLIDATOR_SOURCE or batch.seq != 0:
-                    self.tally.refused += 1
-                    return False
-                worker.cursors[batch.source] = Cursor(batch.epoch)
-            elif batch.epoch > cursor.epoch and batch.seq == 0:
-                worker.presence.clear(batch.source, before)
-                cursor.begin(batch.epoch)
-            elif cursor.judge_batch(batch.epoch, batch.seq) is not Verdict.NEXT:
-                self.tally.refused += 1
-                return False
+        if batch.source != WORKER_SOURCE and not worker.admits(batch, self.limits.sources_per_worker_max, before):
+            self.tally.refused += 1
+            return False
         return self._take(worker, batch, b"", turn, before)
 
-    def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: Turn) -> None:
+    def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: ConsolidatorTurn) -> None:
         """Take back what the journal knows from further sources that nobody follows any more."""
         for key, worker in self.pool.workers.items():
             for source, cursor in list(worker.cursors.items()):
@@ -401,7 +392,7 @@ class Consolidator:
             if link.behind_seq >= 0 and self.pool.workers[key].stream(WORKER_SOURCE).state is StreamState.REPLAYING
         ]
 
-    def expire(self, turn: Turn) -> None:
+    def expire(self, turn: ConsolidatorTurn) -> None:
         """Let the ranks go whose lease has run out, and stop trusting those whose gap nobody fills."""
         open_since = turn.now.monotonic_ms - self.limits.stale_after_ms
         for key, link in self._behind():
@@ -417,7 +408,7 @@ class Consolidator:
             reason = f"lease expired: silent for {self.limits.lease_ms} ms"
             self._leave(self.pool.workers[key], reason, turn, over=False)
 
-    def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: Turn) -> None:
+    def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: ConsolidatorTurn) -> None:
         """Write how far the stream of a source can be trusted, if that is news."""
         worker = self.pool.workers.get(key)
         if worker is None or worker.stream(source).state is state:
@@ -426,7 +417,7 @@ class Consolidator:
         fold(worker.streams, CONSOLIDATOR_SOURCE, events)
         self._record(key, worker.epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
 
-    def _caught_up(self, worker: WorkerRank, turn: Turn) -> None:
+    def _caught_up(self, worker: MemberRank, turn: ConsolidatorTurn) -> None:
         """Note that nothing is missing of what a rank is known to have sent."""
         self._links[worker.key].behind_seq = -1
         if worker.stream(WORKER_SOURCE).state in (StreamState.REPLAYING, StreamState.STALE):
@@ -438,20 +429,25 @@ class Consolidator:
     # The one way in for batches
 
     def _take(
-        self, worker: WorkerRank, batch: EventBatch, peer: bytes, turn: Turn, before: list[AnyEvent] | None = None
+        self,
+        worker: MemberRank,
+        batch: EventBatch,
+        peer: bytes,
+        turn: ConsolidatorTurn,
+        before: list[AnyEvent] | None = None,
     ) -> bool:
         source, seq = batch.source, batch.seq
         cursor = worker.cursors[source]
         tally = self.tally
         if seq == cursor.next_seq and batch.epoch == cursor.epoch:
             pass  # the next one, as nearly always, found without asking for a verdict
-        elif (verdict := cursor.judge_batch(batch.epoch, seq)) is Verdict.NEXT:
+        elif (verdict := cursor.judge_batch(batch.epoch, seq)) is SequenceVerdict.NEXT:
             pass
-        elif verdict is Verdict.DUPLICATE:
+        elif verdict is SequenceVerdict.DUPLICATE:
             tally.duplicates += 1
             turn.acknowledge[worker.key] = peer
             return False
-        elif verdict is Verdict.GAP and batch.events and type(batch.events[0]) is SnapshotBegan:
+        elif verdict is SequenceVerdict.GAP and batch.events and type(batch.events[0]) is SnapshotBegan:
             tally.restatements += 1
             turn.remarks.append(
                 f"worker {worker.key} restates its cache at batch {batch.seq}: "
@@ -459,7 +455,7 @@ class Consolidator:
             )
             self._lose_requests(worker, batch, turn)
             cursor.next_seq = batch.seq
-        elif verdict is Verdict.GAP:
+        elif verdict is SequenceVerdict.GAP:
             self._ask_again(worker, batch.seq, peer, turn)
             link = self._links[worker.key]
             link.behind_seq = max(link.behind_seq, batch.seq)
@@ -488,11 +484,9 @@ class Consolidator:
         if tells or not is_live:  # else one that is live stays so
             fold(worker.streams, source, events)
         key, pool, wall_ms = worker.key, self.pool, turn.now.wall_ms
-        turn.records.append(
-            JournalRecord(
-                pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source
-            )  # positional: hot
-        )
+        # Positional: hot.
+        record = JournalRecord(pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source)
+        turn.records.append(record)
         pool.offset += 1
         if source == WORKER_SOURCE:
             link = self._links[key]
@@ -504,7 +498,7 @@ class Consolidator:
             turn.acknowledge[key] = peer
         return True
 
-    def _lose_requests(self, worker: WorkerRank, batch: EventBatch, turn: Turn) -> None:
+    def _lose_requests(self, worker: MemberRank, batch: EventBatch, turn: ConsolidatorTurn) -> None:
         if not worker.requests or batch.source != WORKER_SOURCE:
             return
         lost: list[AnyEvent] = [RequestFinished(request_id, "lost") for request_id in worker.requests]
@@ -514,7 +508,7 @@ class Consolidator:
             part = lost[at : at + EVENTS_PER_BATCH_MAX]
             self._record(worker.key, worker.epoch, 0, batch.time_ms, part, CONSOLIDATOR_SOURCE, turn)
 
-    def _ask_again(self, worker: WorkerRank, seen_seq: int, peer: bytes, turn: Turn) -> None:
+    def _ask_again(self, worker: MemberRank, seen_seq: int, peer: bytes, turn: ConsolidatorTurn) -> None:
         """Ask for what is missing; once per gap, and again when no answer came for ``resend_retry_ms``."""
         wanted = worker.cursors[WORKER_SOURCE].next_seq
         link = self._links[worker.key]
@@ -539,7 +533,7 @@ class Consolidator:
 
     # Membership
 
-    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> WorkerRank:
+    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: ConsolidatorTurn) -> MemberRank:
         worker = self.pool.workers[key] = self.pool.new_worker(key, epoch, card)
         self._links[key] = _Link(turn.now.monotonic_ms)
         self.tally.joined += 1
@@ -548,7 +542,7 @@ class Consolidator:
         turn.remarks.append(f"worker {key} joined: epoch {epoch}, model {card.model}, {card.role.name.lower()}")
         return worker
 
-    def _leave(self, worker: WorkerRank, reason: str, turn: Turn, over: bool = True) -> None:
+    def _leave(self, worker: MemberRank, reason: str, turn: ConsolidatorTurn, over: bool = True) -> None:
         self.pool.forget(worker.key)
         turn.members.append(MemberLeft(worker.key, over, self._links.pop(worker.key).heard_ms))
         turn.acknowledge.pop(worker.key, None)
@@ -558,7 +552,14 @@ class Consolidator:
         turn.remarks.append(f"worker {worker.key} left: epoch {worker.epoch}, {reason[:TEXT_CHARS_MAX]}")
 
     def _record(
-        self, key: WorkerKey, epoch: int, seq: int, time_ms: int, events: list[AnyEvent], source: str, turn: Turn
+        self,
+        key: WorkerKey,
+        epoch: int,
+        seq: int,
+        time_ms: int,
+        events: list[AnyEvent],
+        source: str,
+        turn: ConsolidatorTurn,
     ) -> None:
         pool = self.pool
         turn.records.append(
@@ -568,10 +569,10 @@ class Consolidator:
 
     # Answers
 
-    def _acknowledged(self, worker: WorkerRank) -> Acknowledged:
+    def _acknowledged(self, worker: MemberRank) -> Acknowledged:
         return Acknowledged(*worker.key, worker.epoch, worker.cursors[WORKER_SOURCE].next_seq, self.consolidator_id)
 
-    def _refuse(self, peer: bytes, key: WorkerKey, reason: str, turn: Turn) -> None:
+    def _refuse(self, peer: bytes, key: WorkerKey, reason: str, turn: ConsolidatorTurn) -> None:
         self.tally.refused += 1
         turn.remarks.append(f"refused worker {key}: {reason}")
         if peer:

@@ -33,7 +33,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Verdict(Enum):
+class SequenceVerdict(Enum):
     """What a number means to the stream it arrived on."""
 
     NEXT = "next"
@@ -61,21 +61,21 @@ class Cursor:
     def __repr__(self) -> str:
         return f"Cursor(epoch={self.epoch}, next_seq={self.next_seq})"
 
-    def judge_batch(self, epoch: int, seq: int) -> Verdict:
+    def judge_batch(self, epoch: int, seq: int) -> SequenceVerdict:
         """Say what a batch numbered ``(epoch, seq)`` is."""
         if epoch != self.epoch:
-            return Verdict.NEW_EPOCH if epoch > self.epoch else Verdict.OLD_EPOCH
+            return SequenceVerdict.NEW_EPOCH if epoch > self.epoch else SequenceVerdict.OLD_EPOCH
         if seq == self.next_seq:
-            return Verdict.NEXT
-        return Verdict.DUPLICATE if seq < self.next_seq else Verdict.GAP
+            return SequenceVerdict.NEXT
+        return SequenceVerdict.DUPLICATE if seq < self.next_seq else SequenceVerdict.GAP
 
-    def judge_announcement(self, epoch: int, next_seq: int) -> Verdict:
+    def judge_announcement(self, epoch: int, next_seq: int) -> SequenceVerdict:
         """Say what it means that the source will number its next batch ``(epoch, next_seq)``."""
         if epoch != self.epoch:
-            return Verdict.NEW_EPOCH if epoch > self.epoch else Verdict.OLD_EPOCH
+            return SequenceVerdict.NEW_EPOCH if epoch > self.epoch else SequenceVerdict.OLD_EPOCH
         if next_seq == self.next_seq:
-            return Verdict.NEXT
-        return Verdict.BACKWARDS if next_seq < self.next_seq else Verdict.GAP
+            return SequenceVerdict.NEXT
+        return SequenceVerdict.BACKWARDS if next_seq < self.next_seq else SequenceVerdict.GAP
 
     def advance(self) -> None:
         self.next_seq += 1

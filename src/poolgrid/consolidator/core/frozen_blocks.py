@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 
-from poolgrid.consolidator.core.held_blocks import HeldBlocks
+from poolgrid.consolidator.core.owned_blocks import OwnedBlocks
 
 FREED_AT_ONCE_BLOCKS = 4096
 """Mappings of up to so many blocks are freed at once: a tenth of a millisecond."""
@@ -34,7 +34,7 @@ class Discarded:
     def __init__(self) -> None:
         self.in_slices = False
         """Whether somebody calls ``free``; else everything is freed at once."""
-        self._waiting: deque[HeldBlocks] = deque()
+        self._waiting: deque[OwnedBlocks] = deque()
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting))
@@ -42,7 +42,7 @@ class Discarded:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def put(self, blocks: HeldBlocks) -> None:
+    def put(self, blocks: OwnedBlocks) -> None:
         """Take blocks that nobody holds or reads."""
         if self.in_slices and len(blocks) > FREED_AT_ONCE_BLOCKS:
             self._waiting.append(blocks)
@@ -64,12 +64,12 @@ class Overlay(MutableMapping[int, int | None]):
 
     __slots__ = ("_gone", "_thawing", "_top", "base")
 
-    def __init__(self, base: HeldBlocks) -> None:
+    def __init__(self, base: OwnedBlocks) -> None:
         self.base = base
         """What was held when it was frozen; unchanged until ``thaw``."""
         self._gone: set[int] = set()
         """Blocks of the base that are not held any more, or were stored again since."""
-        self._top = HeldBlocks()
+        self._top = OwnedBlocks()
         """Blocks stored since; one of the base is here only if it is gone, too."""
         self._thawing = False
 
@@ -153,6 +153,6 @@ class Overlay(MutableMapping[int, int | None]):
             return True
         return all(sequence_hash in self._gone or sequence_hash not in self.base for sequence_hash in hashes)
 
-    def copy(self) -> HeldBlocks:
+    def copy(self) -> OwnedBlocks:
         """Return a mapping of what is held; takes all of it in one go."""
-        return HeldBlocks({sequence_hash: self[sequence_hash] for sequence_hash in self})
+        return OwnedBlocks({sequence_hash: self[sequence_hash] for sequence_hash in self})

@@ -35,7 +35,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from poolgrid.consolidator.core.consolidator import EVENTS_TO_SPLIT_MAX, MemberJoined, MemberLeft
-from poolgrid.consolidator.core.pool_state import WorkerRank
+from poolgrid.consolidator.core.pool_state import MemberRank
 from poolgrid.kv_events.follower import (
     COUNTED,
     NOWHERE,
@@ -96,7 +96,7 @@ class FurtherSource:
         self._follow(member.epoch, member.block_size, now_ms, None if self._outlives_worker else former)
         self._speaks = False
 
-    def recovered(self, worker: WorkerRank, now_ms: float) -> None:
+    def recovered(self, worker: MemberRank, now_ms: float) -> None:
         """Go on with a worker that the journal knows, and with what it knows of this source."""
         is_former = worker.stream(self.name).state is StreamState.FORMER and not self._outlives_worker
         cursor = worker.cursors.get(self.name)

@@ -34,9 +34,9 @@ from typing import assert_never
 
 import msgspec
 
-from poolgrid.consolidator.core.cursor import Cursor
+from poolgrid.consolidator.core.block_ownership import BlockOwnership, Frozen, dump
+from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.frozen_blocks import Discarded
-from poolgrid.consolidator.core.presence import Frozen, Presence, dump
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
     AnyEvent,
@@ -74,7 +74,7 @@ WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillComplet
 """What an event may say of a worker and its requests."""
 
 
-class WorkerRank:
+class MemberRank:
     """All that the stream says of one worker rank."""
 
     __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating", "streams")
@@ -94,7 +94,7 @@ class WorkerRank:
         self.restating = False
         self.load: LoadReported | None = None
         self.requests: dict[str, RequestState] = {}
-        self.presence = Presence(blocks_max, discarded)
+        self.presence = BlockOwnership(blocks_max, discarded)
         self.cursors: dict[str, Cursor] = {WORKER_SOURCE: Cursor(epoch)}
         self.streams: dict[str, SourceStream] = {WORKER_SOURCE: SourceStream(WORKER_SOURCE, StreamState.SYNCING)}
 
@@ -157,6 +157,20 @@ class WorkerRank:
                     self.note(event)
                     out.append(event)
         return out, tells, ignored
+
+    def admits(self, batch: EventBatch, sources_max: int, before: list[AnyEvent]) -> bool:
+        """Say whether a batch of a further source is the next of it; a new epoch drops what the source held."""
+        cursor = self.cursors.get(batch.source)
+        if cursor is None:
+            if len(self.cursors) >= sources_max or batch.source == CONSOLIDATOR_SOURCE or batch.seq != 0:
+                return False
+            self.cursors[batch.source] = Cursor(batch.epoch)
+        elif batch.epoch > cursor.epoch and batch.seq == 0:
+            self.presence.clear(batch.source, before)
+            cursor.begin(batch.epoch)
+        else:
+            return cursor.judge_batch(batch.epoch, batch.seq) is SequenceVerdict.NEXT
+        return True
 
     def note(self, event: WorkerEvent) -> None:
         """Apply an event that is about the worker and its requests, and not about blocks."""
@@ -262,10 +276,10 @@ class PoolState:
         self._blocks_max = blocks_per_worker_max
         self.offset = 0
         """Offset of the next record."""
-        self.workers: dict[WorkerKey, WorkerRank] = {}
+        self.workers: dict[WorkerKey, MemberRank] = {}
         self.discarded = Discarded()
         """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
-        self._frozen: list[Presence] = []
+        self._frozen: list[BlockOwnership] = []
 
     def apply(self, record: JournalRecord) -> None:
         """Fold the next record in. Records must come in order: an offset out of line is our own fault."""
@@ -291,9 +305,9 @@ class PoolState:
             cursor.epoch = record.epoch
             cursor.next_seq = record.seq + 1
 
-    def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> WorkerRank:
+    def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> MemberRank:
         """Return a worker as it is right after it joined; the caller lists it."""
-        return WorkerRank(key, epoch, card, self._blocks_max, self.discarded)
+        return MemberRank(key, epoch, card, self._blocks_max, self.discarded)
 
     def forget(self, key: WorkerKey) -> None:
         """Forget a worker, if there is one of that name."""
@@ -303,7 +317,7 @@ class PoolState:
 
     def freeze(self) -> FrozenPool:
         """Return a copy at this offset, in a fixed order of workers; made in one go."""
-        return self._frozen_with(Presence.freeze)
+        return self._frozen_with(BlockOwnership.freeze)
 
     def freeze_in_place(self) -> FrozenPool:
         """Return the state at this offset, as it stays until ``thaw`` whatever is applied meanwhile; nothing is copied.
@@ -312,7 +326,7 @@ class PoolState:
         """
         assert not self._frozen, "what was frozen before is not thawed yet"
         self._frozen = [worker.presence for worker in self.workers.values()]
-        return self._frozen_with(Presence.freeze_in_place)
+        return self._frozen_with(BlockOwnership.freeze_in_place)
 
     def thaw(self, changes: int) -> bool:
         """Have so many of the changes since ``freeze_in_place`` made to what was frozen; return whether there are more.
@@ -326,7 +340,7 @@ class PoolState:
                 frozen.pop()
         return bool(frozen)
 
-    def _frozen_with(self, freeze: Callable[[Presence], Frozen]) -> FrozenPool:
+    def _frozen_with(self, freeze: Callable[[BlockOwnership], Frozen]) -> FrozenPool:
         return FrozenPool(
             self.offset,
             [
@@ -363,7 +377,7 @@ class PoolState:
         """Return the state that a snapshot describes: workers, then (position of the worker, source, chain)."""
         pool = cls(blocks_per_worker_max)
         pool.offset = offset
-        listed: list[WorkerRank] = []
+        listed: list[MemberRank] = []
         for entry in entries:
             state = entry.state
             worker = pool.new_worker(WorkerKey(WorkerId(state.worker_id), state.dp_rank), state.epoch, state.card)

@@ -25,7 +25,7 @@ from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
-    Fault,
+    EntryFault,
     file_header,
     frame,
     payload_at,
@@ -127,7 +127,7 @@ class FileJournal(Journal):
         data = self._disk.read(segment.name, 0, segment.size)
         positions, end, damage = scan(data, FILE_HEADER.size, segment.first)
         if damage is not None:
-            if damage.fault is Fault.CORRUPT:
+            if damage.fault is EntryFault.CORRUPT:
                 raise corrupt(segment.name, damage.position, damage.number, damage.detail)
             self._disk.truncate(segment.name, end)
             self._report.append(

@@ -33,7 +33,7 @@ _length = struct.Struct("<I")
 _U32 = 0xFFFF_FFFF
 
 
-class Fault(Enum):
+class EntryFault(Enum):
     """Why an entry cannot be read."""
 
     TORN = "torn"
@@ -44,7 +44,7 @@ class Fault(Enum):
 class Damage:
     """The first entry of some bytes that cannot be read."""
 
-    fault: Fault
+    fault: EntryFault
     position: int
     number: int
     detail: str
@@ -81,17 +81,17 @@ def scan(data: bytes, at: int, number: int) -> tuple[list[int], int, Damage | No
     digest = xxh3_64_intdigest
     while at < size:
         if at + header > size:
-            return positions, at, Damage(Fault.TORN, at, number, f"{size - at} bytes of an entry's header")
+            return positions, at, Damage(EntryFault.TORN, at, number, f"{size - at} bytes of an entry's header")
         length, check, checksum = unpack(data, at)
         if digest(view[at : at + 4], number) & _U32 != check:
-            fault = Fault.TORN if _zeros_to_the_end(data, at) else Fault.CORRUPT
+            fault = EntryFault.TORN if _zeros_to_the_end(data, at) else EntryFault.CORRUPT
             return positions, at, Damage(fault, at, number, "the length does not match its check")
         end = at + header + length
         if end > size:
             missing = f"{size - at - header} of {length} bytes of a payload"
-            return positions, at, Damage(Fault.TORN, at, number, missing)
+            return positions, at, Damage(EntryFault.TORN, at, number, missing)
         if digest(view[at + header : end], number) != checksum:
-            fault = Fault.TORN if _zeros_to_the_end(data, at) else Fault.CORRUPT
+            fault = EntryFault.TORN if _zeros_to_the_end(data, at) else EntryFault.CORRUPT
             return positions, at, Damage(fault, at, number, "the payload does not match its checksum")
         positions.append(at)
         number += 1

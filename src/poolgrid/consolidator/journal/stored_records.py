@@ -22,7 +22,7 @@ from poolgrid.consolidator.journal.framing import (
     SEGMENT_MAGIC,
     VERSION,
     Damage,
-    Fault,
+    EntryFault,
     header_check,
     payload_at,
     scan,
@@ -247,7 +247,7 @@ def stored_payloads(
         if damage is not None:
             if to_offset is not None and damage.number >= to_offset:
                 return
-            if not last or damage.fault is not Fault.TORN:
+            if not last or damage.fault is not EntryFault.TORN:
                 raise corrupt(name, damage.position, damage.number, damage.detail, kind)
             if torn is not None:
                 torn.append(_torn_tail(name, end, damage))

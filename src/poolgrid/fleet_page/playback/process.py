@@ -20,8 +20,8 @@ from typing import IO
 import msgspec
 
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.as_of import NotKept, offset_at, reaches_back_to, state_at
 from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.inspection import NotKept, offset_at, reaches_back_to, state_at
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.fleet_page.playback.leg_times import Leg, fill

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from poolgrid.consolidator.core.pool_state import PoolState, WorkerRank
+from poolgrid.consolidator.core.pool_state import MemberRank, PoolState
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, JournalRecord, RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import Tier, WorkerKey
 from poolgrid.wire.streams import own_stream
@@ -143,7 +143,7 @@ class _Camera:
         self._began, self._ended, self._untold = [], [], 0
         return frame
 
-    def _worker(self, worker: WorkerRank) -> WorkerFrame:
+    def _worker(self, worker: MemberRank) -> WorkerFrame:
         load = worker.load
         stored, removed = self._flows.get(worker.key, (0, 0))
         return (
@@ -179,7 +179,7 @@ class _Camera:
         return found
 
 
-def held_depth(worker: WorkerRank, path: Sequence[int]) -> int:
+def held_depth(worker: MemberRank, path: Sequence[int]) -> int:
     """Return how many leading blocks of a path a worker holds, on any tier."""
     holds = worker.presence.holds
     for depth, block in enumerate(path):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 
-from poolgrid.frontend.access.cache_salt import SALT_BYTES, cache_salt
+from poolgrid.frontend.access.key_file import SALT_BYTES, cache_salt
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.inference.cache_domain import EVERYBODY, WHOLE, CacheDomain

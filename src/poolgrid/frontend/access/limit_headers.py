@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poolgrid.frontend.access.meter import Rate
-from poolgrid.frontend.access.token_bucket import Bucket
+from poolgrid.frontend.access.meter import Rate, TokenBucket
 
 _NAMES = {Rate.REQUESTS: b"requests", Rate.TOKENS: b"tokens"}
 _KINDS = (b"limit", b"remaining", b"reset")
@@ -13,7 +12,7 @@ _KINDS = (b"limit", b"remaining", b"reset")
 LIMIT_HEADERS = tuple(f"x-ratelimit-{kind.decode()}-{_NAMES[rate].decode()}" for rate in Rate for kind in _KINDS)
 """All of them, by name."""
 
-Standing = Sequence[tuple[Rate, Bucket, float]]
+Standing = Sequence[tuple[Rate, TokenBucket, float]]
 """Each limit of a tenant, with its bucket and the time (ms) at which it was looked at."""
 
 

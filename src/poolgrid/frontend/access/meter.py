@@ -9,7 +9,45 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from poolgrid.frontend.access.key_file import Tenant
-from poolgrid.frontend.access.token_bucket import Bucket
+
+MINUTE_MS = 60_000.0
+
+GRAIN_MS = 1.0
+"""Waits below this are none: it is what the rounding of a million charges adds up to after half a year of uptime."""
+
+
+class TokenBucket(NamedTuple):
+    """One limit of one tenant at one time: it fills at a rate up to its size, and requests take from it.
+
+    Whoever asks for at most what is in the bucket gets it. Whoever asks for more than the bucket can hold gets it when
+    the bucket is full; the bucket then owes the rest, and grants nothing until that is made up for. It holds one
+    minute's worth: a client that was quiet may use its minute at once.
+    """
+
+    full_at_ms: float = 0.0
+    """When it is full if nobody takes anything until then; a time in the past means full."""
+    per_minute: float = 0.0
+    """Its rate, and its size; 0.0 = nobody took anything yet."""
+
+    def used(self, now_ms: float) -> float:
+        return max(0.0, self.full_at_ms - now_ms) / MINUTE_MS * self.per_minute
+
+    def resized(self, per_minute: float, now_ms: float) -> TokenBucket:
+        """Return the bucket with another rate from now on; what was used stays used."""
+        if per_minute == self.per_minute:
+            return self
+        return TokenBucket(now_ms + self.used(now_ms) / per_minute * MINUTE_MS, per_minute)
+
+    def wait_s(self, amount: float, now_ms: float) -> float:
+        """Return how long it takes until ``amount`` may be taken; 0.0 = now."""
+        missing = min(amount, self.per_minute) - (self.per_minute - self.used(now_ms))
+        wait_ms = missing / self.per_minute * MINUTE_MS
+        return wait_ms / 1000 if wait_ms > GRAIN_MS else 0.0
+
+    def charged(self, amount: float, now_ms: float) -> TokenBucket:
+        """Return the bucket without ``amount``, whatever is there; a negative one gives back."""
+        full_at_ms = max(now_ms, self.full_at_ms) + amount / self.per_minute * MINUTE_MS
+        return TokenBucket(full_at_ms, self.per_minute)
 
 
 class Rate(IntEnum):
@@ -19,7 +57,7 @@ class Rate(IntEnum):
     TOKENS = 1
 
 
-class Verdict(NamedTuple):
+class RateDecision(NamedTuple):
     """Whether a request may begin: it was counted when there was room and nothing to wait for."""
 
     in_flight: int
@@ -39,18 +77,18 @@ class Meter:
 
     def __init__(self) -> None:
         self.in_flight = 0
-        self._buckets = [Bucket() for _ in Rate]
+        self._buckets = [TokenBucket() for _ in Rate]
 
-    def begin(self, rules: Tenant, now_ms: float) -> Verdict:
+    def begin(self, rules: Tenant, now_ms: float) -> RateDecision:
         """Count a request in, unless it would be one too many at a time or in its minute."""
         before = self.in_flight
         if rules.concurrent_requests is not None and before >= rules.concurrent_requests:
-            return Verdict(before, 0.0, True)
+            return RateDecision(before, 0.0, True)
         per_minute = rules.requests_per_minute
         wait_s = 0.0 if per_minute is None else self._take(Rate.REQUESTS, 1, per_minute, now_ms)
         if wait_s == 0.0:
             self.in_flight += 1
-        return Verdict(before, wait_s)
+        return RateDecision(before, wait_s)
 
     def end(self, rules: Tenant, output_tokens: int, now_ms: float) -> None:
         """Count a request out, and charge its output."""
@@ -58,7 +96,7 @@ class Meter:
         if rules.tokens_per_minute is not None and output_tokens > 0:
             self._charge(rules, output_tokens, now_ms)
 
-    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, Bucket, float]]:
+    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, TokenBucket, float]]:
         """Return the bucket of each rate that is limited, as it is now."""
         limits = (rules.requests_per_minute, rules.tokens_per_minute)
         return [
@@ -68,13 +106,11 @@ class Meter:
         ]
 
     def take_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> float:
-        """Take tokens and return 0.0; or take nothing, and return in how many seconds they are due."""
         if rules.tokens_per_minute is None:
             return 0.0
         return self._take(Rate.TOKENS, tokens, rules.tokens_per_minute, now_ms)
 
     def give_back_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> None:
-        """Undo ``take_tokens``."""
         if rules.tokens_per_minute is not None and tokens > 0:
             self._charge(rules, -tokens, now_ms)
 

@@ -17,8 +17,7 @@ import msgspec
 
 from poolgrid.frontend.access.key_file import Tenant
 from poolgrid.frontend.access.limit_shares import IN_FLIGHT, KINDS, NOTHING, Amounts, Use, limits_of
-from poolgrid.frontend.access.meter import Meter, Rate, Verdict
-from poolgrid.frontend.access.token_bucket import MINUTE_MS, Bucket
+from poolgrid.frontend.access.meter import MINUTE_MS, Meter, Rate, RateDecision, TokenBucket
 
 WINDOW_MS = 5_000.0
 """What was used counts for one to two of these."""
@@ -59,7 +58,7 @@ class SharedMeter(Meter):
                 more += self._owed
                 self._owed = 0.0 if share else more
             if not share:
-                self._buckets[rate] = Bucket()
+                self._buckets[rate] = TokenBucket()
                 continue
             bucket = bucket.resized(share, now_ms)
             # What is given back is never more than was used.
@@ -93,7 +92,7 @@ class SharedMeter(Meter):
 
     # What tenants ask
 
-    def begin(self, rules: Tenant, now_ms: float) -> Verdict:
+    def begin(self, rules: Tenant, now_ms: float) -> RateDecision:
         """Count a request in, unless it would be one too many at a time or in its minute."""
         self._note()
         limited = self._of_share(rules)
@@ -107,7 +106,7 @@ class SharedMeter(Meter):
     def end(self, rules: Tenant, output_tokens: int, now_ms: float) -> None:
         super().end(self._of_share(rules), output_tokens, now_ms)
 
-    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, Bucket, float]]:
+    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, TokenBucket, float]]:
         """Return the bucket of each rate of which this router has a share, as it is now."""
         limited = self._of_share(rules)
         limits = (limited.requests_per_minute, limited.tokens_per_minute)
@@ -118,11 +117,9 @@ class SharedMeter(Meter):
         ]
 
     def take_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> float:
-        """Take tokens and return 0.0; or take nothing, and return in how many seconds they are due."""
         return super().take_tokens(self._of_share(rules), tokens, now_ms)
 
     def give_back_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> None:
-        """Undo ``take_tokens``."""
         super().give_back_tokens(self._of_share(rules), tokens, now_ms)
 
     def _of_share(self, rules: Tenant) -> Tenant:

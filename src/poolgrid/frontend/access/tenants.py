@@ -24,8 +24,7 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from poolgrid.frontend.access.cache_salt import cache_salt
-from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
+from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant, cache_salt
 from poolgrid.frontend.access.limit_headers import Standing
 from poolgrid.frontend.access.meter import Meter
 from poolgrid.inference.cache_domain import WHOLE, CacheDomain, CacheShares
@@ -48,7 +47,7 @@ class KnownKey(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Account:
+class TenantAccount:
     """What one tenant may do and has used."""
 
     name: str
@@ -78,15 +77,15 @@ class Tenants:
 
     def __init__(self, document: KeyDocument, make_meter: MakeMeter = _own_meter) -> None:
         self._make_meter = make_meter
-        self._accounts: dict[str, Account] = {}
-        self._leaving: dict[str, Account] = {}
+        self._accounts: dict[str, TenantAccount] = {}
+        self._leaving: dict[str, TenantAccount] = {}
         """Tenants that are in the document no more, and were asked something when they went."""
         self._keys: dict[bytes, list[KnownKey]] = {}
         self._cache_shares = WHOLE
         self.use(document)
 
     @property
-    def accounts(self) -> dict[str, Account]:
+    def accounts(self) -> dict[str, TenantAccount]:
         return self._accounts
 
     def use(self, document: KeyDocument) -> None:
@@ -96,10 +95,10 @@ class Tenants:
         if document.tenants.keys() != self._accounts.keys():
             self._cache_shares = CacheShares(max(1, len(document.tenants)), self._cache_shares.edition + 1)
         shares = self._cache_shares
-        accounts: dict[str, Account] = {}
+        accounts: dict[str, TenantAccount] = {}
         keys: dict[bytes, list[KnownKey]] = {}
         for name, tenant in document.tenants.items():
-            account = known.pop(name, None) or Account(name, tenant, secret, self._make_meter(name), shares)
+            account = known.pop(name, None) or TenantAccount(name, tenant, secret, self._make_meter(name), shares)
             account.use(tenant, secret, shares)
             accounts[name] = account
             for key in tenant.keys:
@@ -108,7 +107,7 @@ class Tenants:
         self._accounts, self._keys = accounts, keys
         self._leaving = {name: account for name, account in known.items() if account.meter.in_flight}
 
-    def authenticate(self, key: bytes | None, wall_ms: float) -> Account:
+    def authenticate(self, key: bytes | None, wall_ms: float) -> TenantAccount:
         """Return the account that a key leads to; raises ``Refused`` (401)."""
         if not key:
             raise Refused(
@@ -133,7 +132,7 @@ class Caller:
 
     __slots__ = ("_output_tokens", "_prompt_tokens", "_rules", "_secret", "account")
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: TenantAccount) -> None:
         self.account = account
         self._rules = account.tenant
         self._secret = account.secret

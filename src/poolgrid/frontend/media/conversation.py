@@ -12,13 +12,12 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.media.content_form import ContentForm, shape_content, text_part
-from poolgrid.frontend.media.data_urls import decode_data_url
 from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.frontend.media.references import IMAGE_PARTS, MediaReference, read_reference
+from poolgrid.frontend.media.references import IMAGE_PARTS, MediaReference, decode_data_url, read_reference
 from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.schema import ContentPart, Message, PlacedPart
+from poolgrid.frontend.template_capabilities import ContentForm, shape_content, text_part
 from poolgrid.inference.cache_domain import CacheDomain
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.addresses import AddressPolicy
-from poolgrid.frontend.media.data_urls import decode_data_url
 from poolgrid.frontend.media.embeddings import check_embeddings
 from poolgrid.frontend.media.image_headers import check_image
 from poolgrid.frontend.media.local_files import LocalFiles
-from poolgrid.frontend.media.media_cache import MediaCache, Medium
-from poolgrid.frontend.media.memory_budget import MediaBudget, MediaLease
+from poolgrid.frontend.media.media_cache import MediaBudget, MediaCache, MediaLease, Medium
 from poolgrid.frontend.media.metrics import MediaMetrics
-from poolgrid.frontend.media.references import MediaReference, shown
+from poolgrid.frontend.media.references import MediaReference, decode_data_url, shown
 from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.frontend.media.settings import CACHE_TTL_MS, FETCHES_MAX, MEGABYTE, REQUEST_BYTES_MAX, MediaSettings
 from poolgrid.inference.cache_domain import CacheDomain

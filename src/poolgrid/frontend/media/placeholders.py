@@ -2,7 +2,7 @@
 
 The card's ``MediaSpec`` says what is known. A placeholder that is one token is looked for among the tokens; one that is
 only text is cut out of the text, and what is between is tokenized by itself. Then the items have their positions. With
-a rule for the tokens of an image (``poolgrid.wire.image_tokens``) each placeholder becomes as many filler tokens as the
+a rule for the tokens of an image (``image_tokens``) each placeholder becomes as many filler tokens as the
 engine will see, and every block of the prompt can be hashed; without, what comes before the first item still can
 (``poolgrid.wire.multimodal.known_tokens``).
 """
@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from poolgrid.frontend.media.image_tokens import tokens_of_image
 from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens
-from poolgrid.wire.image_tokens import tokens_of_image
 from poolgrid.wire.multimodal import MediaItem
 
 Encode = Callable[[str], bytes]

@@ -1,7 +1,6 @@
 """The bytes of a Messages answer: content blocks as they come to be, as events or as one object.
 
-A block is a stretch of one kind: thinking, text, a tool use. It starts, grows by deltas, and stops when the next begins
-or the answer ends. Nothing is signed: thinking blocks have an empty signature.
+Nothing is signed: thinking blocks have an empty signature.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from poolgrid.frontend.dialects import ANTHROPIC
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.conversation import parsed_input
 from poolgrid.frontend.messages_api.schema import MessagesBody
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece
-from poolgrid.frontend.piece_encoder import PieceEncoder
+from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
+from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder, escape_line_ends
 from poolgrid.wire.request_ids import name_of
@@ -56,17 +55,6 @@ class MessagesForm:
         """Keep nothing: there is no asking for a message later."""
 
 
-class _Block:
-    """A block that is being written."""
-
-    __slots__ = ("data", "kind", "texts")
-
-    def __init__(self, kind: Kind, data: dict[str, Any]) -> None:
-        self.kind = kind
-        self.data = data
-        self.texts: list[str] = []
-
-
 Event = dict[str, Any]
 
 
@@ -83,20 +71,23 @@ class MessagesEncoder(PieceEncoder[Event]):
         parser: OutputParser | None,
         call_ids: CallIds,
     ) -> None:
-        super().__init__(parser=parser, request_id=request_id, model_name=body.model, created_s=0, model=model)
+        super().__init__(
+            parser=parser,
+            call_ids=call_ids,
+            request_id=request_id,
+            model_name=body.model,
+            created_s=0,
+            model=model,
+        )
         self._request_id = request_id
         self._isl = isl
-        self._call_ids = call_ids
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
-        self._blocks: list[dict[str, Any]] = []
-        self._block: _Block | None = None
-        self._calls = 0
         self._message: dict[str, Any] = {
             "id": f"msg_{request_id}",
             "type": "message",
             "role": "assistant",
             "model": body.model,
-            "content": self._blocks,
+            "content": self._parts,
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _usage(isl, 0, 0),
@@ -133,50 +124,29 @@ class MessagesEncoder(PieceEncoder[Event]):
         message["usage"] = _usage(counts["prompt_tokens"], counts["completion_tokens"], cached)
         return message
 
-    def _finish(self) -> list[Event]:
-        return self._stop_block()
+    def _made(self, kind: PieceKind, call_id: str, name: str) -> AnswerPart:
+        if kind is PieceKind.ARGUMENTS:
+            return AnswerPart(kind, {"type": "tool_use", "id": call_id, "name": name, "input": {}})
+        if kind is PieceKind.REASONING:
+            return AnswerPart(kind, {"type": "thinking", "thinking": "", "signature": ""})
+        return AnswerPart(kind, {"type": "text", "text": ""})
 
-    def _add(self, piece: Piece) -> list[Event]:
-        kind, text = piece
-        if kind is Kind.CALL:
-            return [*self._stop_block(), self._start_block(Kind.ARGUMENTS, text)]
-        events: list[Event] = []
-        if self._block is None or self._block.kind is not kind:
-            events += [*self._stop_block(), self._start_block(kind, "")]
-        block = self._block
-        assert block is not None, "it was just started"
-        if kind is Kind.REASONING and not self._shows_thinking:
-            return events
-        block.texts.append(text)
-        name, field = _DELTAS[kind]
-        delta = {"type": name, field: text}
-        events.append({"type": "content_block_delta", "index": len(self._blocks), "delta": delta})
-        return events
+    def _opened(self, part: AnswerPart) -> list[Event]:
+        return [{"type": "content_block_start", "index": len(self._parts), "content_block": dict(part.data)}]
 
-    def _start_block(self, kind: Kind, name: str) -> Event:
-        data: dict[str, Any]
-        if kind is Kind.ARGUMENTS:
-            data = {"type": "tool_use", "id": self._call_ids.of(0, self._calls, name), "name": name, "input": {}}
-            self._calls += 1
-        elif kind is Kind.REASONING:
-            data = {"type": "thinking", "thinking": "", "signature": ""}
-        else:
-            data = {"type": "text", "text": ""}
-        self._block = _Block(kind, data)
-        return {"type": "content_block_start", "index": len(self._blocks), "content_block": dict(data)}
-
-    def _stop_block(self) -> list[Event]:
-        block = self._block
-        if block is None:
+    def _delta(self, part: AnswerPart, text: str) -> list[Event]:
+        if part.kind is PieceKind.REASONING and not self._shows_thinking:
             return []
-        self._block = None
-        text = "".join(block.texts)
-        if block.kind is Kind.ARGUMENTS:
-            block.data["input"] = parsed_input(text)
+        part.texts.append(text)
+        name, field = _DELTAS[part.kind]
+        return [{"type": "content_block_delta", "index": len(self._parts), "delta": {"type": name, field: text}}]
+
+    def _closed(self, part: AnswerPart, text: str) -> list[Event]:
+        if part.kind is PieceKind.ARGUMENTS:
+            part.data["input"] = parsed_input(text)
         else:
-            block.data[_DELTAS[block.kind][1]] = text
-        self._blocks.append(block.data)
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+            part.data[_DELTAS[part.kind][1]] = text
+        return [{"type": "content_block_stop", "index": len(self._parts)}]
 
     def _events(self, events: Sequence[Event]) -> bytes:
         return b"".join(
@@ -185,9 +155,9 @@ class MessagesEncoder(PieceEncoder[Event]):
 
 
 _DELTAS: Final = {
-    Kind.CONTENT: ("text_delta", "text"),
-    Kind.REASONING: ("thinking_delta", "thinking"),
-    Kind.ARGUMENTS: ("input_json_delta", "partial_json"),
+    PieceKind.CONTENT: ("text_delta", "text"),
+    PieceKind.REASONING: ("thinking_delta", "thinking"),
+    PieceKind.ARGUMENTS: ("input_json_delta", "partial_json"),
 }
 
 

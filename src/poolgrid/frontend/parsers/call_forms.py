@@ -103,7 +103,6 @@ class JsonCall:
         self.failed = False
 
     def feed(self, text: str) -> None:
-        """Take new text; not after ``done`` or ``failed``."""
         at = 0
         while at < len(text) and not self.done and not self.failed:
             value = self._value
@@ -122,7 +121,6 @@ class JsonCall:
         self.left = text[at:]
 
     def end(self) -> None:
-        """Become ``done`` or ``failed``: no text follows."""
         self.done = self._lacks_only_its_end()
         self.failed = not self.done
 
@@ -250,7 +248,6 @@ class HeadedCall(_ArgumentsLast):
         self._head = ""
 
     def feed(self, text: str) -> None:
-        """Take new text; not after ``done`` or ``failed``."""
         if self._value is not None:
             self._arguments(text)
             return
@@ -278,7 +275,6 @@ class GivenCall(_ArgumentsLast):
     __slots__ = ()
 
     def feed(self, text: str) -> None:
-        """Take new text; not after ``done`` or ``failed``."""
         if self._value is None and text[0] != "{":
             self.failed = True
             self.left = text
@@ -314,7 +310,6 @@ class PythonCall:
         self.failed = False
 
     def feed(self, text: str) -> None:
-        """Take new text; not after ``done`` or ``failed``."""
         at = 0
         while at < len(text) and not self.done and not self.failed:
             at = self._body(text, at) if self._depth else self._head(text[at], at)

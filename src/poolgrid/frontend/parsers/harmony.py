@@ -24,7 +24,7 @@ from typing import Any
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX, declared_name
 from poolgrid.frontend.parsers.json_value import JsonValue, strict_json
 from poolgrid.frontend.parsers.markers import first_marker, held_length
-from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
+from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
 from poolgrid.frontend.parsers.tagged_call import fitted
 
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
@@ -60,30 +60,28 @@ class Harmony:
         self._state: Callable[[Harmony], bool] = Harmony._start
         """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
-        self._kind = Kind.CONTENT
+        self._kind = PieceKind.CONTENT
         self._empty = True
         """Whether the message has no text so far."""
-        self._seen: set[Kind] = set()
-        self._out: list[Piece] = []
+        self._seen: set[PieceKind] = set()
+        self._out: list[AnswerPiece] = []
 
-    def feed(self, text: str) -> list[Piece]:
-        """Take new text and return what is certain now."""
+    def feed(self, text: str) -> list[AnswerPiece]:
         self._buffer += text
         while self._buffer and self._state(self):
             pass
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back."""
+    def finish(self) -> list[AnswerPiece]:
         rest, self._buffer = self._buffer, ""
         if self._state == Harmony._body:
             self._show(rest)
             self._end_message()
         elif rest.strip():
-            self._out.append(Piece(Kind.CONTENT, rest))
+            self._out.append(AnswerPiece(PieceKind.CONTENT, rest))
         return self._taken()
 
-    def _taken(self) -> list[Piece]:
+    def _taken(self) -> list[AnswerPiece]:
         out, self._out = self._out, []
         return joined_pieces(out)
 
@@ -97,7 +95,7 @@ class Harmony:
         elif any(beginning.startswith(stripped) for beginning in _BEGINNINGS):
             return False
         else:
-            self._begin_message(Kind.CONTENT)
+            self._begin_message(PieceKind.CONTENT)
         return True
 
     def _header(self) -> bool:
@@ -110,9 +108,9 @@ class Harmony:
             header, marker = self._buffer[: found[0]], found[1]
         if marker != "<|message|>" or len(header) > HEADER_CHARS_MAX:
             end = min(len(header), HEADER_CHARS_MAX)
-            self._out.append(Piece(Kind.CONTENT, self._buffer[:end]))
+            self._out.append(AnswerPiece(PieceKind.CONTENT, self._buffer[:end]))
             self._buffer = self._buffer[end:]
-            self._begin_message(Kind.CONTENT)
+            self._begin_message(PieceKind.CONTENT)
             return True
         self._buffer = self._buffer[len(header) + len(marker) :]
         channel = _CHANNEL.search(header)
@@ -121,17 +119,17 @@ class Harmony:
         if recipient is not None and self._declared is not None:
             name = declared_name(recipient[1], self._declared)
             if name is None and recipient[1].startswith(_FUNCTIONS):
-                self._begin_message(Kind.CONTENT)
+                self._begin_message(PieceKind.CONTENT)
                 self._show(header + marker)
                 return True
         if name is not None:
             self._call, self._call_header = name, header + marker
             self._call_chars = 0
-            self._begin_message(Kind.ARGUMENTS)
+            self._begin_message(PieceKind.ARGUMENTS)
         elif channel is not None and channel[1] == "analysis" and self._show_reasoning:
-            self._begin_message(Kind.REASONING)
+            self._begin_message(PieceKind.REASONING)
         else:
-            self._begin_message(Kind.CONTENT)
+            self._begin_message(PieceKind.CONTENT)
         return True
 
     def _body(self) -> bool:
@@ -161,10 +159,10 @@ class Harmony:
                 return bool(self._buffer)
             if marker.startswith(stripped):
                 return False
-        self._begin_message(Kind.CONTENT)
+        self._begin_message(PieceKind.CONTENT)
         return True
 
-    def _begin_message(self, kind: Kind) -> None:
+    def _begin_message(self, kind: PieceKind) -> None:
         self._kind = kind
         self._empty = True
         self._state = Harmony._body
@@ -172,7 +170,7 @@ class Harmony:
     def _show(self, text: str) -> None:
         if not text:
             return
-        if self._kind is Kind.ARGUMENTS:
+        if self._kind is PieceKind.ARGUMENTS:
             room = CALL_CHARS_MAX - self._call_chars
             self._call_text.append(text[:room])
             self._call_chars += len(text)
@@ -184,19 +182,19 @@ class Harmony:
             text = "\n" + text
         self._empty = False
         self._seen.add(self._kind)
-        self._out.append(Piece(self._kind, text))
+        self._out.append(AnswerPiece(self._kind, text))
 
     def _end_message(self) -> None:
-        if self._kind is not Kind.ARGUMENTS:
+        if self._kind is not PieceKind.ARGUMENTS:
             return
         text = "".join(self._call_text).strip() or "{}"
         value = JsonValue(python=True)
         if text.startswith("{") and value.feed(text) == len(text) and value.done:
             assert self._declared is not None, "there is a call"
             arguments = fitted(strict_json(text), self._declared[self._call])
-            self._out += [Piece(Kind.CALL, self._call), Piece(Kind.ARGUMENTS, arguments)]
+            self._out += [AnswerPiece(PieceKind.CALL, self._call), AnswerPiece(PieceKind.ARGUMENTS, arguments)]
             self._call_text.clear()
-            self._kind = Kind.CONTENT
+            self._kind = PieceKind.CONTENT
         else:
             self._no_call()
 
@@ -204,5 +202,5 @@ class Harmony:
         """The message that was taken for a call is content."""
         text = self._call_header + "".join(self._call_text)
         self._call_text.clear()
-        self._kind = Kind.CONTENT
+        self._kind = PieceKind.CONTENT
         self._show(text)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length, known_until, may_begin
-from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
+from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
 
 
 class Begins(Enum):
@@ -49,33 +49,31 @@ class MarkedReasoning:
         """White space before the first text."""
         self._before = ""
         """The last character of the reasoning."""
-        self._out: list[Piece] = []
+        self._out: list[AnswerPiece] = []
         self._space = Trimmer()
         self._state: Callable[[MarkedReasoning], bool] = (
             MarkedReasoning._content if begins is Begins.CONTENT else MarkedReasoning._start
         )
         """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
 
-    def feed(self, text: str) -> list[Piece]:
-        """Take new text and return what is certain now."""
+    def feed(self, text: str) -> list[AnswerPiece]:
         if self._state == MarkedReasoning._content and not self._drops and not self._buffer:
-            return [Piece(Kind.CONTENT, text)] if text else []
+            return [AnswerPiece(PieceKind.CONTENT, text)] if text else []
         self._buffer += text
         while self._buffer and self._state(self):
             pass
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back."""
-        kind = Kind.REASONING if self._state == MarkedReasoning._reasoning else Kind.CONTENT
+    def finish(self) -> list[AnswerPiece]:
+        kind = PieceKind.REASONING if self._state == MarkedReasoning._reasoning else PieceKind.CONTENT
         rest = "".join(self._lead) + self._buffer
-        if kind is Kind.REASONING:
+        if kind is PieceKind.REASONING:
             rest = self._space.feed(rest) + self._space.release()
         self._buffer = ""
-        self._out.append(Piece(kind, rest))
+        self._out.append(AnswerPiece(kind, rest))
         return self._taken()
 
-    def _taken(self) -> list[Piece]:
+    def _taken(self) -> list[AnswerPiece]:
         out, self._out = self._out, []
         return joined_pieces(out)
 
@@ -112,7 +110,7 @@ class MarkedReasoning:
 
     def _reasoning(self) -> bool:
         end, closer = known_until(self._buffer, self._closers, self._before)
-        self._out.append(Piece(Kind.REASONING, self._space.feed(self._buffer[:end])))
+        self._out.append(AnswerPiece(PieceKind.REASONING, self._space.feed(self._buffer[:end])))
         if end:
             self._before = self._buffer[end - 1]
         self._buffer = self._buffer[end + len(closer) :]
@@ -136,7 +134,7 @@ class MarkedReasoning:
     def _content(self) -> bool:
         found = first_marker(self._buffer, self._drops)
         end = len(self._buffer) - held_length(self._buffer, self._drops) if found is None else found[0]
-        self._out.append(Piece(Kind.CONTENT, self._buffer[:end]))
+        self._out.append(AnswerPiece(PieceKind.CONTENT, self._buffer[:end]))
         if found is None:
             self._buffer = self._buffer[end:]
             return False
@@ -158,7 +156,7 @@ class FurtherReasoning:
         self._begun = re.compile(f"[{re.escape(opener[0] + _FENCE[0])}]")
         self._buffer = ""
         self._before = ""
-        self._out: list[Piece] = []
+        self._out: list[AnswerPiece] = []
         self._space = Trimmer()
         self._in_code = False
         self._fresh = True
@@ -167,14 +165,14 @@ class FurtherReasoning:
         self._held: list[str] = []
         self._held_chars = 0
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPiece]:
         """Take new content and return what is certain now."""
         if not self._buffer and self._state == FurtherReasoning._content and not self._begun.search(text):
             if not text:
                 return []
             self._before = text[-1]
             self._fresh = self._fresh and text.isspace()
-            return [Piece(Kind.CONTENT, text)]
+            return [AnswerPiece(PieceKind.CONTENT, text)]
         self._buffer += text
         while self._buffer and self._state(self):
             pass
@@ -183,17 +181,16 @@ class FurtherReasoning:
     def call(self) -> None:
         self._fresh = True
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back."""
+    def finish(self) -> list[AnswerPiece]:
         if self._state == FurtherReasoning._inside:
-            self._out.append(Piece(Kind.REASONING, self._space.feed(self._buffer)))
+            self._out.append(AnswerPiece(PieceKind.REASONING, self._space.feed(self._buffer)))
         else:
             held = "".join(self._held)
-            self._out.append(Piece(Kind.CONTENT, (self._opener + held if held else "") + self._buffer))
+            self._out.append(AnswerPiece(PieceKind.CONTENT, (self._opener + held if held else "") + self._buffer))
         self._buffer = ""
         return self._taken()
 
-    def _taken(self) -> list[Piece]:
+    def _taken(self) -> list[AnswerPiece]:
         out, self._out = self._out, []
         return joined_pieces(out)
 
@@ -208,7 +205,7 @@ class FurtherReasoning:
         text = self._buffer[:end]
         self._buffer = self._buffer[end + len(marker) :]
         if text:
-            self._out.append(Piece(Kind.CONTENT, text))
+            self._out.append(AnswerPiece(PieceKind.CONTENT, text))
             self._before = text[-1]
             self._fresh = self._fresh and text.isspace()
         if marker:
@@ -219,7 +216,7 @@ class FurtherReasoning:
 
     def _inside(self) -> bool:
         end, closer = known_until(self._buffer, self._closer, self._before)
-        self._out.append(Piece(Kind.REASONING, self._space.feed(self._buffer[:end])))
+        self._out.append(AnswerPiece(PieceKind.REASONING, self._space.feed(self._buffer[:end])))
         if end:
             self._before = self._buffer[end - 1]
         self._buffer = self._buffer[end + len(closer) :]
@@ -239,7 +236,7 @@ class FurtherReasoning:
         if not closer and not full:
             self._buffer = self._buffer[end:]
             return False
-        self._out.append(Piece(Kind.REASONING, self._space.feed("".join(self._held))))
+        self._out.append(AnswerPiece(PieceKind.REASONING, self._space.feed("".join(self._held))))
         self._held.clear()
         self._held_chars = 0
         if full:

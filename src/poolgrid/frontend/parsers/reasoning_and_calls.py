@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
 from poolgrid.frontend.parsers.markers import first_marker, held_length
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, joined_pieces
+from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
 from poolgrid.frontend.parsers.reasoning import FurtherReasoning
 
 
@@ -41,45 +41,44 @@ class ReasoningAndCalls:
         self._over = False
         """Whether the reasoning is read as if it had ended: it held a call, and more than can be held back."""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPiece]:
         return joined_pieces(self._through(self._reasoning.feed(text)))
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back."""
+    def finish(self) -> list[AnswerPiece]:
         result = self._through(self._reasoning.finish())
         called = False
         held = self._release()
         pieces = [] if self._calls is None else [*self._calls.feed(held), *self._calls.finish()]
-        if held and not any(piece.kind is Kind.CALL for piece in pieces):
-            pieces = [Piece(Kind.REASONING, held)]
+        if held and not any(piece.kind is PieceKind.CALL for piece in pieces):
+            pieces = [AnswerPiece(PieceKind.REASONING, held)]
         for piece in pieces:
-            called = called or piece.kind is Kind.CALL
+            called = called or piece.kind is PieceKind.CALL
             if held and not called:
-                result.append(Piece(Kind.REASONING, piece.text))
+                result.append(AnswerPiece(PieceKind.REASONING, piece.text))
             else:
                 result += self._content([piece])
         result += self._further.finish()
         return joined_pieces(result)
 
-    def _through(self, pieces: Iterable[Piece]) -> list[Piece]:
-        result: list[Piece] = []
+    def _through(self, pieces: Iterable[AnswerPiece]) -> list[AnswerPiece]:
+        result: list[AnswerPiece] = []
         for piece in pieces:
-            if piece.kind is Kind.REASONING and not self._over:
+            if piece.kind is PieceKind.REASONING and not self._over:
                 self._reasoned = True
                 result += self._reason(piece.text)
                 continue
             if not self._over:
-                result.append(Piece(Kind.REASONING, self._release()))
+                result.append(AnswerPiece(PieceKind.REASONING, self._release()))
             result += self._content([piece] if self._calls is None else self._calls.feed(piece.text))
         return result
 
-    def _content(self, pieces: Iterable[Piece]) -> list[Piece]:
-        result: list[Piece] = []
+    def _content(self, pieces: Iterable[AnswerPiece]) -> list[AnswerPiece]:
+        result: list[AnswerPiece] = []
         for piece in pieces:
-            if piece.kind is Kind.CONTENT and self._reasoned:
+            if piece.kind is PieceKind.CONTENT and self._reasoned:
                 result += self._further.feed(piece.text)
             else:
-                if piece.kind is Kind.CALL:
+                if piece.kind is PieceKind.CALL:
                     self._further.call()
                 result.append(piece)
         return result
@@ -90,10 +89,10 @@ class ReasoningAndCalls:
         self._tail = ""
         return held
 
-    def _reason(self, text: str) -> list[Piece]:
+    def _reason(self, text: str) -> list[AnswerPiece]:
         """Return the reasoning before the first marker of a call."""
         if not self._beginnings:
-            return [Piece(Kind.REASONING, text)]
+            return [AnswerPiece(PieceKind.REASONING, text)]
         if self._held:
             self._held.append(text)
             self._held_chars += len(text)
@@ -112,4 +111,4 @@ class ReasoningAndCalls:
             self._tail = ""
             self._held_chars = len(text) - end
             self._held.append(text[end:])
-        return [Piece(Kind.REASONING, text[:end])]
+        return [AnswerPiece(PieceKind.REASONING, text[:end])]

@@ -92,7 +92,6 @@ class TaggedCall:
         self.failed = False
 
     def feed(self, text: str) -> None:
-        """Take new text; not after ``done`` or ``failed``."""
         self._buffer += text
         while self._buffer and not self.done and not self.failed and self._state(self):
             pass

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from poolgrid.frontend.parsers.call_forms import (
     CALL_CHARS_MAX,
@@ -27,7 +27,7 @@ from poolgrid.frontend.parsers.call_forms import (
     declared_name,
 )
 from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, joined_pieces
+from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
 from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags, fitted
 
 Declared = Mapping[str, Mapping[str, Any]]
@@ -69,7 +69,7 @@ class ToolCalls:
         self._state: Callable[[ToolCalls], bool] = ToolCalls._begin if bare else ToolCalls._text
         """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
-        self._out: list[Piece] = []
+        self._out: list[AnswerPiece] = []
         self._space = Trimmer(leading=False)
         self._call: CallForm | None = None
         self._call_text: list[str] = []
@@ -85,15 +85,13 @@ class ToolCalls:
     def beginnings(self) -> tuple[str, ...]:
         return self._markers
 
-    def feed(self, text: str) -> list[Piece]:
-        """Take new text and return what is certain now."""
+    def feed(self, text: str) -> list[AnswerPiece]:
         self._buffer += text
         while self._buffer and self._state(self):
             pass
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back."""
+    def finish(self) -> list[AnswerPiece]:
         if self._call is not None:
             self._call.end()
             self._call_ended(self._call)
@@ -105,10 +103,10 @@ class ToolCalls:
         self._aside.clear()
         rest = self._space.release()
         if rest:
-            self._out.append(Piece(Kind.CONTENT, rest))
+            self._out.append(AnswerPiece(PieceKind.CONTENT, rest))
         return self._taken()
 
-    def _taken(self) -> list[Piece]:
+    def _taken(self) -> list[AnswerPiece]:
         out, self._out = self._out, []
         return joined_pieces(out)
 
@@ -190,8 +188,8 @@ class ToolCalls:
         self._space.restart()
         self._aside.clear()
         self._announced = True
-        self._out.append(Piece(Kind.CALL, name))
-        self._out.append(Piece(Kind.ARGUMENTS, fitted(call.arguments, self._declared[name])))
+        self._out.append(AnswerPiece(PieceKind.CALL, name))
+        self._out.append(AnswerPiece(PieceKind.ARGUMENTS, fitted(call.arguments, self._declared[name])))
         self._state = ToolCalls._after
         self._closers_left = self._closers
 
@@ -276,7 +274,7 @@ class ToolCalls:
     def _content(self, text: str) -> None:
         shown = self._space.feed(text)
         if shown:
-            self._out.append(Piece(Kind.CONTENT, shown))
+            self._out.append(AnswerPiece(PieceKind.CONTENT, shown))
 
 
 class SomeCalls:
@@ -288,18 +286,18 @@ class SomeCalls:
         self._passes = True
         """Whether the call that began last is passed on."""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPiece]:
         return self._kept(self._calls.feed(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerPiece]:
         return self._kept(self._calls.finish())
 
-    def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:
-        kept: list[Piece] = []
+    def _kept(self, pieces: Sequence[AnswerPiece]) -> list[AnswerPiece]:
+        kept: list[AnswerPiece] = []
         for piece in pieces:
-            if piece.kind is Kind.CALL:
+            if piece.kind is PieceKind.CALL:
                 self._passes = self._wants(piece.text)
-            if self._passes or piece.kind not in (Kind.CALL, Kind.ARGUMENTS):
+            if self._passes or piece.kind not in (PieceKind.CALL, PieceKind.ARGUMENTS):
                 kept.append(piece)
         return kept
 
@@ -449,3 +447,38 @@ def required(declared: Declared) -> ToolCalls:
 def named(name: str, declared: Declared) -> ToolCalls:
     """The arguments of one function and nothing else: what guided decoding makes of a ``tool_choice`` with a name."""
     return ToolCalls(lambda _: GivenCall(name), declared, bare=True)
+
+
+class CustomCalls:
+    """Wraps the parser of an answer: the arguments of some functions become one piece, the text of the call.
+
+    They are held until the call has ended; ``max_tokens`` bounds them as it bounds the answer.
+    """
+
+    def __init__(self, parser: OutputParser, names: Collection[str], text_of: Callable[[str], str]) -> None:
+        self._parser: Final = parser
+        self._names: Final = names
+        self._text_of: Final = text_of
+        self._held: list[str] | None = None
+
+    def feed(self, text: str) -> list[AnswerPiece]:
+        return self._converted(self._parser.feed(text))
+
+    def finish(self) -> list[AnswerPiece]:
+        return [*self._converted(self._parser.finish()), *self._released()]
+
+    def _converted(self, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
+        converted: list[AnswerPiece] = []
+        for piece in pieces:
+            if piece.kind is PieceKind.ARGUMENTS and self._held is not None:
+                self._held.append(piece.text)
+                continue
+            converted += self._released()
+            converted.append(piece)
+            if piece.kind is PieceKind.CALL and piece.text in self._names:
+                self._held = []
+        return converted
+
+    def _released(self) -> list[AnswerPiece]:
+        held, self._held = self._held, None
+        return [AnswerPiece(PieceKind.ARGUMENTS, self._text_of("".join(held)))] if held else []

@@ -15,7 +15,7 @@ from poolgrid.frontend.tools import ClientTool, custom_arguments, joined_name
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class CallItem:
     """The item of a call."""
 
     type: str
@@ -55,11 +55,11 @@ def _shell_action(text: str) -> dict[str, Any]:
     return {"type": "exec", "env": {}, **action}
 
 
-FORMS: Final[Mapping[str, CallForm]] = {
-    "function": CallForm("function_call", "fc", "arguments", "function_call_arguments"),
-    "custom": CallForm("custom_tool_call", "ctc", "input", "custom_tool_call_input"),
-    "local_shell": CallForm("local_shell_call", "lsh", "action", "", _shell_action),
-    "tool_search": CallForm("tool_search_call", "tsc", "arguments", "", lambda text: _object(text) or {}),
+FORMS: Final[Mapping[str, CallItem]] = {
+    "function": CallItem("function_call", "fc", "arguments", "function_call_arguments"),
+    "custom": CallItem("custom_tool_call", "ctc", "input", "custom_tool_call_input"),
+    "local_shell": CallItem("local_shell_call", "lsh", "action", "", _shell_action),
+    "tool_search": CallItem("tool_search_call", "tsc", "arguments", "", lambda text: _object(text) or {}),
 }
 """By the type of the client's tool."""
 

@@ -1,23 +1,23 @@
 """The bytes of a Responses answer: items as they come to be, as typed events or as one object.
 
-An item is a stretch of one kind: reasoning, a message, a function call. It is added, grows by deltas, and is done when
-the next begins or the answer ends. Events are numbered from 0.
+Events are numbered from 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece
-from poolgrid.frontend.piece_encoder import PieceEncoder
+from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
+from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import escape_line_ends
-from poolgrid.frontend.responses_api.calls import FORMS, CallForm
+from poolgrid.frontend.responses_api.calls import FORMS, CallItem
 from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.tools import ClientTool
 from poolgrid.wire.hashing import TOKEN_BYTES
@@ -27,17 +27,10 @@ _encode: Final = msgspec.json.Encoder().encode
 Event = tuple[str, dict[str, Any]]
 
 
-class _Item:
-    """An item that is being written."""
-
-    __slots__ = ("data", "form", "kind", "texts")
-
-    def __init__(self, kind: Kind, data: dict[str, Any], form: CallForm | None) -> None:
-        self.kind = kind
-        self.data = data
-        self.form = form
-        """Of a call."""
-        self.texts: list[str] = []
+@dataclass(slots=True, eq=False)
+class _Item(AnswerPart):
+    form: CallItem | None = None
+    """Of a call."""
 
 
 class ResponsesEncoder(PieceEncoder[Event]):
@@ -56,14 +49,17 @@ class ResponsesEncoder(PieceEncoder[Event]):
         call_ids: CallIds,
         client_tools: Mapping[str, ClientTool],
     ) -> None:
-        super().__init__(parser=parser, request_id=request_id, model_name=body.model, created_s=created_s, model=model)
+        super().__init__(
+            parser=parser,
+            call_ids=call_ids,
+            request_id=request_id,
+            model_name=body.model,
+            created_s=created_s,
+            model=model,
+        )
         # Of a response that is kept, its own secret is in the ids of its items: they are found by it.
         self._name = response_id.removeprefix("resp_")
-        self._call_ids = call_ids
         self._client_tools = client_tools
-        self._items: list[dict[str, Any]] = []
-        self._item: _Item | None = None
-        self._calls = 0
         self._reasoning: list[str] = []
         self._sequence_number = 0
         self.response: dict[str, Any] = {
@@ -78,7 +74,7 @@ class ResponsesEncoder(PieceEncoder[Event]):
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": body.model,
-            "output": self._items,
+            "output": self._parts,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
@@ -105,7 +101,7 @@ class ResponsesEncoder(PieceEncoder[Event]):
 
     def error(self, error: RequestError) -> bytes:
         """Return the event of a response that failed; what was written so far stays in it."""
-        self._close_item()
+        self._close_part()
         self.response["status"] = "failed"
         self.response["error"] = {"code": "server_error", "message": error.message}
         return self._events([("response.failed", {"response": self.response})])
@@ -130,85 +126,68 @@ class ResponsesEncoder(PieceEncoder[Event]):
         return response
 
     def _finish(self) -> list[Event]:
-        opened = self._open(Kind.CONTENT, "") if not self._items and self._item is None else []
-        return [*opened, *self._close_item()]
+        opened = self._open_part(PieceKind.CONTENT) if not self._parts and self._part is None else []
+        return [*opened, *self._close_part()]
 
-    def _add(self, piece: Piece) -> list[Event]:
-        kind, text = piece
-        events: list[Event] = []
-        if kind is Kind.CALL:
-            return [*self._close_item(), *self._open(Kind.ARGUMENTS, text)]
-        item = self._item
-        if item is None or item.kind is not kind:
-            events += [*self._close_item(), *self._open(kind, "")]
-            item = self._item
-        assert item is not None, "it was just begun"
-        item.texts.append(text)
-        if kind is Kind.REASONING:
-            self._reasoning.append(text)
-        place = self._place(item)
-        if item.form is not None:
-            if not item.form.event:
-                return events
-            name = item.form.event
-        else:
-            name = _DELTAS[kind]
-            place["content_index"] = 0
-        if kind is Kind.CONTENT:
-            place["logprobs"] = []
-        events.append((f"response.{name}.delta", {**place, "delta": text}))
-        return events
-
-    def _open(self, kind: Kind, name: str) -> list[Event]:
-        number = len(self._items)
+    def _made(self, kind: PieceKind, call_id: str, name: str) -> AnswerPart:
         data: dict[str, Any]
-        form: CallForm | None = None
-        if kind is Kind.ARGUMENTS:
-            identity = self._call_ids.of(0, self._calls, name)
-            self._calls += 1
+        form: CallItem | None = None
+        if kind is PieceKind.ARGUMENTS:
             tool = self._client_tools.get(name)
             form = FORMS["function" if tool is None else tool.kind]
-            data = form.begun(identity, name, tool)
-        elif kind is Kind.REASONING:
+            data = form.begun(call_id, name, tool)
+        elif kind is PieceKind.REASONING:
             data = {"type": "reasoning", "summary": [], "content": []}
         else:
             data = {"type": "message", "role": "assistant", "content": []}
         prefix = _PREFIXES[kind] if form is None else form.prefix
-        data = {"id": f"{prefix}_{self._name}_{number}", "status": "in_progress", **data}
-        item = self._item = _Item(kind, data, form)
-        events: list[Event] = [("response.output_item.added", {"output_index": number, "item": dict(data)})]
-        if kind is not Kind.ARGUMENTS:
-            part = _part(kind, "")
-            events.append(("response.content_part.added", {**self._place(item), "content_index": 0, "part": part}))
+        return _Item(
+            kind, {"id": f"{prefix}_{self._name}_{len(self._parts)}", "status": "in_progress", **data}, form=form
+        )
+
+    def _opened(self, part: AnswerPart) -> list[Event]:
+        added = {"output_index": len(self._parts), "item": dict(part.data)}
+        events: list[Event] = [("response.output_item.added", added)]
+        if part.kind is not PieceKind.ARGUMENTS:
+            empty = _part(part.kind, "")
+            events.append(("response.content_part.added", {**self._place(part), "content_index": 0, "part": empty}))
         return events
 
-    def _close_item(self) -> list[Event]:
-        item = self._item
-        if item is None:
-            return []
-        self._item = None
-        text = "".join(item.texts)
-        place = self._place(item)
+    def _delta(self, part: AnswerPart, text: str) -> list[Event]:
+        assert isinstance(part, _Item), "made above"
+        part.texts.append(text)
+        place = self._place(part)
+        if part.form is not None:
+            name = part.form.event
+            return [(f"response.{name}.delta", {**place, "delta": text})] if name else []
+        if part.kind is PieceKind.REASONING:
+            self._reasoning.append(text)
+        logprobs: dict[str, Any] = {"logprobs": []} if part.kind is PieceKind.CONTENT else {}
+        name = _DELTAS[part.kind]
+        return [(f"response.{name}.delta", {**place, "content_index": 0, **logprobs, "delta": text})]
+
+    def _closed(self, part: AnswerPart, text: str) -> list[Event]:
+        assert isinstance(part, _Item), "made above"
+        place = self._place(part)
         events: list[Event] = []
-        if item.form is not None:
-            item.data[item.form.field] = item.form.value(text)
-            if item.form.event:
-                done = {**place, "name": item.data["name"], item.form.field: text}
-                events.append((f"response.{item.form.event}.done", done))
+        if part.form is not None:
+            part.data[part.form.field] = part.form.value(text)
+            if part.form.event:
+                done = {**place, "name": part.data["name"], part.form.field: text}
+                events.append((f"response.{part.form.event}.done", done))
         else:
-            part = _part(item.kind, text)
-            item.data["content"] = [part]
+            whole = _part(part.kind, text)
+            part.data["content"] = [whole]
             place["content_index"] = 0
-            logprobs: dict[str, Any] = {"logprobs": []} if item.kind is Kind.CONTENT else {}
-            events.append((f"response.{_DELTAS[item.kind]}.done", {**place, **logprobs, "text": text}))
-            events.append(("response.content_part.done", {**place, "part": part}))
-        item.data["status"] = "incomplete" if self._finish_reason == "length" else "completed"
-        events.append(("response.output_item.done", {"output_index": len(self._items), "item": item.data}))
-        self._items.append(item.data)
+            logprobs: dict[str, Any] = {"logprobs": []} if part.kind is PieceKind.CONTENT else {}
+            events.append((f"response.{_DELTAS[part.kind]}.done", {**place, **logprobs, "text": text}))
+            events.append(("response.content_part.done", {**place, "part": whole}))
+        part.data["status"] = "incomplete" if self._finish_reason == "length" else "completed"
+        events.append(("response.output_item.done", {"output_index": len(self._parts), "item": part.data}))
         return events
 
-    def _place(self, item: _Item) -> dict[str, Any]:
-        return {"item_id": item.data["id"], "output_index": len(self._items)}
+    def _place(self, part: AnswerPart) -> dict[str, Any]:
+        return {"item_id": part.data["id"], "output_index": len(self._parts)}
 
     def _events(self, events: Sequence[Event]) -> bytes:
         parts: list[bytes] = []
@@ -220,13 +199,13 @@ class ResponsesEncoder(PieceEncoder[Event]):
 
 
 _DELTAS: Final = {
-    Kind.CONTENT: "output_text",
-    Kind.REASONING: "reasoning_text",
+    PieceKind.CONTENT: "output_text",
+    PieceKind.REASONING: "reasoning_text",
 }
-_PREFIXES: Final = {Kind.CONTENT: "msg", Kind.REASONING: "rs"}
+_PREFIXES: Final = {PieceKind.CONTENT: "msg", PieceKind.REASONING: "rs"}
 
 
-def _part(kind: Kind, text: str) -> dict[str, Any]:
-    if kind is Kind.REASONING:
+def _part(kind: PieceKind, text: str) -> dict[str, Any]:
+    if kind is PieceKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

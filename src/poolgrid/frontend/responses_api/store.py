@@ -102,7 +102,6 @@ class ResponseStore:
             raise OSError(f"opening the responses that are kept at {path}: {error}") from error
 
     async def keep(self, owner: Owner, kept: KeptResponse) -> bool:
-        """Keep a response and return whether it is kept; never fails."""
         try:
             return await self._run(partial(self._keep, owner, kept))
         except sqlite3.Error as error:
@@ -110,20 +109,16 @@ class ResponseStore:
             return False
 
     async def conversation(self, owner: Owner, response_id: str) -> list[KeptResponse] | None:
-        """Return a response and all before it, the first one first; ``None`` when one of them is not kept."""
         return await self._asked(partial(self._conversation, owner.name, response_id))
 
     async def items(self, owner: Owner, response_id: str, part: Part) -> bytes:
-        """Return the items that a response was asked with, or its answer's; an empty list of one that is not kept."""
         return await self._asked(partial(self._items, owner.name, response_id, part))
 
     async def response(self, owner: Owner, response_id: str) -> bytes | None:
-        """Return a response as its client got it."""
         found = await self._asked(partial(self._find, owner.name, response_id))
         return None if found is None else found.response
 
     async def forget(self, owner: Owner, response_id: str) -> bool:
-        """Forget a response and return whether there was one; what follows it can no longer go on."""
         return await self._asked(partial(self._forget, owner.name, response_id))
 
     def close(self) -> None:

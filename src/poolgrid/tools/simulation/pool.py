@@ -48,7 +48,7 @@ from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_times_of
 from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
+from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedEngine, SimulatedLimits, StepOutcome
 
 Retention = Literal["off", "learned"]
 """What engines are told of how long blocks should stay: nothing, or what the router has learnt."""
@@ -137,7 +137,7 @@ class SimulatedPool:
         workload: Workload,
         policy: Policy,
         workers: int,
-        limits: EngineLimits,
+        limits: SimulatedLimits,
         timing: TimingModel | Sequence[TimingModel] | None = None,
         on_fact: Callable[[Fact, float], None] | None = None,
         routers: RouterFleet | None = None,

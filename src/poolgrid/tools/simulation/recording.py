@@ -24,7 +24,7 @@ from poolgrid.workers.core.timing import (
     TableError,
     TimingModel,
 )
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 TRACE_WORKERS = 8
 
@@ -36,7 +36,7 @@ class Stage:
     name: str
     workload: Workload
     workers: int
-    limits: EngineLimits
+    limits: SimulatedLimits
     timing: TimingModel
     recorded_settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the recorded router; empty for a trace."""
@@ -108,7 +108,7 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
     )
 
 
-def _limits(workload: Workload, given: dict[str, int]) -> EngineLimits:
+def _limits(workload: Workload, given: dict[str, int]) -> SimulatedLimits:
     try:
         limits = roomy_limits(workload, **given)
     except ValueError as error:

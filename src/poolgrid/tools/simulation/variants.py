@@ -13,7 +13,7 @@ from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import PrefillCompleted, RequestFinished
 from poolgrid.workers.core.timing import TimingModel
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact
+from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def run_variant(
     workload: Workload,
     variant: Variant,
     workers: int,
-    limits: EngineLimits,
+    limits: SimulatedLimits,
     timing: TimingModel,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> VariantResult:
@@ -97,8 +97,8 @@ def run_variant(
     return VariantResult(report, served, result.span_ms)
 
 
-def roomy_limits(workload: Workload, **given: int) -> EngineLimits:
+def roomy_limits(workload: Workload, **given: int) -> SimulatedLimits:
     """Return engine limits under which every request of a workload fits; what is ``given`` is taken as it is."""
     blocks = workload.total_tokens // workload.block_size + 2 * len(workload.requests) + 1
     values = {"total_kv_blocks": blocks, "max_sequence_length": workload.longest + 1, **given}
-    return EngineLimits(block_size=workload.block_size, max_waiting_requests=len(workload.requests) + 1, **values)
+    return SimulatedLimits(block_size=workload.block_size, max_waiting_requests=len(workload.requests) + 1, **values)

@@ -23,8 +23,8 @@ from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, dige
 from poolgrid.wire.requests import FinishReason, Generate, KvRetention, Routing, Sampling, TokenDelta
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming, TimingModel
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
-from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary
+from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
+from poolgrid.workers.engines.simulated.core.next_token import GeneratedTokens, Vocabulary
 
 from ..disaggregated_params import DisaggregatedParams
 from ..executor.result import Logprob, Response
@@ -174,7 +174,7 @@ class Executor:
             )
             for rank in range(shape.ranks)
         ]
-        limits = EngineLimits(
+        limits = SimulatedLimits(
             block_size=shape.tokens_per_block,
             total_kv_blocks=shape.device_blocks,
             host_kv_blocks=shape.host_blocks,
@@ -684,7 +684,7 @@ class Executor:
         rows = []
         vocabulary = self.engines[sequence.rank].vocabulary
         for end in range((sequence.cached_tokens or 0) + 1, len(sequence.prompt) + 1):
-            stream = TokenStream(
+            stream = GeneratedTokens(
                 vocabulary,
                 pack_tokens(sequence.prompt[:end]),
                 Sampling(1, seed=sequence.request.sampling.seed, logprobs=alternatives),

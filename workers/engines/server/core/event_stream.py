@@ -14,7 +14,7 @@ class LineTooLong(Exception):
     """A line is beyond ``LINE_BYTES_MAX``."""
 
 
-class EventStream:
+class ServerSentEvents:
     """Lines of one answer; only ``data`` fields count, of one line each, as engines send them."""
 
     __slots__ = ("_rest", "done")

@@ -24,7 +24,7 @@ from poolgrid.workers.core.refusal import RefusedError, UnableError
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class RequestPicture:
     """One picture."""
 
     url: str
@@ -33,7 +33,7 @@ class Picture:
     """BLAKE3 of its bytes, 64 hexadecimal digits."""
 
 
-def prompt_with_pictures(title: str, request: Generate) -> tuple[list[int], list[Picture]]:
+def prompt_with_pictures(title: str, request: Generate) -> tuple[list[int], list[RequestPicture]]:
     """Return the token ids of a prompt with one placeholder for each picture, and the pictures in their order.
 
     The request has media. Raises ``RefusedError`` for those that no such server takes with token ids.
@@ -57,12 +57,12 @@ def prompt_with_pictures(title: str, request: Generate) -> tuple[list[int], list
     return _with_one_token_each(request.token_ids, items), pictures
 
 
-def _picture(title: str, at: int, item: MediaItem) -> Picture:
+def _picture(title: str, at: int, item: MediaItem) -> RequestPicture:
     if item.kind is not MediaKind.IMAGE:
         raise UnableError(f"media {at} are {item.kind.value}, {title} is given pictures only")
     if not item.data:
         raise UnableError(f"picture {at} comes without its bytes, {title} encodes pictures itself")
-    return Picture(f"data:{item.media_type};base64,{b64encode(item.data).decode()}", item.media_hash.hex())
+    return RequestPicture(f"data:{item.media_type};base64,{b64encode(item.data).decode()}", item.media_hash.hex())
 
 
 def _with_one_token_each(token_ids: bytes, items: tuple[MediaItem, ...]) -> list[int]:

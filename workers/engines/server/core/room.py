@@ -12,7 +12,7 @@ PROBE_MS = 250
 """How long one request is alone in finding out whether there is room again; a full server answers at once."""
 
 
-class Room:
+class ServerRoom:
     """What is known of one server's room. One that has refused is left alone for the time that it asked for."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenCount, TokenId, count_of, logprob_of
-from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
 from poolgrid.workers.engines.server.core.launching import Launch, Publishing, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.left_kv import left_for
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -108,7 +108,7 @@ class _Chunk(msgspec.Struct, gc=False):
     error: ErrorInfo | None = None
 
 
-class Room(msgspec.Struct, frozen=True):
+class BootstrapRoom(msgspec.Struct, frozen=True):
     """Where a decode server asks for the KV of one request."""
 
     bootstrap_host: str
@@ -122,7 +122,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class SglangDialect:
-    """``poolgrid.workers.engines.server.core.calls.Dialect`` for SGLang."""
+    """``poolgrid.workers.engines.server.core.calls.ServerDialect`` for SGLang."""
 
     ranks: int = 1
     priorities: bool = False
@@ -165,11 +165,11 @@ class SglangDialect:
             body["logprob_start_len"] = 0 if whole else -1
         left: bytes | None = None
         if request.stage is Stage.PREFILL and sampling.max_tokens > 1:
-            room = Room(self.bootstrap_host, self.bootstrap_port, stable_u64(request.request_id) & ROOM_MASK)
+            room = BootstrapRoom(self.bootstrap_host, self.bootstrap_port, stable_u64(request.request_id) & ROOM_MASK)
             left = _encode(room)
             body.update(msgspec.to_builtins(room))
         elif request.stage is Stage.DECODE:
-            body.update(msgspec.to_builtins(left_for(request, TITLE, Room)))
+            body.update(msgspec.to_builtins(left_for(request, TITLE, BootstrapRoom)))
         reader = _Reader(sampling.logprobs, sampling.prompt_logprobs)
         return Call(GENERATE, _encode(body), reader.read, not whole, trace_headers(request), left)
 
@@ -232,19 +232,19 @@ class _Reader:
         self._of_prompt = of_prompt
         self._taken = 0
 
-    def read(self, data: bytes) -> Piece | None:
+    def read(self, data: bytes) -> AnswerPiece | None:
         """Return what a chunk, or a whole answer, says."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
-            return Piece(failure=failure_amid(TITLE, chunk.error, self._taken > 0))
+            return AnswerPiece(failure=failure_amid(TITLE, chunk.error, self._taken > 0))
         meta = chunk.meta_info
         if meta is None or chunk.output_ids is None:
-            return Piece(
+            return AnswerPiece(
                 failure=Failure(f"{TITLE} gave no token ids: output_ids need version 0.5 or newer", RefusalKind.BROKEN)
             )
         total = meta.completion_tokens
         fresh = chunk.output_ids[self._taken :] if len(chunk.output_ids) == total else chunk.output_ids
-        piece = Piece(fresh, cached_tokens=count_of(meta.cached_tokens))
+        piece = AnswerPiece(fresh, cached_tokens=count_of(meta.cached_tokens))
         if self._alternatives is not None and meta.output_token_logprobs is not None:
             piece.logprobs = self._logprobs(fresh, meta, total)
         if self._of_prompt is not None and meta.input_token_logprobs:
@@ -286,7 +286,7 @@ def _prompt_logprobs(meta: _Meta, alternatives: int) -> tuple[TokenLogprobs, ...
     )
 
 
-def _end(piece: Piece, finish: _Finish) -> None:
+def _end(piece: AnswerPiece, finish: _Finish) -> None:
     if finish.type in FINISH_REASONS:
         piece.finish = FINISH_REASONS[finish.type]
         return

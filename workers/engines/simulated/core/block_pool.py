@@ -32,8 +32,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from poolgrid.wire.events import BlocksStored
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import RETENTION_DEFAULT
+from poolgrid.workers.core.cache_facts import chains, stored_chain
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
 from poolgrid.workers.engines.simulated.core.idle_queues import IdleQueues
 
@@ -312,6 +314,14 @@ class BlockPool:
         elif tier is Tier.HOST:
             blocks = [*reversed(self._host), *self._host_kept]
         return self._links(blocks if self._children is None else self._parents_first(blocks))
+
+    def restate(self) -> list[BlocksStored]:
+        """Return the whole cache as wire events, parents before children."""
+        events: list[BlocksStored] = []
+        for tier in (Tier.DEVICE, Tier.HOST):
+            for parent, hashes in chains(self.resident(tier)):
+                events += stored_chain(parent, hashes, tier)
+        return events
 
     def _parents_first(self, hashes: Sequence[int]) -> list[int]:
         """Return blocks of one tier in an order in which no block comes before one that it hangs off."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, Sampling
 from poolgrid.workers.core.refusal import UnableError
-from poolgrid.workers.engines.simulated.core.next_token import STOP, TokenStream, Vocabulary, pack_token
+from poolgrid.workers.engines.simulated.core.next_token import STOP, GeneratedTokens, Vocabulary, pack_token
 from poolgrid.workers.engines.simulated.core.token_guide import GuideBroken, TokenGuide
 
 if TYPE_CHECKING:
@@ -41,14 +41,12 @@ class Guides(Protocol):
         ...
 
 
-class GuidedTokenStream(TokenStream):
+class GuidedTokens(GeneratedTokens):
     """The tokens that follow one prompt under a guide, generated on demand.
 
     ``request`` may be the continuation of an answer: the last ``routing.emitted_tokens`` of its prompt belong to it.
     Raises ``UnsupportedError`` for a guide that cannot be kept to, ``UnableError`` when what was emitted breaks it.
     """
-
-    __slots__ = ("_budget", "_emitted", "_guide", "_last", "_name", "_run", "_texts")
 
     def __init__(
         self, vocabulary: Vocabulary, seen: bytes, request: Generate, guides: Guides, guide: TokenGuide | None = None

@@ -63,6 +63,10 @@ class TransferModel:
         if not self.gigabytes_per_s > 0:
             raise ValueError(f"modelling transfers: gigabytes_per_s is {self.gigabytes_per_s}, allowed are above 0")
 
+    def bytes_of(self, sequence: Sequence) -> int:
+        """Return the bytes that are moved for a sequence."""
+        return sequence.moved_blocks * sequence.block_size * self.bytes_per_token
+
     def duration_ms(self, moved_bytes: int) -> float:
         return self.latency_ms + moved_bytes / (self.gigabytes_per_s * 1e6)
 

@@ -20,7 +20,7 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import U32, U64
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
 from poolgrid.wire.requests import Generate
-from poolgrid.workers.core.refusal import BrokenError, RefusedError
+from poolgrid.workers.core.refusal import BrokenError, RefusedError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,3 +116,13 @@ def touched_blocks(marks: Sequence[MediaMark], block_size: int) -> Mapping[int, 
 def key_of(marks: Sequence[MediaMark]) -> bytes:
     """Return what media add to the bytes that tokens are generated from; empty without any."""
     return struct.pack(f"<{len(marks)}Q", *(mark.embedding_digest for mark in marks))
+
+
+def marks_of(request: Generate, embeddings: Sequence[Embeddings] | None, takes_media: bool) -> tuple[MediaMark, ...]:
+    """Return the marks of a request's media; raises ``RefusedError``."""
+    media = None
+    if request.multimodal is not None:
+        if not takes_media:
+            raise UnsupportedError("the request has media, and this worker takes text only")
+        media = read_media(request)
+    return () if media is None else mark_media(media, embeddings)

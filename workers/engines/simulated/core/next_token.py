@@ -84,28 +84,13 @@ class Vocabulary:
         return words[draw % len(words)] if words else self.first_token_id + draw % (self.size - self.first_token_id)
 
 
-class TokenStream:
+class GeneratedTokens:
     """The tokens that follow one prompt, generated on demand.
 
     ``output`` holds what was generated so far (u32 little-endian); ``final`` is its length in tokens once the last
     token exists, and ``finish_reason`` then says why it is the last: ``stop`` (an end-of-sequence or stop token, which
     is part of the output) or ``length``. The last ``emitted`` of ``token_ids`` are the beginning of the answer.
     """
-
-    __slots__ = (
-        "_digests",
-        "_eos_at",
-        "_eos_threshold",
-        "_hasher",
-        "_max_tokens",
-        "_min_tokens",
-        "_stops",
-        "_vocabulary",
-        "error",
-        "final",
-        "finish_reason",
-        "output",
-    )
 
     def __init__(
         self,
@@ -231,7 +216,7 @@ class TokenStream:
 def prompt_logprobs(
     vocabulary: Vocabulary, before: bytes, token_ids: bytes, seed: int | None, alternatives: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the log probabilities of a prompt's tokens from the second on, as ``TokenStream`` would have them.
+    """Return the log probabilities of a prompt's tokens from the second on, as ``GeneratedTokens`` would have them.
 
     ``before`` is what the engine saw before the prompt; ``seed`` is the request's. A token that would have been
     generated has the same log probability that it would have had then; of the others each takes half of what is left,
@@ -292,7 +277,7 @@ def expected_reply(
 
     The last ``emitted`` of ``token_ids`` are the beginning of the answer.
     """
-    stream = TokenStream(vocabulary, token_ids, sampling, stop_token_ids, emitted)
+    stream = GeneratedTokens(vocabulary, token_ids, sampling, stop_token_ids, emitted)
     stream.generate_to(sampling.max_tokens)
     return unpack_tokens(bytes(stream.output)), stream.finish_reason or LENGTH
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from poolgrid.wire.identifiers import Stage
+from poolgrid.workers.core.refusal import BusyError
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
-from poolgrid.workers.engines.simulated.core.sequence import Phase, Sequence
+from poolgrid.workers.engines.simulated.core.sequence import Sequence, SequencePhase
 
 
 class Scheduler:
@@ -45,6 +46,18 @@ class Scheduler:
     def running_count(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.transferring)
 
+    def check_room(self, stage: Stage, max_waiting: int) -> None:
+        """Raise ``BusyError`` where one more request cannot wait, or be kept."""
+        if self.waiting_count >= max_waiting:
+            raise BusyError(
+                f"{self.waiting_count} requests are waiting, allowed are at most {max_waiting} (max_waiting_requests)"
+            )
+        if stage is Stage.PREFILL and len(self.kept) >= self._kept_max:
+            raise BusyError(
+                f"the KV of {len(self.kept)} requests is kept for decode workers, allowed are at most "
+                f"{self._kept_max} (kept_transfers_max)"
+            )
+
     def computed(self) -> Iterator[Sequence]:
         """Iterate over the sequences that steps work on."""
         yield from self.prefilling
@@ -61,7 +74,7 @@ class Scheduler:
 
         ``None`` when it must wait; without ``may_compute``, also when there is something to compute for it.
         """
-        while self._waiting and self._waiting[0][1].phase is not Phase.WAITING:
+        while self._waiting and self._waiting[0][1].phase is not SequencePhase.WAITING:
             heappop(self._waiting)
         if not self._waiting or self.running_count >= self._max_batch_size:
             return None
@@ -89,10 +102,10 @@ class Scheduler:
         sequence.private = new_blocks - match.host
         sequence.computed = sequence.shared * pool.block_size
         if moves:
-            sequence.phase = Phase.TRANSFERRING
+            sequence.phase = SequencePhase.TRANSFERRING
             self.transferring[sequence.order] = sequence
             return sequence
-        sequence.phase = Phase.PREFILLING
+        sequence.phase = SequencePhase.PREFILLING
         self.unprefilled_tokens -= sequence.computed
         self.prefilling.append(sequence)
         self._prefill_stages += hands_over
@@ -102,32 +115,32 @@ class Scheduler:
         """Hold the blocks of a prefilled sequence under its transfer id."""
         self.prefilling.remove(sequence)
         self._prefill_stages -= 1
-        sequence.phase = Phase.KEPT
+        sequence.phase = SequencePhase.KEPT
         self.kept[sequence.transfer_id] = sequence
 
     def begin_decoding(self, sequence: Sequence) -> None:
         """Move a sequence whose prompt is complete, computed here or moved here, to decoding."""
-        if sequence.phase is Phase.TRANSFERRING:
+        if sequence.phase is SequencePhase.TRANSFERRING:
             del self.transferring[sequence.order]
         else:
             self.prefilling.remove(sequence)
             self._prefill_stages -= sequence.stage is Stage.PREFILL
-        sequence.phase = Phase.DECODING
+        sequence.phase = SequencePhase.DECODING
         self.decoding[sequence.order] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of whatever it is in and release its blocks; its phase is the caller's to set."""
-        if sequence.phase is Phase.WAITING:
+        if sequence.phase is SequencePhase.WAITING:
             self.waiting_count -= 1
             self.unprefilled_tokens -= sequence.queued_tokens
             return
-        if sequence.phase is Phase.PREFILLING:
+        if sequence.phase is SequencePhase.PREFILLING:
             self.prefilling.remove(sequence)
             self._prefill_stages -= sequence.stage is Stage.PREFILL
             self.unprefilled_tokens -= sequence.target - sequence.computed
-        elif sequence.phase is Phase.TRANSFERRING:
+        elif sequence.phase is SequencePhase.TRANSFERRING:
             del self.transferring[sequence.order]
-        elif sequence.phase is Phase.KEPT:
+        elif sequence.phase is SequencePhase.KEPT:
             del self.kept[sequence.transfer_id]
         else:
             del self.decoding[sequence.order]

@@ -15,14 +15,14 @@ from enum import Enum
 
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.requests import Generate, TokenLogprobs
-from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream, Guides
+from poolgrid.wire.requests import Generate, TokenDelta, TokenLogprobs
+from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens, Guides
 from poolgrid.workers.engines.simulated.core.media import MediaMark, key_of, touched_blocks
-from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary, prompt_logprobs
+from poolgrid.workers.engines.simulated.core.next_token import GeneratedTokens, Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     """What a sequence is doing."""
 
     WAITING = "waiting"
@@ -35,46 +35,6 @@ class Phase(Enum):
 
 class Sequence:
     """State of one request; the scheduler and the engine change it."""
-
-    __slots__ = (
-        "_before",
-        "_emitted_before",
-        "_made_prompt_logprobs",
-        "_sampling",
-        "_vocabulary",
-        "arrival_ms",
-        "base_emitted",
-        "base_step",
-        "block_size",
-        "cached_tokens",
-        "computed",
-        "due",
-        "hashes",
-        "isl",
-        "key",
-        "logprobs",
-        "marks",
-        "max_tokens",
-        "moved_blocks",
-        "order",
-        "owes_prompt_logprobs",
-        "phase",
-        "present_blocks",
-        "private",
-        "prompt",
-        "request_id",
-        "retention",
-        "seed",
-        "shared",
-        "stage",
-        "started",
-        "stream",
-        "target",
-        "touched",
-        "transfer_id",
-        "transfer_ms",
-        "wake_ms",
-    )
 
     def __init__(
         self,
@@ -120,18 +80,23 @@ class Sequence:
             and request.stage is not Stage.DECODE
             and not request.routing.emitted_tokens
         )
-        self.stream: TokenStream
+        self.stream: GeneratedTokens
         if request.sampling.guide:
             assert guides is not None, "the engine has refused a guide that it cannot keep to"
-            self.stream = GuidedTokenStream(vocabulary, seen, request, guides, guide)
+            self.stream = GuidedTokens(vocabulary, seen, request, guides, guide)
         else:
             emitted = request.routing.emitted_tokens
-            self.stream = TokenStream(vocabulary, seen, request.sampling, request.stop_token_ids, emitted)
+            self.stream = GeneratedTokens(vocabulary, seen, request.sampling, request.stop_token_ids, emitted)
         if prompt_hashes is None:
             prompt_hashes = sequence_hashes(block_hashes(self.prompt, block_size, self.seed, self.touched))
+        elif len(prompt_hashes) != self.isl // block_size:
+            raise ValueError(
+                f"submitting {self.request_id!r}: {len(prompt_hashes)} sequence hashes were given, the prompt has "
+                f"{self.isl // block_size} whole blocks"
+            )
         self.hashes = prompt_hashes
         """Sequence hashes of whole blocks, prompt first; extended as the output fills blocks."""
-        self.phase = Phase.WAITING
+        self.phase = SequencePhase.WAITING
         self.started = False
         self.cached_tokens = 0
         """Prompt tokens that were reused when it first started."""
@@ -156,6 +121,22 @@ class Sequence:
         self.moved_blocks = 0
         self.present_blocks = 0
 
+    def delta(self, start: int, end: int) -> TokenDelta:
+        """Return output tokens ``start`` to ``end`` as they are reported; the first goes with what is said once."""
+        stream = self.stream
+        ends = stream.final == end
+        return TokenDelta(
+            self.request_id,
+            start,
+            bytes(stream.output[4 * start : 4 * end]),
+            stream.finish_reason if ends else None,
+            cached_tokens=None if start else self.cached_tokens,
+            error=stream.error if ends else None,
+            refusal=stream.refusal if ends else None,
+            logprobs=None if self.logprobs is None else stream.logprobs(start, end, self.logprobs),
+            prompt_logprobs=None if start else self.take_prompt_logprobs(),
+        )
+
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """Return the log probabilities of the prompt, once, where the request asks for them."""
         alternatives = self._sampling.prompt_logprobs
@@ -173,7 +154,7 @@ class Sequence:
 
     def emitted_at(self, decode_steps: int) -> int:
         """Return how many output tokens exist after that many decode steps of the engine."""
-        if self.phase is Phase.DECODING:
+        if self.phase is SequencePhase.DECODING:
             return self.base_emitted + decode_steps - self.base_step
         return self.base_emitted
 
@@ -188,7 +169,7 @@ class Sequence:
     def restart(self, decode_steps: int) -> None:
         """Go back to waiting, with nothing computed; what was emitted becomes part of what must be prefilled."""
         self.base_emitted = self.emitted_at(decode_steps)
-        self.phase = Phase.WAITING
+        self.phase = SequencePhase.WAITING
         self.target = self.isl + self.base_emitted
         self.computed = self.shared = self.private = 0
         self.name_blocks(self.target // self.block_size)

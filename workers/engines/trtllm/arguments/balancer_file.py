@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from poolgrid.workers.engines.trtllm.arguments.contract import Fault, contract, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, contract, look_up, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_experts
 
 PATH = "moe_config.load_balancer"
 
 
-def balancer_faults(arguments: Mapping[str, Any]) -> list[Fault]:
+def balancer_faults(arguments: Mapping[str, Any]) -> list[ArgumentFault]:
     """Return what is wrong with the file that arguments name, if they name one."""
     named = look_up(arguments, PATH)
     if not isinstance(named, str):
@@ -26,15 +26,18 @@ def balancer_faults(arguments: Mapping[str, Any]) -> list[Fault]:
         balancer = read_yaml(Path(named))
     except EngineFileError as error:
         return [
-            Fault(PATH, f"is {shown(named)}, which cannot be used ({error}): allowed is a file, looked for from the "
-            f"working directory ({Path.cwd()}), or the balancer written out")
-        ]  # fmt: skip
+            ArgumentFault(
+                PATH,
+                f"is {shown(named)}, which cannot be used ({error}): allowed is a file, looked for from the working "
+                f"directory ({Path.cwd()}), or the balancer written out",
+            )
+        ]
     moe = {**(arguments.get("moe_config") or {}), "load_balancer": balancer}
     faults = contract().check({"moe_config": moe})
     faults = [fault for fault in faults if fault.path.startswith(PATH)] or check_experts(
         {**arguments, "moe_config": moe}
     )
-    return [Fault(fault.path, f"{fault.message} (in {named})") for fault in faults]
+    return [ArgumentFault(fault.path, f"{fault.message} (in {named})") for fault in faults]
 
 
 def balancer_warning(arguments: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ _ALLOWED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ArgumentFault:
     """One thing that is wrong with an engine configuration, and where."""
 
     path: str
@@ -63,7 +63,7 @@ class Fault:
 class ContractError(ValueError):
     """An engine configuration breaks the contract; ``faults`` has every place."""
 
-    def __init__(self, what: str, faults: Sequence[Fault]) -> None:
+    def __init__(self, what: str, faults: Sequence[ArgumentFault]) -> None:
         self.faults = tuple(faults)
         super().__init__(f"{what}: " + "; ".join(map(str, faults)))
 
@@ -83,7 +83,7 @@ class Contract:
         self._collect(TOP, "")
         self._model = self._make_model(facts["enums"], frozenset(facts["case_insensitive_enums"]))
 
-    def check(self, arguments: Mapping[str, Any]) -> list[Fault]:
+    def check(self, arguments: Mapping[str, Any]) -> list[ArgumentFault]:
         """Return every fault of ``LLM`` arguments; none of the top ones has to be there."""
         try:
             self._model.model_validate(arguments)
@@ -131,14 +131,16 @@ class Contract:
         model: type[BaseModel] = names[TOP]
         return model
 
-    def _faults(self, arguments: Mapping[str, Any], errors: Iterable[ErrorDetails]) -> list[Fault]:
+    def _faults(self, arguments: Mapping[str, Any], errors: Iterable[ErrorDetails]) -> list[ArgumentFault]:
         found: dict[str, list[str]] = {}
         for error in errors:
             path = _path_of(arguments, error)
             found.setdefault(path, []).append(self._message(path, error))
         # Of several types that a value may have, one that was looked into says more than that it is no other.
         return [
-            Fault(path, " or ".join([messages[0], *(each.rpartition("allowed is ")[2] for each in messages[1:])]))
+            ArgumentFault(
+                path, " or ".join([messages[0], *(each.rpartition("allowed is ")[2] for each in messages[1:])])
+            )
             for path, messages in found.items()
             if not any(other.startswith((f"{path}.", f"{path}[")) for other in found)
         ]

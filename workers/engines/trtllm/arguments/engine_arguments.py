@@ -25,11 +25,11 @@ from typing import Any
 import yaml
 
 from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults, balancer_warning
-from poolgrid.workers.engines.trtllm.arguments.contract import ContractError, Fault, contract, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, ContractError, contract, look_up, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine
 from poolgrid.workers.engines.trtllm.arguments.event_stream import PATH as STREAM
-from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStream, event_stream, stream_faults
+from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStreamEndpoints, event_stream, stream_faults
 from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, EVENT_BUFFER_MAX_SIZE, TrtllmSettings
 
 DEFAULT = "default"
@@ -86,7 +86,7 @@ class EngineArguments:
     """What was asked for and is not done, one line each."""
     publishes_kv_events: bool = False
     """Whether the engine makes KV cache events at all."""
-    stream: EventStream | None = None
+    stream: EventStreamEndpoints | None = None
     """Where it publishes them by itself; ``None`` = they are read through ``LLM``."""
 
     @property
@@ -205,7 +205,7 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     merged = merge(layers)
     faults = contract().check(merged.values)
     if not merged.values.get("model"):
-        faults.insert(0, Fault("model", "is required and absent, give --model-path"))
+        faults.insert(0, ArgumentFault("model", "is required and absent, give --model-path"))
     _raise(faults, merged)
     warnings = _overridden(layers[1].values, merged)
     merged, publishes = _require(settings, merged, warnings)
@@ -215,9 +215,11 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes, stream=stream)
 
 
-def _raise(faults: Sequence[Fault], arguments: EngineArguments) -> None:
+def _raise(faults: Sequence[ArgumentFault], arguments: EngineArguments) -> None:
     if faults:
-        placed = [Fault(fault.path, f"{fault.message} (from {arguments.source(fault.path)})") for fault in faults]
+        placed = [
+            ArgumentFault(fault.path, f"{fault.message} (from {arguments.source(fault.path)})") for fault in faults
+        ]
         raise ContractError("checking engine arguments, the engine is not started", placed)
 
 

@@ -1,4 +1,4 @@
-"""What ``poolgrid engine-config`` does with engine files: check them, and make other ones from them.
+"""What ``poolgrid engine-config check`` does with engine files.
 
 A file's name says what it is for: ``agg``, ``prefill``, ``decode`` or ``encode``, alone or as one of the words in the
 name (``vswa_prefill.yaml``). ``prefill.yaml`` and ``decode.yaml`` of one directory are also checked against each other.
@@ -7,17 +7,14 @@ The functions over arguments are pure; the command functions at the end read fil
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults
-from poolgrid.workers.engines.trtllm.arguments.contract import Fault, contract, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, contract, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import Mode, check_engine, check_pair
 from poolgrid.workers.engines.trtllm.core.model_abilities import model_problem
@@ -40,7 +37,7 @@ class FileFault:
     """A fault and the file that it is in."""
 
     file: Path
-    fault: Fault
+    fault: ArgumentFault
 
     def __str__(self) -> str:
         return f"{self.file}: {'warning: ' if self.fault.warning else ''}{self.fault}"
@@ -52,60 +49,9 @@ def mode_of(name: str) -> Mode | None:
     return found.pop() if len(found) == 1 else None
 
 
-def check_arguments(arguments: Mapping[str, Any], mode: Mode | None) -> list[Fault]:
+def check_arguments(arguments: Mapping[str, Any], mode: Mode | None) -> list[ArgumentFault]:
     """Return every fault of one engine file's arguments; rules between fields only where the fields are right."""
     return contract().check(arguments) or check_engine(arguments, mode or "prefill_and_decode")
-
-
-def to_aggregated(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a decode engine's arguments as those of an engine that does both.
-
-    Block reuse is on (an aggregated engine has prefixes to share), the transceiver is gone, and where a step is too
-    small for a prompt, prompts are prefilled in pieces. Raises ``ValueError`` for the arguments of a prefill engine.
-    """
-    made = copy.deepcopy(dict(arguments))
-    if made.get("cache_transceiver_config") and made.get("disable_overlap_scheduler") and not _speculates(made):
-        raise ValueError(
-            "converting to aggregated: disable_overlap_scheduler is true, which is a prefill engine's; "
-            "convert the decode engine's file"
-        )
-    made.pop("cache_transceiver_config", None)
-    kv_cache = made.setdefault("kv_cache_config", {})
-    kv_cache["enable_block_reuse"] = True
-    longest, step = look_up(made, "max_seq_len"), look_up(made, "max_num_tokens")
-    if step is not None and (longest is None or longest > step):
-        made["enable_chunked_prefill"] = True
-    return made
-
-
-def set_tensor_parallel_size(arguments: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the arguments with another tensor parallel size; expert parallelism that was equal to it follows."""
-    if size < 1:
-        raise ValueError(f"setting the tensor parallel size: it is {size}, allowed are integers from 1")
-    made = copy.deepcopy(dict(arguments))
-    before = look_up(made, "tensor_parallel_size")
-    experts = made.get("moe_expert_parallel_size")
-    if experts is not None and experts == before and experts > 1:
-        made["moe_expert_parallel_size"] = size
-    elif experts is not None and experts > 0 and size % experts:
-        raise ValueError(
-            f"setting the tensor parallel size: it is {size}, allowed are multiples of {experts} "
-            "(moe_expert_parallel_size)"
-        )
-    made["tensor_parallel_size"] = size
-    return made
-
-
-def dump(arguments: Mapping[str, Any], header: str = "") -> str:
-    """Return arguments as YAML, with a header of comment lines."""
-    comment = "".join(f"# {line}\n" for line in header.splitlines())
-    text: str = yaml.safe_dump(dict(arguments), sort_keys=True, default_flow_style=None, allow_unicode=True)
-    return comment + text
-
-
-def _speculates(arguments: Mapping[str, Any]) -> bool:
-    # Published decode engines with Eagle run without overlap too.
-    return bool(arguments.get("speculative_config"))
 
 
 def engine_files(paths: Iterable[Path]) -> list[Path]:
@@ -135,7 +81,7 @@ def check_files(paths: Iterable[Path], model: str = "") -> tuple[list[Path], lis
         try:
             arguments = read_yaml(file)
         except EngineFileError as error:
-            faults.append(FileFault(file, Fault("", str(error))))
+            faults.append(FileFault(file, ArgumentFault("", str(error))))
             continue
         mode = mode_of(file.stem)
         found = check_arguments(arguments, mode) or balancer_faults(arguments)
@@ -150,12 +96,12 @@ def check_files(paths: Iterable[Path], model: str = "") -> tuple[list[Path], lis
     return files, faults
 
 
-def model_faults(model: Any, mode: Mode | None) -> list[Fault]:
+def model_faults(model: Any, mode: Mode | None) -> list[ArgumentFault]:
     """Return why a model cannot be used in a mode, as far as its files are here."""
     if mode != "encode" or not isinstance(model, str) or not model:
         return []
     problem = model_problem(read_model_facts(model).architecture, encodes=True, takes_media=True)
-    return [Fault("model", f"is {shown(model)}: {problem}")] if problem else []
+    return [ArgumentFault("model", f"is {shown(model)}: {problem}")] if problem else []
 
 
 def pairs(files: Iterable[Path]) -> list[tuple[Path, Path]]:
@@ -195,26 +141,3 @@ def check_report(paths: Iterable[Path], model: str = "") -> tuple[dict[str, Any]
         by_file[str(each.file)].append({"path": fault.path, "message": fault.message, "warning": fault.warning})
     wrong = any(not each.fault.warning for each in faults)
     return {"tensorrt_llm": contract().version, "files": by_file}, 1 if wrong else 0
-
-
-def convert_command(path: Path, to_aggregate: bool = False, tensor_parallel_size: int | None = None) -> tuple[str, int]:
-    """``poolgrid engine-config convert FILE``: return the new file's text and 0, or what is wrong and 1."""
-    try:
-        arguments = read_yaml(path)
-        faults = check_arguments(arguments, mode_of(path.stem))
-        if faults:
-            return "".join(f"{path}: {fault}\n" for fault in faults), 1
-        changes = []
-        if to_aggregate:
-            arguments = to_aggregated(arguments)
-            changes.append("aggregated")
-        if tensor_parallel_size is not None:
-            arguments = set_tensor_parallel_size(arguments, tensor_parallel_size)
-            changes.append(f"tensor parallel size {tensor_parallel_size}")
-    except ValueError as error:
-        return f"{path}: {error}\n", 1
-    mode = "prefill_and_decode" if to_aggregate else mode_of(path.stem)
-    faults = check_arguments(arguments, mode)
-    if faults:
-        return "".join(f"{path}, converted: {fault}\n" for fault in faults), 1
-    return dump(arguments, f"Made by poolgrid engine-config from {path}: {', '.join(changes) or 'unchanged'}."), 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from poolgrid.workers.engines.trtllm.arguments.contract import Fault, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, look_up, shown
 
 Mode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
 
@@ -52,9 +52,9 @@ def prompt_limit(arguments: Mapping[str, Any]) -> int | None:
     return min(known) if known else None
 
 
-def check_engine(arguments: Mapping[str, Any], mode: Mode) -> list[Fault]:
+def check_engine(arguments: Mapping[str, Any], mode: Mode) -> list[ArgumentFault]:
     """Return what contradicts itself in the arguments of one engine that works in a mode."""
-    faults: list[Fault] = []
+    faults: list[ArgumentFault] = []
     _check_graphs(arguments, faults)
     _check_speculation(arguments, faults)
     faults += check_experts(arguments)
@@ -64,14 +64,16 @@ def check_engine(arguments: Mapping[str, Any], mode: Mode) -> list[Fault]:
     return faults
 
 
-def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Fault]:
+def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[ArgumentFault]:
     """Return what keeps a decode engine from taking over what a prefill engine hands it; paths say which side."""
-    faults: list[Fault] = []
+    faults: list[ArgumentFault] = []
 
     def differ(path: str, why: str) -> None:
         left, right = look_up(prefill, path), look_up(decode, path)
         if left != right:
-            faults.append(Fault(f"decode.{path}", f"is {shown(right)}, the prefill side has {shown(left)}: {why}"))
+            faults.append(
+                ArgumentFault(f"decode.{path}", f"is {shown(right)}, the prefill side has {shown(left)}: {why}")
+            )
 
     differ("kv_cache_config.dtype", "KV blocks are copied as they are, both sides must store them alike")
     differ("kv_cache_config.tokens_per_block", "blocks must be the same on both sides")
@@ -79,17 +81,17 @@ def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Fa
     left, right = (_transceiver(side) for side in (prefill, decode))
     if left != right:
         faults.append(
-            Fault(
+            ArgumentFault(
                 "decode.cache_transceiver_config.backend",
                 f"is {shown(right)}, the prefill side has {shown(left)}: both must speak the same (DEFAULT is NIXL)",
             )
         )
-    faults += [Fault(f"prefill.{fault.path}", fault.message) for fault in check_engine(prefill, "prefill")]
-    faults += [Fault(f"decode.{fault.path}", fault.message) for fault in check_engine(decode, "decode")]
+    faults += [ArgumentFault(f"prefill.{fault.path}", fault.message) for fault in check_engine(prefill, "prefill")]
+    faults += [ArgumentFault(f"decode.{fault.path}", fault.message) for fault in check_engine(decode, "decode")]
     kinds = [(side.get("speculative_config") or {}).get("decoding_type") for side in (prefill, decode)]
     if kinds[0] != kinds[1] or draft_tokens(prefill) != draft_tokens(decode):
         faults.append(
-            Fault(
+            ArgumentFault(
                 "decode.speculative_config",
                 f"drafts {draft_tokens(decode)} tokens ({kinds[1]}), the prefill side {draft_tokens(prefill)} "
                 f"({kinds[0]}): drafts made in prefill are continued in decode",
@@ -98,7 +100,7 @@ def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Fa
     prompt, sequence = prompt_limit(prefill), look_up(decode, "max_seq_len")
     if prompt is not None and sequence is not None and sequence <= prompt:
         faults.append(
-            Fault(
+            ArgumentFault(
                 "decode.max_seq_len",
                 f"is {sequence}, the prefill side takes prompts of {prompt} tokens: nothing can be generated after "
                 f"prompts of {sequence} tokens and more",
@@ -115,13 +117,13 @@ def _transceiver(arguments: Mapping[str, Any]) -> str | None:
     return "NIXL" if backend == "DEFAULT" else backend
 
 
-def _check_buffer(arguments: Mapping[str, Any], prompt: int | None, side: str, faults: list[Fault]) -> None:
+def _check_buffer(arguments: Mapping[str, Any], prompt: int | None, side: str, faults: list[ArgumentFault]) -> None:
     path = f"{side}.cache_transceiver_config.max_tokens_in_buffer"
     buffer = (arguments.get("cache_transceiver_config") or {}).get("max_tokens_in_buffer")
     if prompt is None:
         if side == "prefill":
             faults.append(
-                Fault(
+                ArgumentFault(
                     "prefill.max_seq_len",
                     "is null: without a longest prompt the transfer buffer cannot be sized",
                     warning=True,
@@ -130,7 +132,7 @@ def _check_buffer(arguments: Mapping[str, Any], prompt: int | None, side: str, f
     elif buffer is None or buffer < prompt:
         # TensorRT-LLM allocates a buffer of its own for a longer prompt.
         faults.append(
-            Fault(
+            ArgumentFault(
                 path,
                 f"is {shown(buffer)}, the longest prompt has {prompt} tokens: transfers of longer prompts than the "
                 "buffer are slower",
@@ -139,7 +141,7 @@ def _check_buffer(arguments: Mapping[str, Any], prompt: int | None, side: str, f
         )
 
 
-def _check_graphs(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
+def _check_graphs(arguments: Mapping[str, Any], faults: list[ArgumentFault]) -> None:
     graphs = arguments.get("cuda_graph_config")
     if not graphs:
         return
@@ -148,14 +150,14 @@ def _check_graphs(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
         made = graph_batch_sizes(maximum, graphs.get("enable_padding", False))
         if sorted(sizes) != made:
             faults.append(
-                Fault(
+                ArgumentFault(
                     "cuda_graph_config.batch_sizes",
                     f"is given with max_batch_size {maximum} and differs from the list that follows from it: keep one",
                 )
             )
 
 
-def _check_speculation(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
+def _check_speculation(arguments: Mapping[str, Any], faults: list[ArgumentFault]) -> None:
     speculative = arguments.get("speculative_config")
     if not speculative:
         return
@@ -166,7 +168,7 @@ def _check_speculation(arguments: Mapping[str, Any], faults: list[Fault]) -> Non
         first = schedule.get(1, schedule.get("1"))
         if first != speculative.get("max_draft_len"):
             faults.append(
-                Fault(
+                ArgumentFault(
                     "speculative_config.draft_len_schedule",
                     f"maps batch size 1 to {shown(first)}, allowed is max_draft_len "
                     f"({shown(speculative.get('max_draft_len'))})",
@@ -175,19 +177,21 @@ def _check_speculation(arguments: Mapping[str, Any], faults: list[Fault]) -> Non
     stages = look_up(arguments, "pipeline_parallel_size")
     if kind in ("MTP", "Eagle") and stages > 1:
         faults.append(
-            Fault("pipeline_parallel_size", f"is {stages} with {kind}, which TensorRT-LLM 1.2.1 supports only with 1")
+            ArgumentFault(
+                "pipeline_parallel_size", f"is {stages} with {kind}, which TensorRT-LLM 1.2.1 supports only with 1"
+            )
         )
 
 
-def check_experts(arguments: Mapping[str, Any]) -> list[Fault]:
+def check_experts(arguments: Mapping[str, Any]) -> list[ArgumentFault]:
     """Return what is wrong with the slots of experts; a balancer that is a path must have been read in."""
-    faults: list[Fault] = []
+    faults: list[ArgumentFault] = []
     balancer = look_up(arguments, "moe_config.load_balancer")
     experts = arguments.get("moe_expert_parallel_size")
     slots = balancer.get("num_slots") if isinstance(balancer, Mapping) else None
     if slots and experts and experts > 0 and slots % experts:
         faults.append(
-            Fault(
+            ArgumentFault(
                 "moe_config.load_balancer.num_slots",
                 f"is {slots}, allowed are multiples of moe_expert_parallel_size ({experts})",
             )
@@ -195,13 +199,13 @@ def check_experts(arguments: Mapping[str, Any]) -> list[Fault]:
     return faults
 
 
-def _check_events(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
+def _check_events(arguments: Mapping[str, Any], faults: list[ArgumentFault]) -> None:
     if not look_up(arguments, "kv_cache_config.event_buffer_max_size"):
         return
     stages = look_up(arguments, "pipeline_parallel_size")
     if look_up(arguments, "enable_attention_dp") and stages > 1:
         faults.append(
-            Fault(
+            ArgumentFault(
                 "pipeline_parallel_size",
                 f"is {stages} with attention data parallelism, whose ranks then publish no KV events; allowed is 1, "
                 "or no published events",
@@ -209,23 +213,23 @@ def _check_events(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
         )
 
 
-def _check_transfer(arguments: Mapping[str, Any], mode: Mode, faults: list[Fault]) -> None:
+def _check_transfer(arguments: Mapping[str, Any], mode: Mode, faults: list[ArgumentFault]) -> None:
     if _transceiver(arguments) is None:
         faults.append(
-            Fault(
+            ArgumentFault(
                 "cache_transceiver_config.backend",
                 f"is null on a {mode} engine: without it TensorRT-LLM says that disaggregated serving is not enabled",
             )
         )
     if mode == "prefill" and not look_up(arguments, "disable_overlap_scheduler"):
         faults.append(
-            Fault(
+            ArgumentFault(
                 "disable_overlap_scheduler", "is false, allowed on a prefill engine is true: its only step is the first"
             )
         )
     beams = look_up(arguments, "max_beam_width")
     if beams is not None and beams > 1:
-        faults.append(Fault("max_beam_width", f"is {beams}, allowed with disaggregation is 1"))
+        faults.append(ArgumentFault("max_beam_width", f"is {beams}, allowed with disaggregation is 1"))
     if mode == "decode":
         tokens = look_up(arguments, "max_num_tokens")
         batch = look_up(arguments, "max_batch_size")
@@ -234,7 +238,7 @@ def _check_transfer(arguments: Mapping[str, Any], mode: Mode, faults: list[Fault
             batch = MAX_BATCH_SIZE_DEFAULT
         if tokens is not None and tokens < batch * (drafts + 1):
             faults.append(
-                Fault(
+                ArgumentFault(
                     "max_num_tokens",
                     f"is {tokens}, allowed on a decode engine are integers from {batch * (drafts + 1)}: "
                     f"max_batch_size ({batch}) times {drafts} drafted tokens and the next one",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, Fault, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, ArgumentFault, look_up, shown
 
 KV_EVENTS = "kv_events_config"
 PATH = f"{KV_CACHE}.{KV_EVENTS}"
@@ -23,7 +23,7 @@ _EVERYWHERE = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 @dataclass(frozen=True, slots=True)
-class EventStream:
+class EventStreamEndpoints:
     """Where an engine publishes its events."""
 
     endpoint: str
@@ -36,36 +36,40 @@ class EventStream:
         return _of_rank(self.endpoint, rank), _of_rank(self.replay_endpoint, rank) if self.replay_endpoint else ""
 
 
-def event_stream(values: Mapping[str, Any]) -> EventStream | None:
+def event_stream(values: Mapping[str, Any]) -> EventStreamEndpoints | None:
     """Return the stream that arguments ask for; ``None`` = events are read through ``LLM``."""
     given = (values.get(KV_CACHE) or {}).get(KV_EVENTS)
     if not isinstance(given, Mapping) or not given.get("enable_kv_cache_events"):
         return None
-    return EventStream(
+    return EventStreamEndpoints(
         look_up(values, f"{PATH}.endpoint"),
         look_up(values, f"{PATH}.replay_endpoint") or "",
         look_up(values, f"{PATH}.topic"),
     )
 
 
-def stream_faults(values: Mapping[str, Any], ranks: int) -> list[Fault]:
+def stream_faults(values: Mapping[str, Any], ranks: int) -> list[ArgumentFault]:
     """Return what keeps the stream from being followed; none where there is no stream."""
     stream = event_stream(values)
     if stream is None:
         return []
-    faults: list[Fault] = []
+    faults: list[ArgumentFault] = []
     if look_up(values, f"{PATH}.publisher") == "null":
-        faults.append(Fault(f"{PATH}.publisher", "is 'null', which publishes to nobody; allowed is 'zmq', or null"))
+        faults.append(
+            ArgumentFault(f"{PATH}.publisher", "is 'null', which publishes to nobody; allowed is 'zmq', or null")
+        )
     if look_up(values, f"{KV_CACHE}.use_kv_cache_manager_v2") is False:
         faults.append(
-            Fault(f"{KV_CACHE}.use_kv_cache_manager_v2", f"is false with {PATH}, which only the second manager has")
+            ArgumentFault(
+                f"{KV_CACHE}.use_kv_cache_manager_v2", f"is false with {PATH}, which only the second manager has"
+            )
         )
     if not look_up(values, f"{KV_CACHE}.enable_block_reuse"):
-        faults.append(Fault(PATH, f"is given, and {KV_CACHE}.enable_block_reuse is false: there are no events"))
+        faults.append(ArgumentFault(PATH, f"is given, and {KV_CACHE}.enable_block_reuse is false: there are no events"))
     for kind in ("pipeline", "context"):
         size = look_up(values, f"{kind}_parallel_size")
         if size and size > 1:
-            faults.append(Fault(f"{kind}_parallel_size", f"is {size} with {PATH}, allowed is 1"))
+            faults.append(ArgumentFault(f"{kind}_parallel_size", f"is {size} with {PATH}, allowed is 1"))
     spans: dict[str, int] = {}
     for name, endpoint in (("endpoint", stream.endpoint), ("replay_endpoint", stream.replay_endpoint)):
         if endpoint and not endpoint.startswith("ipc://"):
@@ -73,7 +77,7 @@ def stream_faults(values: Mapping[str, Any], ranks: int) -> list[Fault]:
             highest = PORT_MAX + 1 - ranks
             if port is None or not 1 <= port <= highest:
                 faults.append(
-                    Fault(
+                    ArgumentFault(
                         f"{PATH}.{name}",
                         f"is {shown(endpoint)}, allowed are tcp://HOST:PORT with ports from 1 to {highest} (that of "
                         f"the first of {ranks} ranks), and ipc://PATH",
@@ -83,7 +87,7 @@ def stream_faults(values: Mapping[str, Any], ranks: int) -> list[Fault]:
                 spans[name] = port
     if len(spans) == 2 and abs(spans["endpoint"] - spans["replay_endpoint"]) < ranks:
         faults.append(
-            Fault(
+            ArgumentFault(
                 f"{PATH}.replay_endpoint",
                 f"is {shown(stream.replay_endpoint)}, {ranks} ports from there and from endpoint "
                 f"({shown(stream.endpoint)}) on overlap",

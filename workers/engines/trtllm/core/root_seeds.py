@@ -14,10 +14,12 @@ Bounded: the oldest of ``ROOTS_MAX`` first blocks is forgotten; its events came 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+
+from blake3 import blake3
 
 from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, unpack_tokens
-from poolgrid.workers.engines.trtllm.core.block_key import root_key
 
 ROOTS_MAX = 65_536
 """First blocks that are remembered: far more than an engine has requests."""
@@ -64,3 +66,40 @@ def _remember(into: OrderedDict, key: object, value: object) -> None:  # type: i
     into.move_to_end(key)
     if len(into) > ROOTS_MAX:
         into.popitem(last=False)
+
+
+_U32 = 0xFFFF_FFFF
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+_GOLDEN = 0x9E37_79B9
+
+
+def salt_id(cache_salt: str) -> int:
+    """Return the number that stands for a cache salt: the first 8 bytes, little-endian, of its BLAKE3 digest."""
+    return int.from_bytes(blake3(cache_salt.encode()).digest()[:8], "little")
+
+
+def root_key(token_ids: Sequence[int], cache_salt: str = "", lora_number: int | None = None) -> int:
+    """Return the engine's hash, "v1", of a first block.
+
+    Source: the collected facts (``docs/trtllm.md``). Arithmetic is modulo 2^64; the mix of a token wraps at 32 bits.
+    """
+    seed = len(token_ids)
+    if cache_salt:
+        seed = _mix_64(seed, salt_id(cache_salt))
+    for token_id in token_ids:
+        value = token_id & _U32
+        value = ((value >> 16) ^ value) * 0x45D9_F3B & _U32
+        value = ((value >> 16) ^ value) * 0x45D9_F3B & _U32
+        value = (value >> 16) ^ value
+        seed ^= (((value + _GOLDEN) & _U32) + (seed << 6) + (seed >> 2)) & _U64
+    if lora_number is not None:
+        seed = _mix_64(seed, lora_number)
+    return seed
+
+
+def _mix_64(seed: int, value: int) -> int:
+    value &= _U64
+    value = (value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9 & _U64
+    value = (value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB & _U64
+    value ^= value >> 31
+    return seed ^ ((value + _GOLDEN + (seed << 6) + (seed >> 2)) & _U64)

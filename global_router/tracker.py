@@ -1,0 +1,162 @@
+"""The requests of a global router: their reservations at pools, breakers' tickets, latencies learnt.
+
+Rules
+    1. Every reservation ends: by the worker's events, by ``Release``, or by its lease.
+    2. A pool's breaker gets the result of each ticket once: *succeeded* with a leg's first output, *failed* when the
+       pool or its worker failed, *abandoned* when nothing was learnt. That a worker is busy or drains is no failure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.core.choice.attribution import Served
+from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, Ticket
+from poolgrid.global_router.core.choice.closed_loop import LoopStep
+from poolgrid.global_router.flight import Flight
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.pools import PoolConnection
+from poolgrid.process.clock import Clock
+from poolgrid.process.log_lines import about
+from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerReported
+from poolgrid.serving.links import LinksOnDemand
+from poolgrid.serving.request_tracker import Placer, RequestTracker
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import FinishReason
+from poolgrid.wire.selection import Reservation, WorkerRank
+from poolgrid.wire.trace_context import TraceContext
+
+log = logging.getLogger(__name__)
+
+LOOP_STEPS_KEPT = 1000
+BREAKER_STEPS_KEPT = 100
+
+
+class GlobalRouterTracker(RequestTracker[Flight]):
+    """The requests of one global router, from arrival to end."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        links: LinksOnDemand,
+        metrics: GlobalRouterMetrics,
+        clock: Clock,
+        placer: Placer[Flight],
+        not_sampled: TraceContext | None,
+    ) -> None:
+        super().__init__(links, metrics, clock, placer, not_sampled)
+        self.full_workers: FullWorkers[tuple[str, WorkerRank]] = FullWorkers(clock)
+        """Workers that refused requests for lack of room, with their pools' names."""
+        self.full_workers.observe(placer.room_changed)
+        self.loop_steps: list[LoopStep] = []
+        self._configuration = configuration
+        self._metrics = metrics
+
+    # -- effects ---------------------------------------------------------------------------------------------------
+
+    def reported(self, routed: Flight, report: WorkerReported) -> None:
+        now_ms = self._clock.monotonic_ms()
+        leg = routed.legs.get(report.dispatch.id)
+        if leg is not None and leg.ticket is not None:
+            # Its first output: the worker has it, its events count from here, and the pool has done its part.
+            ticket, leg.ticket = leg.ticket, None
+            failed = report.delta.finish_reason is FinishReason.ERROR
+            result = leg.pool.breaker.abandoned if failed else leg.pool.breaker.succeeded
+            self.note_breaker(leg.pool, result(ticket, now_ms))
+        if report.first and routed.machine.delivery.tokens:
+            routed.first_ms = now_ms
+            routed.record.ttft_ms = now_ms - routed.arrived_ms
+            self._observe(routed, routed.attribution.ttft, "ttft", routed.record.ttft_ms, now_ms)
+        routed.last_ms = now_ms
+
+    def release(self, routed: Flight, dispatch: Dispatch) -> None:
+        """Release a leg at its pool and here."""
+        leg = routed.legs.pop(dispatch.id, None)
+        if leg is not None:
+            self.give_back(leg.pool, leg.reservation, routed.record.model, dispatch.stage)
+            self._settle(leg.pool, leg.ticket, leg.pool.breaker.abandoned)
+
+    def avoid(self, routed: Flight, avoid: AvoidWorker) -> None:
+        """Have a leg's worker excluded when its pool is asked again."""
+        leg = routed.legs[avoid.dispatch.id]
+        excluded = routed.unable if avoid.for_good else routed.excluded
+        excluded.setdefault(leg.pool.name, []).append(leg.reservation.worker)
+
+    def worker_full(self, routed: Flight, full: WorkerFull) -> None:
+        """Have a leg's worker excluded for every request, for the time that it reported."""
+        leg = routed.legs[full.dispatch.id]
+        self.full_workers.note((leg.pool.name, leg.reservation.worker), full.retry_after_ms)
+
+    def record_failure(self, routed: Flight, dispatch: Dispatch) -> None:
+        """Count a failure for the breaker of a leg's pool."""
+        leg = routed.legs[dispatch.id]
+        ticket, leg.ticket = leg.ticket, None
+        self._settle(leg.pool, ticket, leg.pool.breaker.failed)
+
+    def ended(self, routed: Flight, end: EndRequest) -> None:
+        machine, record = routed.machine, routed.record
+        tokens, reason = machine.delivery.tokens, end.last.finish_reason or ""
+        if end.by_worker and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            routed.config.outputs.finished(machine.request.lora_name or machine.request.model, tokens)
+        if end.by_worker and routed.first_ms is not None and tokens > 1:
+            record.itl_ms = (routed.last_ms - routed.first_ms) / (tokens - 1)
+            self._observe(routed, routed.attribution.itl, "itl", record.itl_ms, routed.last_ms)
+        record.outcome = reason
+        record.output_tokens = tokens
+        if end.last.error is not None and not end.by_worker:
+            record.note(end.last.error)
+
+    # -- pools -----------------------------------------------------------------------------------------------------
+
+    def give_back(self, pool: PoolConnection, reservation: Reservation, model: str, work: Stage) -> None:
+        """Release a worker that was reserved: other requests may wait for it."""
+        pool.release(reservation)
+        pool.note_freed(model, work)
+        self._placer.room_changed()
+
+    def renew(self, now_ms: float) -> None:
+        """Renew the reservations of dispatches without output that are half way through their lease."""
+        due: dict[PoolConnection, list[Reservation]] = {}
+        for flight in self.requests.values():
+            for leg in flight.legs.values():
+                if leg.ticket is not None and now_ms - leg.renewed_ms > leg.lease_ms / 2:
+                    leg.renewed_ms = now_ms
+                    due.setdefault(leg.pool, []).append(leg.reservation)
+        for pool, reservations in due.items():
+            pool.renew(reservations)
+
+    def note_breaker(self, pool: PoolConnection, steps: list[BreakerStep]) -> None:
+        """Keep, count and log what a pool's breaker did."""
+        for step in steps:
+            self._metrics.breaker_steps.labels(pool.name, step.after.value).inc()
+            pool.breaker_steps = [*pool.breaker_steps, step][-BREAKER_STEPS_KEPT:]
+            pool_name = about(pool=pool.name)
+            log.warning("circuit breaker of pool %s: %s, %s", pool.name, step.after.value, step.reason, extra=pool_name)
+
+    def _settle(
+        self, pool: PoolConnection, ticket: Ticket | None, result: Callable[[Ticket, float], list[BreakerStep]]
+    ) -> None:
+        if ticket is not None:
+            self.note_breaker(pool, result(ticket, self._clock.monotonic_ms()))
+
+    # -- latencies -------------------------------------------------------------------------------------------------
+
+    def judge(self, now_ms: float) -> None:
+        """Let the closed loop of the document in force take its steps."""
+        for step in self._configuration.active.loop.evaluate(now_ms):
+            self._note_loop(step)
+
+    def _observe(self, flight: Flight, served: Served | None, metric: str, value_ms: float, now_ms: float) -> None:
+        if served is not None:
+            selection = flight.destinations[served.cell.stage].selection
+            self._metrics.targets.judged(selection, served, metric, value_ms, flight.config.revision)
+            for step in flight.config.loop.observe(served.cell, metric, value_ms, now_ms, served.pool):
+                self._note_loop(step)
+
+    def _note_loop(self, step: LoopStep) -> None:
+        self._metrics.loop_steps.labels(step.key.pool).inc()
+        log.info("closed loop: %s", step.explanation().to_json())
+        self.loop_steps = [*self.loop_steps, step][-LOOP_STEPS_KEPT:]

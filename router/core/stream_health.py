@@ -1,0 +1,209 @@
+"""Which workers' overlap is believed, and what stands in for it where it is not.
+
+Rules
+    1. A worker is untrusted while its own stream is ``STALE`` (the consolidator says so) or ``suspect``
+       (``OverlapCheck`` says so). Everyone else is trusted, whatever happened before, and whatever becomes of further
+       sources.
+    2. From the moment a worker is untrusted, the router's own choices for it are recorded, and its overlap is what they
+       predict, for ``ttl_ms`` each. What the index says of it meanwhile is kept up to date and not used.
+    3. A worker that is trusted again, or leaves, loses its predictions.
+    4. What a chosen worker computed and has not told of yet is believed of it (``ComputedPrompts``), as long as its
+       stream is.
+    5. It is a fold like the projection it belongs to: events, choices and their times decide, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.computed_prompts import ComputedPrompts
+from poolgrid.router.core.lower_tiers import TierOverlap
+from poolgrid.router.core.overlap_check import OverlapCheck
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.wire.feed import SourceStream
+from poolgrid.wire.identifiers import Stage, StreamState, WorkerKey
+from poolgrid.wire.streams import own_stream
+
+PENDING_MAX: Final = 16_384
+"""Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""
+
+PREDICTION_TTL_MS: Final = 120_000.0
+"""How long a choice is believed to be in the cache of an untrusted worker, as in approximate mode."""
+
+PREDICTION_BUDGET_BYTES: Final = 64 * 1024 * 1024
+"""Memory of the predictions: half a million blocks; beyond it the oldest paths are cut."""
+
+
+OpenChoice = tuple[WorkerKey, str, Sequence[int], int, int, int]
+"""A choice whose start is awaited: worker, dispatch, path, block size, blocks that the index said it holds, and the
+place among the prompts that are computed, from 1 on, or 0."""
+
+Window = tuple[WorkerKey, list[tuple[int, int, int]], bool]
+"""A worker's cross-check: what counts for it (predicted, realised, disagreeing tokens), and whether it is suspect."""
+
+
+class _Pending(msgspec.Struct):
+    """A chosen request that its worker has not started yet."""
+
+    path: Sequence[int]
+    block_size: int
+    blocks: int
+    """What the index said of the prompt when it was chosen."""
+
+
+class StreamHealth:
+    """The trust in every worker's stream, over one prefix index."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._states: dict[WorkerKey, tuple[StreamState, str]] = {}
+        self._checks: dict[WorkerKey, OverlapCheck] = {}
+        self._pending: OrderedDict[tuple[WorkerKey, str], _Pending] = OrderedDict()
+        self.predictions = ApproximateIndex(PrefixIndex(PREDICTION_BUDGET_BYTES), PREDICTION_TTL_MS)
+        """What stands in for the overlap of the workers in ``untrusted``."""
+        self.untrusted: dict[WorkerKey, str] = {}
+        """Workers whose overlap is not believed, and why."""
+        self.computed = ComputedPrompts()
+        """Prompts of choices whose start is awaited and whose first token came."""
+        self.verdicts = 0
+        """How often a worker became suspect."""
+
+    # Facts
+
+    def note_streams(self, worker: WorkerKey, streams: Iterable[SourceStream]) -> None:
+        """Take what the journal says of a worker's streams."""
+        own = own_stream(streams)
+        self._states[worker] = (own.state, own.reason)
+        self._judge(worker)
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Forget a worker that left, or whose life ended."""
+        self._states.pop(worker, None)
+        self._checks.pop(worker, None)
+        self.computed.drop_all_of(worker)
+        self._judge(worker)
+
+    def started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
+        """Compare what a worker reused with what the index said of it, for a request that was chosen here.
+
+        The index is asked at the choice and now, and the number in between that is nearest to the truth counts: a batch
+        may tell of the request's own blocks before it tells of its start, and others may have come since the choice.
+
+        Engines that say only at the end what they reused are compared then: what they hold and the index does not is
+        not stored again meanwhile, so it is still missed.
+        """
+        pending = self._pending.pop((worker, request_id), None)
+        if pending is None:
+            return
+        self.computed.drop(worker, request_id)
+        block_size = pending.block_size
+        predicted = pending.blocks * block_size
+        if predicted != cached_tokens:
+            now = self._index.overlap(pending.path, worker).blocks * block_size
+            predicted = min(max(cached_tokens, min(predicted, now)), max(predicted, now))
+        check = self._checks.get(worker)
+        if check is None:
+            check = self._checks[worker] = OverlapCheck()
+        if check.add(predicted, cached_tokens, block_size):
+            self.verdicts += check.is_suspect
+            self._judge(worker)
+
+    def not_started(self, worker: WorkerKey, request_id: str) -> None:
+        """Await a request no longer: it ended before it started."""
+        if self._pending.pop((worker, request_id), None) is not None:
+            self.computed.drop(worker, request_id)
+
+    def _judge(self, worker: WorkerKey) -> None:
+        state, reason = self._states.get(worker, (StreamState.SYNCING, ""))
+        check = self._checks.get(worker)
+        if state is StreamState.STALE:
+            self.untrusted[worker] = f"stale: {reason}"
+        elif check is not None and check.is_suspect:
+            self.untrusted[worker] = f"suspect: {check.says()}"
+        elif self.untrusted.pop(worker, None) is not None:
+            self.predictions.drop(worker)
+
+    # Choices
+
+    def chosen(
+        self,
+        worker: WorkerKey,
+        request_id: str,
+        path: Sequence[int],
+        block_size: int,
+        stage: Stage,
+        now_ms: float,
+        blocks: int | None = None,
+    ) -> None:
+        """Note a choice: its start will be checked, and for an untrusted worker it is what it holds from now on.
+
+        ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
+        """
+        if not path or stage in (Stage.DECODE, Stage.ENCODE):
+            return
+        self._pending[(worker, request_id)] = _Pending(
+            path, block_size, self._index.overlap(path, worker).blocks if blocks is None else blocks
+        )
+        while len(self._pending) > PENDING_MAX:
+            oldest, _ = self._pending.popitem(last=False)
+            self.computed.drop(*oldest)
+        if worker in self.untrusted:
+            self.predictions.record(worker, path, now_ms)
+
+    def prompt_computed(self, worker: WorkerKey, request_id: str) -> bool:
+        """Believe a worker to hold the prompt of a choice, until its stream tells; return whether that is news."""
+        pending = self._pending.get((worker, request_id))
+        return pending is not None and self.computed.add(worker, request_id, pending.path)
+
+    def predicted(self, worker: WorkerKey, path: Sequence[int], now_ms: float) -> TierOverlap:
+        """Return what the router's own choices say of an untrusted worker."""
+        self.predictions.expire(now_ms)
+        return self.predictions.index.overlap(path, worker)
+
+    # For a state that goes on elsewhere
+
+    def open_choices(self) -> list[OpenChoice]:
+        """Return the choices whose start is awaited."""
+        places = {key: place for place, key in enumerate(self.computed, 1)}
+        return [
+            (key[0], key[1], pending.path, pending.block_size, pending.blocks, places.get(key, 0))
+            for key, pending in self._pending.items()
+        ]
+
+    def windows(self) -> list[Window]:
+        """Return the state of each worker's cross-check."""
+        return [(worker, check.window(), check.is_suspect) for worker, check in self._checks.items()]
+
+    def restore(
+        self, open_choices: Iterable[OpenChoice], windows: Iterable[Window], untrusted: Mapping[WorkerKey, str]
+    ) -> None:
+        """Go on from another state; what streams say of themselves is known already, ``predictions`` restore alone.
+
+        The order and the words of ``untrusted`` are those of when it was judged, so they are not to be had again.
+        """
+        self._pending.clear()
+        self.computed.clear()
+        computed: list[tuple[int, WorkerKey, str]] = []
+        for worker, request_id, path, block_size, blocks, place in open_choices:
+            self._pending[(worker, request_id)] = _Pending(path, block_size, blocks)
+            if place:
+                computed.append((place, worker, request_id))
+        for _, worker, request_id in sorted(computed):
+            self.prompt_computed(worker, request_id)
+        self._checks = {worker: OverlapCheck(window, is_suspect) for worker, window, is_suspect in windows}
+        self.untrusted = dict(untrusted)
+
+    # Views
+
+    def stream(self, worker: WorkerKey) -> tuple[StreamState, str]:
+        """Return the state of a worker's stream and why."""
+        return self._states.get(worker, (StreamState.SYNCING, ""))
+
+    @property
+    def checks(self) -> Mapping[WorkerKey, OverlapCheck]:
+        return self._checks

@@ -1,0 +1,354 @@
+"""How much slower each worker is than its step times say, learned from its first tokens.
+
+Rules
+    1. A choice leaves what was predicted for it at pace 1: until its first token, the queue included, and for its own
+       prompt alone. Its first token says how long it really took. A worker's pace is the ratio of the two sums, in
+       which old observations count less (``KEPT``) and so do all when time passes (``MEMORY_MS``).
+    2. A worker begins with ``PRIOR_MS`` worth of the pool's pace, which its observations replace, and what time takes
+       from these is filled up with it again. So a worker that nobody was sent to for long returns to the pool's pace,
+       and what was slow is tried again. The pool's own begins with 1, the word of the cards.
+    3. A worker that does not answer says nothing, and must look slow all the same. It is never believed to be faster
+       than its oldest request without a first token allows, once that is late beyond doubt.
+    4. A request that ends without a first token teaches nothing, unless it had waited longer than was predicted.
+    5. It is a fold like the projection it belongs to: choices, events and their times decide, nothing else. All
+       operations are those of IEEE, so the same inputs give the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from poolgrid.router.core.candidates import EXPECTED_MS, IndexArray
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.observers import IsOpen, Observer
+from poolgrid.router.policies.predicted.engine_times import EngineColumns, Engines
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+
+PACE: Final = "pace"
+OWN_MS: Final = "own_ms"
+"""Terms that choices are learned from, beside ``EXPECTED_MS``: the pace that was reckoned with, and what the request's
+own prompt takes at pace 1."""
+
+GROUPS_MAX: Final = 64
+"""Groups of workers of which it is kept what their cards say."""
+
+_POOL: Final = WorkerKey(WorkerId(""), 0)
+"""Whose pace is that of the pool; no worker has an empty name."""
+
+AWAITED_MAX = 16_384
+"""Chosen requests whose first token is awaited; one more is not learned from."""
+
+KEPT = 0.917
+"""What an observation counts after the next one; after eight it counts half, so a busy worker is known in seconds."""
+
+MEMORY_MS = 120_000.0
+"""Time after which what was observed counts half: long enough that a worker with little traffic stays known."""
+
+ARRIVALS_MEMORY_MS = 30_000.0
+"""Over what time the rate of requests is an average."""
+
+PRIOR_MS = 500.0
+"""How much the pool's pace counts, in predicted milliseconds: a handful of requests outweighs it."""
+
+NOISE, CERTAIN = 1.2, 1.5
+"""Up to the one a worker's pace is not told from the pool's, from the other on it is believed as it is. Single times
+are off by a tenth, and to tell workers apart that are equal sends prompts away from where they are cached."""
+
+GRACE_MS = 250.0
+"""How much later than predicted a first token may come before it counts as late: a full step that was under way."""
+
+
+class Awaited(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A choice whose first token is awaited."""
+
+    chosen_ms: float
+    unit_ms: float
+    """Predicted time to its first token at pace 1, from the choice on."""
+    own_ms: float
+    """The part of it that computes its own prompt."""
+    pace: float
+    """With which the choice reckoned."""
+
+
+class Arrivals(msgspec.Struct, array_like=True):
+    """Requests that were chosen for of late; those of long ago count less."""
+
+    count: float = 0.0
+    own_ms: float = 0.0
+    """Sum of what their prompts take, at pace 1."""
+    last_ms: float = 0.0
+
+    def add(self, own_ms: float, now_ms: float) -> None:
+        """Count a request."""
+        kept = _remembered(now_ms - self.last_ms, ARRIVALS_MEMORY_MS)
+        self.count = self.count * kept + 1.0
+        self.own_ms = self.own_ms * kept + own_ms
+        self.last_ms = now_ms
+
+
+class WorkerPace(msgspec.Struct):
+    """What is known of one worker."""
+
+    observed_ms: float = 0.0
+    unit_ms: float = 0.0
+    """What was predicted, at pace 1, for what was observed."""
+    seen_ms: float = 0.0
+    """When the last observation was made."""
+    served_ms: float = 0.0
+    """Since when the engine is at the oldest of ``awaited``: the last first token."""
+    awaited: dict[str, Awaited] = {}
+    """By dispatch, in order of choice."""
+
+    def add(self, observed_ms: float, unit_ms: float, prior: float, now_ms: float) -> None:
+        """Take an observation, after what time has made of those before."""
+        kept = _remembered(now_ms - self.seen_ms)
+        filled_ms = PRIOR_MS * (1.0 - kept)
+        self.observed_ms = (self.observed_ms * kept + filled_ms * prior) * KEPT + observed_ms
+        self.unit_ms = (self.unit_ms * kept + filled_ms) * KEPT + unit_ms
+        self.seen_ms = now_ms
+
+    def ratio(self, prior: float, now_ms: float) -> float:
+        """Return the ratio of the sums; what time has taken from them is filled up with ``prior``."""
+        kept = _remembered(now_ms - self.seen_ms)
+        filled_ms = PRIOR_MS * (1.0 - kept)
+        return (self.observed_ms * kept + filled_ms * prior) / (self.unit_ms * kept + filled_ms)
+
+
+class SpeedEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What was learned of the speed of one worker, or of the pool as a whole."""
+
+    worker_id: str
+    """Empty for the pool."""
+    dp_rank: int
+    observed_ms: float
+    unit_ms: float
+    seen_ms: float
+    served_ms: float
+    awaited: list[tuple[str, Awaited]]
+
+
+class SpeedsState(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a router had learned of its workers' speeds, and of how requests come, for a checkpoint."""
+
+    arrivals: Arrivals
+    workers: list[SpeedEntry]
+    """The pool's as the first."""
+
+
+def _remembered(age_ms: float, memory_ms: float = MEMORY_MS) -> float:
+    """Return how much of what was seen counts after a time; a quotient, because powers differ between machines."""
+    return memory_ms / (memory_ms + max(0.0, age_ms))
+
+
+def _told_apart(pace: float, prior: float) -> float:
+    """Return a worker's pace, or the pool's as far as the two cannot be told apart."""
+    times = pace / prior if pace > prior else prior / pace
+    if times >= CERTAIN:
+        return pace
+    if times <= NOISE:
+        return prior
+    times = 1.0 + (CERTAIN - 1.0) * (times - NOISE) / (CERTAIN - NOISE)
+    return prior * times if pace > prior else prior / times
+
+
+class LearnedSpeeds(Observer):
+    """The paces of all workers of a pool."""
+
+    name = "paces"
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerKey, WorkerPace] = {}
+        self._pool = WorkerPace(PRIOR_MS, PRIOR_MS)
+        self._arrivals = Arrivals()
+        self._awaited = 0
+        self._latest_ms = 0.0
+        """Of the moments that it was told."""
+        self._columns: dict[int, tuple[Sequence[Worker], EngineColumns]] = {}
+        """Of groups of workers, by the identity of the group: what their cards say."""
+
+    # -- choices and facts -----------------------------------------------------------------------------------------
+
+    def on_chosen(
+        self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
+    ) -> None:
+        row, terms = decision.choice.row, decision.choice.terms
+        expected = terms.get(EXPECTED_MS)
+        if expected is not None:
+            pace = float(terms[PACE][row])
+            self.expect(
+                decision.worker, dispatch_id, float(expected[row]) / pace, float(terms[OWN_MS][row]), pace, now_ms
+            )
+
+    def expect(
+        self, worker: WorkerKey, dispatch_id: str, unit_ms: float, own_ms: float, pace: float, now_ms: float
+    ) -> None:
+        """Await the first token of a choice that reckoned with a pace; both predictions are at pace 1."""
+        self._latest_ms = now_ms
+        known = self._workers.get(worker)
+        if known is None:
+            known = self._workers[worker] = WorkerPace(PRIOR_MS * self.pool_pace(now_ms), PRIOR_MS, now_ms, now_ms)
+        self._arrivals.add(own_ms, now_ms)
+        if self._awaited >= AWAITED_MAX and dispatch_id not in known.awaited:
+            return
+        self._awaited += dispatch_id not in known.awaited
+        known.awaited[dispatch_id] = Awaited(now_ms, unit_ms, own_ms, pace)
+
+    def on_first_token(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
+        """Learn from a first token; one that was not chosen here teaches nothing but that the engine is at the next."""
+        self._latest_ms = now_ms
+        known = self._workers.get(worker)
+        if known is None:
+            return
+        known.served_ms = now_ms
+        awaited = known.awaited.pop(dispatch_id, None)
+        if awaited is not None:
+            self._awaited -= 1
+            self._learn(known, awaited, now_ms)
+            if self.report_ttft is not None:
+                self.report_ttft(dispatch_id, awaited.unit_ms * awaited.pace, now_ms - awaited.chosen_ms)
+
+    def on_released(self, worker: WorkerKey, request_id: str, blocks: int | None) -> None:
+        """Await a request no longer that had no first token."""
+        now_ms = self._latest_ms
+        known = self._workers.get(worker)
+        awaited = None if known is None else known.awaited.pop(request_id, None)
+        if known is None or awaited is None:
+            return
+        self._awaited -= 1
+        if now_ms - awaited.chosen_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
+            self._learn(known, awaited, now_ms)
+
+    def on_finished(self, worker: WorkerKey, request_id: str, blocks: int | None, now_ms: float) -> None:
+        self.on_released(worker, request_id, blocks)
+
+    def on_expired(self, is_open: IsOpen) -> None:
+        """Await no request that the ledger does not have any more: nobody will speak of it."""
+        for worker, known in self._workers.items():
+            for dispatch_id in [each for each in known.awaited if not is_open(worker, each)]:
+                del known.awaited[dispatch_id]
+                self._awaited -= 1
+
+    def on_left(self, worker: WorkerKey) -> None:
+        """Forget a worker that left, or whose life ended."""
+        known = self._workers.pop(worker, None)
+        if known is not None:
+            self._awaited -= len(known.awaited)
+
+    def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
+        """Go on after a snapshot, which tells of workers and not of first tokens: await none, keep who is there."""
+        for worker in [each for each in self._workers if each not in workers]:
+            self.on_left(worker)
+        self.on_expired(lambda worker, dispatch_id: False)
+
+    def _learn(self, known: WorkerPace, awaited: Awaited, now_ms: float) -> None:
+        observed_ms = max(0.0, now_ms - awaited.chosen_ms)
+        known.add(observed_ms, awaited.unit_ms, self.pool_pace(now_ms), now_ms)
+        self._pool.add(observed_ms, awaited.unit_ms, 1.0, now_ms)
+
+    # -- what is believed ------------------------------------------------------------------------------------------
+
+    def pool_pace(self, now_ms: float) -> float:
+        return self._pool.ratio(1.0, now_ms)
+
+    def arrivals(self, now_ms: float) -> tuple[float, float]:
+        """Return how many requests come per millisecond, and what a prompt takes of them at pace 1, on average."""
+        known = self._arrivals
+        kept = _remembered(now_ms - known.last_ms, ARRIVALS_MEMORY_MS)
+        return known.count * kept / ARRIVALS_MEMORY_MS, known.own_ms / known.count if known.count else 0.0
+
+    def _ratio(self, known: WorkerPace, now_ms: float) -> float:
+        return known.ratio(self.pool_pace(now_ms), now_ms)
+
+    def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> tuple[list[float], list[float], list[int]]:
+        """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, and how many it awaits.
+
+        The engine has been at its oldest request since that was chosen, or since the last first token.
+        """
+        prior = self.pool_pace(now_ms)
+        paces: list[float] = []
+        done: list[float] = []
+        waiting: list[int] = []
+        for worker in workers:
+            known = self._workers.get(worker)
+            if known is None:
+                paces.append(prior)
+                done.append(0.0)
+                waiting.append(0)
+                continue
+            pace = _told_apart(known.ratio(prior, now_ms), prior)
+            done_ms = 0.0
+            for oldest in known.awaited.values():
+                age_ms = now_ms - oldest.chosen_ms
+                if age_ms > CERTAIN * pace * (oldest.unit_ms + GRACE_MS):
+                    pace = age_ms / (oldest.unit_ms + GRACE_MS)
+                since_ms = max(oldest.chosen_ms, known.served_ms)
+                done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
+                break
+            paces.append(pace)
+            done.append(done_ms)
+            waiting.append(len(known.awaited))
+        return paces, done, waiting
+
+    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
+        known = self._columns.get(id(workers))
+        if known is None or known[0] is not workers:
+            if len(self._columns) >= GROUPS_MAX:
+                self._columns.clear()
+            known = self._columns[id(workers)] = (workers, EngineColumns.of(workers))
+        columns = known[1]
+        paces, done_ms, waiting = self.believed([workers[row].key for row in rows], now_ms)
+        choices_per_ms, typical_ms = self.arrivals(now_ms)
+        return Engines(
+            columns.curves,
+            columns.curve[rows],
+            columns.step_tokens[rows],
+            columns.total_blocks[rows],
+            np.array(paces, np.float64),
+            np.array(done_ms, np.float64),
+            np.array(waiting, np.float64),
+            choices_per_ms,
+            typical_ms,
+        )
+
+    # -- for a state that goes on elsewhere ------------------------------------------------------------------------
+
+    def checkpoint(self) -> SpeedsState:
+        """Return what is known of requests, of the pool (``served_ms`` is the latest moment), and of workers."""
+        pool = msgspec.structs.replace(self._pool, served_ms=self._latest_ms)
+        return SpeedsState(
+            msgspec.structs.replace(self._arrivals),
+            [
+                SpeedEntry(
+                    worker.worker_id,
+                    worker.dp_rank,
+                    pace.observed_ms,
+                    pace.unit_ms,
+                    pace.seen_ms,
+                    pace.served_ms,
+                    list(pace.awaited.items()),
+                )
+                for worker, pace in [(_POOL, pool), *self._workers.items()]
+            ],
+        )
+
+    def restore(self, state: Any) -> None:
+        known = msgspec.convert(state, SpeedsState)
+        if not known.workers:
+            return
+        paces = {
+            WorkerKey(WorkerId(each.worker_id), each.dp_rank): WorkerPace(
+                each.observed_ms, each.unit_ms, each.seen_ms, each.served_ms, dict(each.awaited)
+            )
+            for each in known.workers
+        }
+        self._arrivals = msgspec.structs.replace(known.arrivals)
+        self._pool = paces.pop(_POOL)
+        self._latest_ms = self._pool.served_ms
+        self._workers = paces
+        self._awaited = sum(len(each.awaited) for each in paces.values())

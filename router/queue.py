@@ -1,0 +1,251 @@
+"""Requests that wait for a worker with room, placed by whatever may have made room.
+
+Rules
+    1. A request that finds every worker busy waits in the lane of its model. Beyond ``queue_limit`` requests or
+       ``queue_prompt_tokens``, or this router's part of them, the lowest priority gives way and is refused.
+    2. *Resumed* requests (their clients are being served already) go before all others, and are refused by time only.
+    3. The head of each lane is placed as soon as it can be; no other request of its lane overtakes it.
+    4. Once the queue is closed no request is placed any more.
+    5. With a policy that plans, new requests are *deferred* until the worker that a plan gave them has no prompt to
+       compute, at most ``DEFER_MAX_MS``; rule 3 is not for them. Those whose turn it is, up to ``PLANNED_MAX``, are
+       planned together (``core.policy.Planner``): at the end of a turn of the event loop in which one came
+       or a first token was seen, and when events were applied. A plan is forgotten at once. No request is refused
+       because others are deferred: where that takes the room, those whose turn it is go to workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from poolgrid.inference.ports import Refused
+from poolgrid.process.awake_clock import within
+from poolgrid.process.clock import Clock
+from poolgrid.router.choosing import Chooser
+from poolgrid.router.core.policy import HELD_MAX, PLANNED_MAX
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
+from poolgrid.router.settings import RouterSettings
+from poolgrid.serving.admission_queue import AdmissionQueue
+from poolgrid.serving.fair_queue import QueuedRequest, QueueOrder
+from poolgrid.wire.identifiers import WorkerKey
+
+
+def queue_span(request_id: str) -> str:
+    """Return the name under which a trace has the span of a request's waiting, while it lasts."""
+    return f"queue {request_id}"
+
+
+class RouterQueue(AdmissionQueue[LocalRequest]):
+    """The queue of one pool's router."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        chooser: Chooser,
+        metrics: RouterMetrics,
+        clock: Clock,
+        place: Callable[[LocalRequest], PlacementFailure | None],
+        give_up: Callable[[LocalRequest, str, float | None], None],
+    ) -> None:
+        """``place`` puts a request on a worker or returns why not; ``give_up`` ends one that was served before."""
+        self._order = QueueOrder(settings.queue_order)
+        super().__init__(
+            settings.queue_limit,
+            settings.queue_prompt_tokens,
+            settings.queue_timeout_ms,
+            metrics,
+            clock,
+            self._order,
+        )
+        self._chooser = chooser
+        self._place = place
+        self._give_up = give_up
+        self._defer_max_ms = settings.hold_limit_ms
+        self._no_room = f"no worker had room within {settings.queue_timeout_ms:.0f} ms"
+        self._pumping = False
+        self._pump_scheduled = False
+        self._closed = False
+
+    # -- in --------------------------------------------------------------------------------------------------------
+
+    async def wait(self, routed: LocalRequest, cause: WaitCause) -> None:
+        """Wait until a new request is on a worker; raises ``Refused``."""
+        now_ms = self._clock.monotonic_ms()
+        placed = routed.placed = asyncio.get_running_loop().create_future()
+        try:
+            queued = self._queued(routed, now_ms)
+            if self._chooser.plans:
+                self._make_room(queued)
+            self._enter(queued)
+            if cause is WaitCause.HELD:
+                self.pump_soon()
+            await within(self._timeout_ms, self._clock, placed)
+        except TimeoutError:
+            raise self.busy(self._no_room) from None
+        finally:
+            # Once it is placed it is no longer waited for here: its worker may be lost, and the request in the queue
+            # again as a resumed one, before this task has its turn.
+            if routed.placed is placed:
+                self.leave(routed)
+                routed.placed = None
+            self._count_wait(now_ms, cause)
+
+    def resume(self, routed: LocalRequest, cause: WaitCause) -> None:
+        """Have a request whose client is being served already wait for its next worker."""
+        routed.resumed_for = cause
+        since_ms = routed.waits_since_ms
+        self._enter(self._queued(routed, self._clock.monotonic_ms() if since_ms is None else since_ms))
+
+    def leave(self, routed: LocalRequest) -> None:
+        """Take a request out of the queue, wherever it is; one that is not in it stays as it is."""
+        queued, routed.queued = routed.queued, None
+        if queued is not None:
+            self._queue.leave(queued)
+            if queued.resumed:
+                self._count_wait(queued.entered_ms, routed.resumed_for)
+
+    def close(self, refusal: Refused) -> None:
+        """Place no request any more, and refuse those that wait."""
+        self._closed = True
+        super().close(refusal)
+
+    def _queued(self, routed: LocalRequest, now_ms: float) -> QueuedRequest[LocalRequest]:
+        request = routed.machine.request
+        if request.trace is not None:
+            request.trace.open[queue_span(request.request_id)] = request.trace.begin("queue")
+        prompt_tokens = len(request.token_ids) // 4
+        uncached = prompt_tokens
+        if self._order is QueueOrder.SHORTEST_UNCACHED_WORK_FIRST:
+            uncached = self._chooser.uncached_tokens(request, routed.path)
+        routed.queued = QueuedRequest(
+            routed,
+            lane=request.model,
+            tenant=request.tenant,
+            weight=request.tenant_weight,
+            priority=request.priority,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=uncached,
+            entered_ms=now_ms,
+            resumed=routed.placed is None,
+        )
+        return routed.queued
+
+    # -- out -------------------------------------------------------------------------------------------------------
+
+    def pump_soon(self) -> None:
+        """Pump once this turn of the loop is over, however often it is asked for."""
+        if not self._queue.is_empty and not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_pump)
+
+    def _scheduled_pump(self) -> None:
+        self._pump_scheduled = False
+        self.pump()
+
+    def pump(self) -> None:
+        """Place waiting requests while workers have room: resumed ones, then the head of each model's lane."""
+        if self._pumping or self._closed or self._queue.is_empty:
+            return
+        self._pumping = True
+        try:
+            stuck: set[tuple[str, bool, frozenset[WorkerKey]]] = set()
+            for queued in self._queue.resumed():
+                # What one of them has tried already may be just right for the next; those that tried the same (a lost
+                # worker leaves hundreds) fare alike, and are asked about once.
+                routed = queued.item
+                if routed.queued is not queued:
+                    continue  # it left, or was placed, while others were
+                kind = (queued.lane, routed.machine.plan.wants_decode, frozenset((*routed.tried, *routed.unable)))
+                if kind not in stuck and not self._try(routed):
+                    stuck.add(kind)
+            for lane in self._queue.lanes():
+                if self._chooser.plans:
+                    self._place_deferred(lane)
+                    continue
+                while (head := self._queue.head(lane)) is not None and self._try(head.item):
+                    pass
+        finally:
+            self._pumping = False
+
+    def expire(self, now_ms: float) -> None:
+        """Give up those whose next worker did not come in time."""
+        for queued in self._queue.resumed():
+            if queued.entered_ms < now_ms - self._timeout_ms:
+                self.leave(queued.item)
+                refusal = self.busy(self._no_room)
+                self._give_up(queued.item, str(refusal), refusal.retry_after_s)
+
+    def _try(self, routed: LocalRequest) -> bool:
+        """Place a waiting request; return False when it continues to wait, because every worker is busy."""
+        queued, placed = routed.queued, routed.placed
+        assert queued is not None, "it is in the queue"
+        if routed.is_over:
+            self.leave(routed)
+            return True
+        failure = self._place(routed)
+        if failure is None:
+            routed.queued = None
+            if routed.waits_since_ms is None and not queued.resumed:
+                routed.waits_since_ms = queued.entered_ms  # its worker may refuse it, and the time runs on
+            self._queue.leave(queued, dispatched=True)
+            if queued.resumed:
+                self._count_wait(queued.entered_ms, routed.resumed_for)
+            if placed is not None:
+                routed.placed = None
+                placed.set_result(None)
+            return True
+        if failure.busy:
+            return False
+        self.leave(routed)
+        if placed is not None:
+            placed.set_exception(self.refusal(failure))
+        else:
+            self._give_up(routed, str(failure), None)
+        return True
+
+    # -- deferred requests -----------------------------------------------------------------------------------------
+
+    def _make_room(self, newcomer: QueuedRequest[LocalRequest]) -> None:
+        """Place those whose turn it is until a newcomer has room in the queue, or workers have none."""
+        while not self._queue.has_room(newcomer, HELD_MAX):
+            head = self._queue.head(newcomer.lane)
+            if head is None or not self._try(head.item):
+                return
+
+    def _place_deferred(self, lane: str) -> None:
+        """Place those of a lane that a plan selects, and those that were deferred long enough."""
+        due_ms = self._clock.monotonic_ms() - self._defer_max_ms
+        moved = True
+        while moved and (self._chooser.takes_held(lane) or any(queued.entered_ms <= due_ms for queued in self._queue)):
+            taken: list[QueuedRequest[LocalRequest]] = []
+            while len(taken) < PLANNED_MAX and (queued := self._queue.take(lane)) is not None:
+                taken.append(queued)
+            moved = False
+            for each in taken:
+                if each.item.is_over or each.entered_ms <= due_ms:
+                    moved = self._try(each.item) or moved
+            if not moved:
+                for routed, behind in self._chooser.plan([each.item for each in taken]):
+                    routed.behind = behind
+                    moved = self._try(routed) or moved
+                    routed.behind = {}
+            for each in taken:
+                self._queue.put_back(each)
+
+    # -- refusals --------------------------------------------------------------------------------------------------
+
+    def refusal(self, failure: PlacementFailure) -> Refused:
+        """Return the refusal of a request for which there is no worker, now or at all."""
+        if failure.busy:
+            return self.busy(str(failure))
+        if failure.is_policy_failure:
+            return Refused(500, "policy_failed", str(failure))
+        return Refused(503, "no_worker", str(failure))
+
+    def retry_after_s(self) -> float:
+        full_s = self._chooser.full.retry_after_s(self._clock.monotonic_ms())
+        return max(super().retry_after_s(), full_s)
+
+    def resumed(self) -> list[LocalRequest]:
+        return [queued.item for queued in self._queue.resumed()]

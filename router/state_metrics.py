@@ -1,0 +1,217 @@
+"""What a router's state, and its decision journal, are at the moment of a scrape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.router.service import RouterService
+from poolgrid.serving.admission_queue import queue_metrics
+from poolgrid.wire.identifiers import StreamState
+from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
+
+PREFIX = "poolgrid_router"
+WORKER_STATES = ("ready", "draining", "unreachable")
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"{PREFIX}_{name}", text, value=value)
+
+
+def _by_label(name: str, text: str, labels: list[str], values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+    for label_values, value in values:
+        family.add_metric(label_values, value)
+    return family
+
+
+class StateCollector(Collector):
+    """Reads the router's state at a scrape."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the state is now."""
+        service = self._service
+        projection = service.projection
+        index, ledger, trust = projection.index, projection.ledger, projection.trust
+        retention = projection.observer("retention")
+        yield from queue_metrics(PREFIX, service.counts()[0], service.queue)
+        yield _gauge(
+            "behind_records",
+            "Records that the pool's journal is known to hold and that are not applied yet. There may be "
+            "more. It is 0 while the router is level with the journal.",
+            service.behind_records,
+        )
+        yield _gauge(
+            "index_blocks",
+            "Blocks in the prefix index. One that some workers hold without its ancestors counts twice.",
+            len(index),
+        )
+        yield _gauge("ledger_requests", "Requests in the load ledger.", len(ledger))
+        yield _gauge("journal_offset", "Next journal offset to apply.", projection.next_offset)
+        yield _gauge(
+            "journal_trouble",
+            "1 while what the router knows may not be current, because the consolidator is silent or "
+            "cannot write. Alert on it. `/health` and `/v1/pool` say why.",
+            bool(service.trouble),
+        )
+        yield _gauge(
+            "reuse_sketch_bytes",
+            "Bytes that the memory of seen prompts uses, at most 64 MiB. At its bound it forgets, "
+            "and `poolgrid_router_achievable_tokens_total` is a lower bound.",
+            service.tracker.sketch.used_bytes,
+        )
+        yield _gauge(
+            "untrusted_workers",
+            "Workers whose overlap is predicted from the router's own choices, because their stream is not trusted.",
+            len(trust.untrusted),
+        )
+        yield _counter(
+            "index_evicted_blocks",
+            "Blocks cut from the index to stay in its budget. If it grows, raise `index_budget_bytes`, or "
+            "accept that the oldest prefixes are forgotten.",
+            index.counters.evicted_blocks,
+        )
+        yield _counter(
+            "index_contradictions",
+            "Events that contradicted the index. More than 0 is a bug in an engine or in poolgrid: report it.",
+            index.counters.contradictions,
+        )
+        yield _counter(
+            "expired_reservations",
+            "Predictions that no worker confirmed in time. Events are missing, or `reservation_ttl_ms` is "
+            "shorter than the queues.",
+            ledger.expired_reservations,
+        )
+        yield _counter(
+            "retention_gained_tokens",
+            "Reused prompt tokens that the worker's cache would have lost, had it evicted the least recently used "
+            "blocks; of up to 16 workers. Only with `retention`, and workers that take it.",
+            0 if retention is None else retention.gained_tokens,
+        )
+        yield _counter(
+            "retention_lost_tokens",
+            "Prompt tokens that were not reused, and would have been, had the worker's cache evicted the least "
+            "recently used blocks. If it grows faster than `poolgrid_router_retention_gained_tokens_total`, "
+            "what is learned does harm: switch `retention` off.",
+            0 if retention is None else retention.lost_tokens,
+        )
+        yield from self._of_workers()
+
+    def _of_workers(self) -> Iterator[Metric]:
+        projection = self._service.projection
+        index, trust, unreachable = projection.index, projection.trust, self._service.unreachable
+        yield _by_label(
+            "overlap_disagreement_ratio",
+            "Share of tokens that the index and the worker disagree about, over its last 64 requests.",
+            ["worker"],
+            [((str(key),), check.disagreement) for key, check in list(trust.checks.items())],
+        )
+        states: Counter[tuple[str, str, str]] = Counter()
+        streams = Counter({(state.name.lower(),): 0 for state in OWN_STATES})
+        further = Counter({(state.name.lower(),): 0 for state in StreamState})
+        lags: list[tuple[tuple[str, ...], float]] = []
+        blocks: list[tuple[tuple[str, ...], float]] = []
+        # A copy: scrapes run beside the loop that owns the fleet.
+        for key, worker in list(projection.fleet.workers.items()):
+            role = worker.card.role.name.lower()
+            state = "draining" if worker.draining else "unreachable" if key in unreachable else "ready"
+            for each in WORKER_STATES:
+                states[worker.card.model, role, each] += each == state
+            streams[(trust.stream(key)[0].name.lower(),)] += 1
+            for source, stream in list(worker.streams.items()):
+                if source != WORKER_SOURCE:
+                    further[(stream.state.name.lower(),)] += 1
+            if worker.last_event_ms:
+                lags.append(((str(key),), max(0, worker.last_recorded_ms - worker.last_event_ms) / 1000))
+            blocks.append(((str(key),), index.held_blocks(key)))
+        yield _by_label(
+            "role_workers",
+            "Workers of each model and role (`aggregated`, `prefill`, `decode`, `encode`) that are `ready`, `draining` "
+            "or `unreachable`. A role that had workers and has no ready one cannot serve its leg.",
+            ["model", "role", "state"],
+            states.items(),
+        )
+        yield _by_label(
+            "event_lag_seconds",
+            "Age of a worker's last batch when the consolidator recorded it. The wall clocks of two machines "
+            "are compared, and negative values show as 0.",
+            ["worker"],
+            lags,
+        )
+        yield _by_label(
+            "worker_blocks",
+            "Blocks that the index says a worker holds. Compare with `poolgrid_worker_cached_blocks` of that worker.",
+            ["worker"],
+            blocks,
+        )
+        yield _by_label(
+            "workers",
+            "Workers that are `ready`, `draining` or `unreachable`.",
+            ["state"],
+            [
+                ((state,), sum(count for (_, _, each), count in states.items() if each == state))
+                for state in WORKER_STATES
+            ],
+        )
+        yield _by_label(
+            "streams",
+            "Workers by the state of their own event stream: syncing, live, replaying, snapshotting or stale.",
+            ["state"],
+            streams.items(),
+        )
+        yield _by_label(
+            "further_sources",
+            "Further sources of workers by the state of their event stream: syncing, live, replaying, "
+            "snapshotting, stale, absent or former.",
+            ["state"],
+            further.items(),
+        )
+
+
+def register_views(registry: CollectorRegistry, service: RouterService) -> None:
+    """Have the state read at every scrape."""
+    registry.register(StateCollector(service))
+
+
+class DecisionRecordCollector(Collector):
+    """Reads what became of the decisions that were to be recorded."""
+
+    def __init__(self, recorder: DecisionRecorder) -> None:
+        self._recorder = recorder
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the recorder counted."""
+        recorder = self._recorder
+        yield _counter(
+            "recorded_decisions",
+            "Decisions written to the decision journal, which exists only with a `data_dir`.",
+            recorder.counters.written_decisions,
+        )
+        yield _counter(
+            "unrecorded_decisions",
+            "Decisions that the decision journal lacks, which it notes. If it grows, the disk fails or is too slow.",
+            recorder.counters.lost_decisions,
+        )
+        yield _gauge(
+            "decision_journal_failing",
+            "1 while the decision journal cannot be written. Routing continues, but decisions of that time "
+            "cannot be replayed.",
+            bool(recorder.failing),
+        )
+        yield _gauge(
+            "decision_journal_bytes",
+            "Size of the decision journal, which `retention_bytes` bounds.",
+            recorder.segments.sizes()[1],
+        )

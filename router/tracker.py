@@ -1,0 +1,204 @@
+"""The requests of a pool's router: their entries in the load ledger, their decisions, and what came of them.
+
+The clock of the ledger is read here: entries that no worker confirms expire, and what a worker reported of other
+routers' load ends soon. What an entry is worth, and for how long, is the ledger's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from poolgrid.process.clock import Clock
+from poolgrid.process.instruments import Counter
+from poolgrid.router.core.computed_prompts import TOKENS_MIN
+from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import PROMPT_STAGES
+from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.router.fleet_links import FleetLinks
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.placement import LocalRequest, Placement
+from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerOvercommitted, WorkerReported
+from poolgrid.serving.request_tracker import Placer, RequestTracker
+from poolgrid.serving.reuse_sketch import ReuseSketch
+from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
+from poolgrid.wire.request_ids import dispatch_of
+from poolgrid.wire.trace_context import TraceContext
+
+DECISIONS_KEPT = 10_000
+"""Decisions kept for ``/v1/decisions``, the oldest is forgotten first; their memory is bounded too."""
+
+
+class RouterTracker(RequestTracker[LocalRequest]):
+    """The requests of one router that have been on a worker."""
+
+    def __init__(
+        self,
+        state: RouterState,
+        links: FleetLinks,
+        metrics: RouterMetrics,
+        clock: Clock,
+        placer: Placer[LocalRequest],
+        full: FullWorkers[WorkerKey],
+        not_sampled: TraceContext | None,
+    ) -> None:
+        super().__init__(links, metrics, clock, placer, not_sampled)
+        self.decisions = DecisionLog(DECISIONS_KEPT)
+        self.sketch = ReuseSketch()
+        """What prompts were seen, of requests with a worker."""
+        self.recorder: DecisionRecorder | None = None
+        """Where decisions are kept beyond ``decisions``; it is the log of the state too."""
+        self._counters: dict[tuple[str, str, Stage, str], tuple[Counter, Counter]] = {}
+        """Of a decision and of its leg, by policy and reason of the one, stage and reason of the other."""
+        self._state = state
+        self._metrics = metrics
+        self._full = full
+        self._plans = state.selector.planner is not None
+        self._overcommit_timer: asyncio.TimerHandle | None = None
+        for observer in state.projection.observers:
+            observer.report_ttft = self.first_token
+
+    def enter(self, routed: LocalRequest, chosen: Placement, dispatch_id: str) -> None:
+        """Book a leg that was sent to its worker; its delivery has the reason of the decision already.
+
+        The ledger knows the dispatch, not the client's request: a migration is a new entry on another worker.
+        """
+        decision, leg, plan = chosen.decision, chosen.leg, routed.machine.plan
+        self._state.apply(Booked(decision, routed.path, dispatch_id, chosen.now_ms))
+        self.decisions.add(decision)
+        self.requests[plan.request.request_id] = routed
+        metrics = self._metrics
+        kind = (decision.policy, routed.machine.delivery.decision_reason, leg.stage, leg.reason)
+        counters = self._counters.get(kind)
+        if counters is None:
+            of_decisions = metrics.decisions.labels(decision.policy, kind[1])
+            counters = self._counters[kind] = of_decisions, metrics.legs.labels(STAGE_WORD[leg.stage], leg.reason)
+        counters[0].value += 1
+        counters[1].value += 1
+        if decision.behind_records:
+            metrics.decisions_behind.inc()
+        if leg.stage is not Stage.ENCODE and decision.attempt == plan.encode_legs:
+            self._count_prompt(decision, routed.path)
+
+    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
+        """Keep and count what was chosen for a global router."""
+        decision.is_reservation = True
+        self.decisions.add(decision)
+        metrics = self._metrics
+        metrics.decisions.labels(decision.policy, decision.reason).inc()
+        if decision.behind_records:
+            metrics.decisions_behind.inc()
+        if decision.request.stage in PROMPT_STAGES and _is_first(decision):
+            self._count_prompt(decision, path)
+
+    def _count_prompt(self, decision: Decision, path: Sequence[int]) -> None:
+        metrics, request = self._metrics, decision.request
+        found_tokens = decision.overlap_blocks * request.block_size
+        # Others than this router may have shown a prompt to the pool: what is there was achieved.
+        seen_tokens = self.sketch.note(path) * request.block_size
+        metrics.prompt_tokens.value += request.isl
+        metrics.overlap_found_tokens.value += min(request.isl, found_tokens)
+        metrics.achievable_tokens.value += min(request.isl, max(seen_tokens, found_tokens))
+
+    def realised(self, dispatch_id: str, cached_tokens: int) -> None:
+        """Note what the chosen worker really reused."""
+        decision = self.decisions.realised(dispatch_id, cached_tokens)
+        if decision is None:
+            return
+        request = decision.request
+        if request.stage in PROMPT_STAGES and request.isl:
+            metrics = self._metrics
+            error = cached_tokens - min(request.isl, decision.overlap_blocks * request.block_size)
+            if error > 0:
+                metrics.reused_more.value += error
+            else:
+                metrics.reused_less.value -= error
+            metrics.prediction_error.observe(abs(error) / request.isl)
+            if decision.is_reservation and _is_first(decision):
+                metrics.overlap_realised_tokens.value += cached_tokens
+        if self.recorder is not None:
+            self.recorder.realised(request.request_id, decision.attempt, cached_tokens)
+
+    def first_token(self, dispatch_id: str, expected_ms: float, real_ms: float) -> None:
+        """Note how long a first token really took, of a policy that predicts it."""
+        if real_ms > 0.0:
+            self._metrics.ttft_error.observe(abs(real_ms - expected_ms) / real_ms)
+        decision = self.decisions.first_token(dispatch_id, real_ms)
+        if decision is not None and self.recorder is not None:
+            self.recorder.first_token(decision.request.request_id, decision.attempt, real_ms)
+
+    # -- effects ---------------------------------------------------------------------------------------------------
+
+    def reported(self, routed: LocalRequest, report: WorkerReported) -> None:
+        """Take note of how much of the prompt a leg's worker reused: at its first output, or at its end."""
+        machine, delta, dispatch = routed.machine, report.delta, report.dispatch
+        # The worker's own events come some milliseconds later: too late for requests that wait for a step, or that ask
+        # at once about the same prompt again.
+        is_held = report.first and len(machine.request.token_ids) >= TOKEN_BYTES * TOKENS_MIN
+        if (is_held or self._plans) and delta.token_ids:
+            computed = self._state.apply(PromptComputed(dispatch.worker, dispatch.id, is_held))
+            if computed and self._plans:
+                self._placer.room_changed(soon=True)
+        if delta.cached_tokens is not None:
+            self.realised(dispatch.id, delta.cached_tokens)
+            if dispatch.number == machine.plan.encode_legs + machine.stale_loads:
+                self._metrics.overlap_realised_tokens.value += delta.cached_tokens
+
+    def release(self, routed: LocalRequest, dispatch: Dispatch) -> None:
+        self._state.apply(Released(dispatch.worker, dispatch.id))
+
+    def avoid(self, routed: LocalRequest, avoid: AvoidWorker) -> None:
+        (routed.unable if avoid.for_good else routed.tried)[avoid.dispatch.worker] = avoid.why
+
+    def worker_full(self, routed: LocalRequest, full: WorkerFull) -> None:
+        self._full.note(full.dispatch.worker, full.retry_after_ms)
+
+    def overcommitted(self, routed: LocalRequest, effect: WorkerOvercommitted) -> None:
+        """Take note of what a worker has promised to others; it holds for a moment, until their events come."""
+        self._metrics.crowded.inc()
+        now_ms = self._clock.monotonic_ms()
+        self._state.apply(Overcommitted(effect.dispatch.worker, effect.dispatch.id, effect.booked_tokens, now_ms))
+        self._await_overcommit_end(now_ms)
+
+    def ended(self, routed: LocalRequest, end: EndRequest) -> None:
+        if self.recorder is not None:
+            self.recorder.ended(routed.machine.request.request_id, routed.machine.delivery.tokens)
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Expire the ledger's entries that are due, but for those of legs that this router knows to run."""
+        running = {leg.id for routed in self.requests.values() for leg in routed.machine.plan.legs}
+        self._state.apply(Expired(self._clock.monotonic_ms(), running))
+
+    def stop(self) -> None:
+        """Expire nothing any more."""
+        if self._overcommit_timer is not None:
+            self._overcommit_timer.cancel()
+
+    @property
+    def awaits_overcommit_end(self) -> bool:
+        """Tell whether some worker's report of others' load is still to run out."""
+        return self._overcommit_timer is not None
+
+    def _await_overcommit_end(self, now_ms: float) -> None:
+        """Wait until the next such entry is due: a worker's report of others' load must not outlive their events."""
+        due_ms = self._state.projection.ledger.crowding_ends_ms()
+        if self._overcommit_timer is None and due_ms is not None:
+            wait_s = max(0.001, (due_ms - now_ms) / 1000)
+            self._overcommit_timer = asyncio.get_running_loop().call_later(wait_s, self._end_overcommit)
+
+    def _end_overcommit(self) -> None:
+        self._overcommit_timer = None
+        self.expire()
+        self._await_overcommit_end(self._clock.monotonic_ms())
+
+
+def _is_first(decision: Decision) -> bool:
+    """Tell whether a reservation is for the first leg that computes a prompt; its request has a dispatch's name."""
+    number = dispatch_of(decision.request.request_id)[1]
+    return number == 0 or (number == 1 and bool(decision.request.media))

@@ -1,0 +1,394 @@
+"""Which blocks one worker rank holds, per tier and source.
+
+Rules for this file:
+
+1. A block is *visible* on a tier while at least one source of the worker reports it there. Readers of the pool see
+   first arrivals (``BlocksStored``) and last departures (``BlocksRemoved``), tier by tier, and nothing in between.
+2. What changes only between sources is told as ``BlocksShared`` and ``BlocksReleased``: readers ignore them, and the
+   fold of the journal needs them to know after a restart who still holds what.
+3. Two ways in. ``store``, ``remove``, ``clear`` and ``restate`` take what a source claims, change the state and append
+   the events that follow to ``out``. ``apply`` takes those events back and reaches the same state: that is the fold.
+4. The fold is idempotent for stored blocks, so a chain that would fall into many pieces is passed on whole.
+
+Almost always a worker has one source and a chain is wholly new; that path is a handful of C calls on a dictionary
+from sequence hash to parent, and the event passes through unchanged. Parents are kept for dumps; a block whose parent
+is absent is as good as any other, because a sequence hash names its whole path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import assert_never
+
+from poolgrid.consolidator.core.frozen_blocks import Discarded, Overlay
+from poolgrid.consolidator.core.owned_blocks import OwnedBlocks
+from poolgrid.wire.events import (
+    AnyEvent,
+    BlocksReleased,
+    BlocksRemoved,
+    BlocksShared,
+    BlocksStored,
+    CacheCleared,
+    SnapshotBegan,
+)
+from poolgrid.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
+
+BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
+"""What an event may say of blocks."""
+
+Blocks = OwnedBlocks | Overlay
+"""What one source holds on one tier."""
+
+Frozen = list[tuple[Tier, str, OwnedBlocks]]
+"""Everything held at one moment: tier, source, blocks."""
+
+DUMP_STEP_BLOCKS = 2048
+"""Blocks looked at between two chains of a dump, at the most: about a millisecond."""
+
+CHAIN_BLOCKS_MAX = 2048
+"""Longest chain of a dump; ``SNAPSHOT_CHAINS_PER_PART_MAX`` counts on it."""
+
+PIECES_MAX = 6
+"""A stored chain that known blocks cut into more pieces than this is passed on whole, duplicates included: a record
+must stay below the number of events that the contract allows."""
+
+
+class BlockOwnership:
+    """The blocks of one worker rank."""
+
+    __slots__ = ("_blocks_max", "_discarded", "_overlays", "_tiers", "refused_blocks")
+
+    def __init__(self, blocks_max: int = 4 * 1024 * 1024, discarded: Discarded | None = None) -> None:
+        """``discarded`` is where large numbers of blocks go that are forgotten at once; whoever gives it frees them."""
+        self._tiers: tuple[dict[str, Blocks], ...] = ({}, {}, {})
+        self._discarded = discarded
+        self._overlays: list[tuple[Tier, str, Overlay]] = []
+        """What has taken the place of the frozen, until all of it is thawed."""
+        self._blocks_max = blocks_max
+        self.refused_blocks = 0
+        """Blocks not taken in because the worker was beyond its limit; the view is then a subset of the truth."""
+
+    def __len__(self) -> int:
+        return sum(len(held) for tier in self._tiers for held in tier.values())
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the number of visible blocks on device, host and disk."""
+        device, host, disk = (self._visible(tier) for tier in Tier)
+        return device, host, disk
+
+    def count_of(self, source: str) -> int:
+        """Return the number of blocks that a source holds, each tier counted."""
+        return sum(len(tier.get(source, ())) for tier in self._tiers)
+
+    def sources(self) -> list[str]:
+        """Return the names of the sources that hold anything."""
+        return sorted({source for tier in self._tiers for source in tier})
+
+    def holds(self, sequence_hash: int, tier: Tier = Tier.DEVICE) -> bool:
+        return any(sequence_hash in held for held in self._tiers[tier].values())
+
+    # What a source claims
+
+    def store(self, source: str, event: BlocksStored, out: list[AnyEvent]) -> None:
+        """Take in a chain; append what readers must know of it."""
+        hashes = unpack_hashes(event.sequence_hashes)
+        if not hashes:
+            return
+        room = self._blocks_max - len(hashes)
+        for holdings in self._tiers:
+            for each in holdings.values():
+                room -= len(each)
+        if room < 0:
+            self.refused_blocks += len(hashes)
+            return
+        tier = self._tiers[event.tier]
+        held = tier.get(source)
+        if held is None:
+            held = tier[source] = OwnedBlocks()
+        if len(tier) == 1 and held.add(event.parent, hashes):
+            out.append(event)
+            return
+        self._store_each(event, hashes, held, [other for name, other in tier.items() if name != source], out)
+
+    def _store_each(
+        self, event: BlocksStored, hashes: tuple[int, ...], held: Blocks, others: list[Blocks], out: list[AnyEvent]
+    ) -> None:
+        pieces: list[tuple[int | None, list[int]]] = []
+        shared: list[int] = []
+        open_piece = False
+        previous = event.parent
+        for sequence_hash in hashes:
+            if sequence_hash in held:
+                open_piece = False
+            else:
+                known = next((other for other in others if sequence_hash in other), None)
+                if known is not None:
+                    shared.append(sequence_hash)
+                    held[sequence_hash] = known[sequence_hash]
+                    open_piece = False
+                else:
+                    if not open_piece:
+                        pieces.append((previous, []))
+                        open_piece = True
+                    pieces[-1][1].append(sequence_hash)
+                    held[sequence_hash] = previous
+            previous = sequence_hash
+        if len(pieces) > PIECES_MAX:
+            # Also right for what is shared: the fold reads a stored block as held by its source.
+            out.append(event)
+            return
+        out.extend(BlocksStored(parent, pack_hashes(piece), event.tier) for parent, piece in pieces)
+        if shared:
+            out.append(BlocksShared(pack_hashes(shared), event.tier))
+
+    def remove(self, source: str, event: BlocksRemoved, out: list[AnyEvent]) -> None:
+        """Take blocks out of one tier of a source; blocks that it does not hold are ignored."""
+        tier = self._tiers[event.tier]
+        held = tier.get(source)
+        if held is None:
+            return
+        hashes = unpack_hashes(event.sequence_hashes)
+        gone = held.remove(hashes)
+        if not held:
+            del tier[source]
+        if not tier or (len(tier) == 1 and source in tier):
+            if len(gone) == len(hashes) and gone:
+                out.append(event)
+            elif gone:
+                out.append(BlocksRemoved(pack_hashes(gone), event.tier))
+            return
+        self._depart(gone, event.tier, source, out)
+
+    def clear(self, source: str, out: list[AnyEvent]) -> None:
+        """Take everything from a source."""
+        if all(name == source for tier in self._tiers for name in tier):
+            if any(self._tiers):
+                out.append(CacheCleared())
+            self.forget_all()
+            return
+        self._take_all(source, out)
+
+    def restate(self, source: str, event: SnapshotBegan, out: list[AnyEvent]) -> bool:
+        """Take everything from a source that starts over; say whether readers see a restatement of the whole cache."""
+        if all(name == source for tier in self._tiers for name in tier):
+            self.forget_all()
+            out.append(event)
+            return True
+        self._take_all(source, out)
+        return False
+
+    def _take_all(self, source: str, out: list[AnyEvent]) -> None:
+        for tier in Tier:
+            held = self._tiers[tier].pop(source, None)
+            if held:
+                self._depart(list(held), tier, source, out)
+
+    def _depart(self, gone: Sequence[int], tier: Tier, source: str, out: list[AnyEvent]) -> None:
+        others = [held for name, held in self._tiers[tier].items() if name != source]
+        last: list[int] = []
+        kept: list[int] = []
+        for sequence_hash in gone:
+            (kept if any(sequence_hash in other for other in others) else last).append(sequence_hash)
+        out.extend(BlocksRemoved(pack_hashes(part), tier) for part in _parts(last))
+        out.extend(BlocksReleased(pack_hashes(part), tier) for part in _parts(kept))
+
+    # The fold
+
+    def apply(self, source: str, event: BlockEvent) -> None:
+        """Apply an event of the journal."""
+        match event:
+            case BlocksStored():
+                hashes = unpack_hashes(event.sequence_hashes)
+                held = self._of(event.tier, source)
+                if not held.add(event.parent, hashes):
+                    previous = event.parent
+                    for sequence_hash in hashes:
+                        held.setdefault(sequence_hash, previous)
+                        previous = sequence_hash
+            case BlocksRemoved():
+                tier = self._tiers[event.tier]
+                for name in list(tier):
+                    self._drop(tier, name, unpack_hashes(event.sequence_hashes))
+            case BlocksShared():
+                self._share(source, event)
+            case BlocksReleased():
+                self._drop(self._tiers[event.tier], source, unpack_hashes(event.sequence_hashes))
+            case CacheCleared() | SnapshotBegan():
+                self.forget_all()
+            case _:
+                assert_never(event)
+
+    @staticmethod
+    def _drop(tier: dict[str, Blocks], source: str, hashes: Iterable[int]) -> None:
+        held = tier.get(source)
+        if held is None:
+            return
+        held.remove(hashes)
+        if not held:
+            del tier[source]
+
+    def _of(self, tier: Tier, source: str) -> Blocks:
+        """Return what a source holds on a tier, nothing at first."""
+        held = self._tiers[tier].get(source)
+        if held is None:
+            held = self._tiers[tier][source] = OwnedBlocks()
+        return held
+
+    def _share(self, source: str, event: BlocksShared) -> None:
+        tier = self._tiers[event.tier]
+        others = [held for name, held in tier.items() if name != source]
+        held = self._of(event.tier, source)
+        for sequence_hash in unpack_hashes(event.sequence_hashes):
+            held[sequence_hash] = next((other[sequence_hash] for other in others if sequence_hash in other), None)
+
+    def forget_all(self) -> None:
+        """Hold nothing any more."""
+        for tier in self._tiers:
+            for held in tier.values():
+                if type(held) is OwnedBlocks and self._discarded is not None:
+                    self._discarded.put(held)  # what is frozen may still be read: ``thaw`` sees to it
+            tier.clear()
+
+    # Dumps
+
+    def freeze(self) -> Frozen:
+        return [(tier, source, held.copy()) for tier in Tier for source, held in self._tiers[tier].items()]
+
+    def freeze_in_place(self) -> Frozen:
+        """Return what is held now, as it stays until ``thaw``; nothing is copied."""
+        assert not self._overlays, "what was frozen before is not thawed yet"
+        frozen: Frozen = []
+        for tier in Tier:
+            for source, held in self._tiers[tier].items():
+                assert type(held) is OwnedBlocks, "an overlay is nobody's"
+                frozen.append((tier, source, held))
+                self._overlays.append((tier, source, Overlay(held)))
+        for tier, source, overlay in self._overlays:
+            self._tiers[tier][source] = overlay
+        return frozen
+
+    def thaw(self, changes: int) -> int:
+        """Let what was frozen change again, at most that many changes of it; return how many more it could have been.
+
+        Nobody reads it any more. It is over once the answer is above 0.
+        """
+        overlays = self._overlays
+        while overlays and changes > 0:
+            tier, source, overlay = overlays[-1]
+            if self._tiers[tier].get(source) is overlay:
+                changes = overlay.thaw(changes)
+                if overlay.changes:
+                    break
+                self._tiers[tier][source] = overlay.base
+            elif self._discarded is not None:
+                self._discarded.put(overlay.base)  # the source lost all of it meanwhile
+            overlays.pop()
+            changes -= 1
+        return max(changes, 0)
+
+    def load(self, tier: Tier, source: str, parent: int | None, hashes: tuple[int, ...]) -> None:
+        """Put back one chain of a dump."""
+        held = self._of(tier, source)
+        if not held.add(parent, hashes):
+            previous = parent
+            for sequence_hash in hashes:
+                held[sequence_hash] = previous
+                previous = sequence_hash
+
+    def _visible(self, tier: Tier) -> int:
+        """Return how many blocks at least one source holds on a tier."""
+        holdings = list(self._tiers[tier].values())
+        if len(holdings) == 1:
+            return len(holdings[0])
+        return len({sequence_hash for held in holdings for sequence_hash in held})
+
+
+def dump(holdings: Sequence[Mapping[int, int | None]]) -> Iterator[tuple[int | None, list[int]]]:
+    """Yield the blocks that at least one of several sources holds, each once, as chains.
+
+    They come in order of arrival, ``DUMP_STEP_BLOCKS`` at a time, and only among those are chains looked for and do
+    parents come first: no step is longer because much is held. A parent that went away and came back may come after its
+    children.
+    """
+    for number, held in enumerate(holdings):
+        others = holdings[:number]
+        blocks = iter(held.items())
+        while step := dict(islice(blocks, DUMP_STEP_BLOCKS)):
+            for other in others:
+                step = {sequence_hash: parent for sequence_hash, parent in step.items() if sequence_hash not in other}
+            yield from chains(step)
+
+
+def chains(held: Mapping[int, int | None]) -> Iterator[tuple[int | None, list[int]]]:
+    """Yield ``(parent, sequence hashes)`` for everything held: parents before children, each block once.
+
+    Blocks that follow each other come as one chain of at most ``CHAIN_BLOCKS_MAX``. The order is a function of the
+    order of arrival. Hashes that name each other in a circle (no honest source makes them) are still dumped once.
+    """
+    heir: dict[int, int] = {}
+    roots: list[int] = []
+    branches: dict[int, list[int]] = {}
+    for sequence_hash, parent in held.items():
+        if parent is None or parent not in held:
+            roots.append(sequence_hash)
+        elif heir.setdefault(parent, sequence_hash) != sequence_hash:
+            branches.setdefault(parent, []).append(sequence_hash)
+    dumped = 0
+    seen: set[int] = set()
+    circular = False
+    stack = roots[::-1]
+    while True:
+        while stack:
+            start = stack.pop()
+            if circular:
+                if start in seen:
+                    continue
+                seen.add(start)
+            run = [start]
+            at = heir.get(start)
+            while at is not None and at not in seen:
+                run.append(at)
+                if circular:
+                    seen.add(at)
+                at = heir.get(at)
+            dumped += len(run)
+            for position in range(0, len(run), CHAIN_BLOCKS_MAX):
+                parent = held[start] if position == 0 else run[position - 1]
+                yield parent, run[position : position + CHAIN_BLOCKS_MAX]
+            if branches:
+                for sequence_hash in run:
+                    found = branches.pop(sequence_hash, None)
+                    if found is not None:
+                        stack.extend(reversed(found))
+        if dumped == len(held):
+            return
+        # Only circles, and what hangs on them, are left: enter them wherever arrival order does.
+        assert not circular, "a dump in circular mode visits every block"
+        circular = True
+        seen = _reached(held)
+        stack = list(held)[::-1]
+
+
+def _reached(held: Mapping[int, int | None]) -> set[int]:
+    """Return the blocks whose line of parents ends."""
+    ends: dict[int, bool] = {}
+    for start in held:
+        path: list[int] = []
+        on_path: set[int] = set()
+        at: int | None = start
+        while at is not None and at in held and at not in ends and at not in on_path:
+            path.append(at)
+            on_path.add(at)
+            at = held[at]
+        end = ends[at] if at is not None and at in ends else not (at is not None and at in on_path)
+        for node in path:
+            ends[node] = end
+    return {sequence_hash for sequence_hash, end in ends.items() if end}
+
+
+def _parts(hashes: list[int]) -> Iterator[list[int]]:
+    for at in range(0, len(hashes), BLOCKS_PER_EVENT_MAX):
+        yield hashes[at : at + BLOCKS_PER_EVENT_MAX]

@@ -1,0 +1,294 @@
+"""The requests of one router, and the legs of each on workers: what links report becomes events whose effects follow.
+
+Both routers have one (``RequestTracker`` with its router's own load accounting). A leg is sent here in one go: begun,
+encoded, given to its link. What happens to it there, and what follows, is the table of
+``poolgrid.serving.request_machine``.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Final, Generic, Protocol, TypeVar, assert_never
+
+from poolgrid.process.clock import Clock
+from poolgrid.serving.leg_spans import begin_leg, follow_legs
+from poolgrid.serving.leg_times import LegTimer
+from poolgrid.serving.legs import (
+    AvoidWorker,
+    CancelLeg,
+    Dispatch,
+    Effect,
+    EndRequest,
+    LegEvent,
+    PlaceNext,
+    RecordFailure,
+    ReleaseLeg,
+    WorkerFull,
+    WorkerOvercommitted,
+    WorkerReported,
+)
+from poolgrid.serving.links import LinkTable, WorkerLink
+from poolgrid.serving.metrics import ServingMetrics
+from poolgrid.serving.request_machine import RequestMachine
+from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.wire.identifiers import Stage, WorkerKey
+from poolgrid.wire.requests import FinishReason, KvRetention, TokenDelta
+from poolgrid.wire.trace_context import TraceContext
+
+log: Final = logging.getLogger(__name__)
+
+_NO_REQUESTS: Final[dict[str, Any]] = {}
+
+CHANGES_PER_TURN: Final = 16
+"""First outputs and ends that are taken before the loop gets its turn: each costs a tenth of a millisecond, and the
+sequences of one request, up to 128 of them, mostly begin and end in one step of an engine."""
+
+CONTINUES: Final = frozenset({None, FinishReason.PREFILLED, FinishReason.ENCODED})
+"""Finish reasons behind which a worker still computes, or keeps something."""
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """A request at its router, from its arrival to its end."""
+
+    machine: RequestMachine
+    timer: LegTimer
+    """Where it stands among the times of its legs."""
+    waits_since_ms: float | None = field(default=None, kw_only=True)
+    """Since when it has found no room; ``None`` once a worker has begun with it."""
+
+
+R = TypeVar("R", bound=RoutedRequest)
+P = TypeVar("P", bound=RoutedRequest, contravariant=True)
+
+
+class Placer(Protocol[P]):
+    """Finds workers for requests: from the router's own pool, or from pools that it asks."""
+
+    def place_next(self, routed: P, place: PlaceNext) -> None:
+        """Place what comes next, at once or when there is room."""
+        ...
+
+    def room_changed(self, soon: bool = False) -> None:
+        """Look whether requests that wait have room, now or (``soon``) at the end of this turn of the loop."""
+        ...
+
+    def ended(self, routed: P, was_placed: bool) -> None:
+        """Forget a request that is over; ``was_placed``: some worker had it."""
+        ...
+
+
+class RequestTracker(ABC, Generic[R]):
+    """Follows requests to their ends."""
+
+    def __init__(
+        self,
+        links: LinkTable,
+        metrics: ServingMetrics,
+        clock: Clock,
+        placer: Placer[R],
+        not_sampled: TraceContext | None = None,
+    ) -> None:
+        """``not_sampled`` is the trace context that workers get with requests whose traces are not kept, if any are."""
+        self.requests: dict[str, R] = {}
+        """By request id."""
+        self._on_link: dict[str, dict[str, R]] = {}
+        """By endpoint and dispatch id."""
+        self._links = links
+        self._serving_metrics = metrics
+        self._leg_times = metrics.leg_times
+        self._clock = clock
+        self._placer = placer
+        self._not_sampled = not_sampled
+        links.attach(self.on_tokens, self.on_lost, self.has_legs, placer.room_changed)
+
+    # -- legs ------------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        routed: R,
+        link: WorkerLink,
+        worker: WorkerKey,
+        stage: Stage,
+        overlap_tokens: int,
+        expected_prefill_tokens: int | None = None,
+        retention: KvRetention | None = None,
+        pool: str = "",
+    ) -> Dispatch | None:
+        """Send a request's next leg to a worker; return ``None``, and change nothing, when its link takes nothing now.
+
+        A worker on whose link no request runs gets it at once. One with something to do would wait for its engine's
+        step: for it what is sent in one turn of the loop leaves together.
+        """
+        machine = routed.machine
+        trace = machine.request.trace
+        context = self._not_sampled if trace is None else begin_leg(trace, machine, worker, stage, pool)
+        endpoint = link.endpoint
+        message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context, retention)
+        if not link.generate(message, not self._on_link.get(endpoint)):
+            machine.not_sent()
+            if trace is not None:
+                trace.close(message.request_id, "not sent")
+            return None
+        dispatch = machine.plan.current
+        assert dispatch is not None, "a leg was begun"
+        self._on_link.setdefault(endpoint, {})[dispatch.id] = routed
+        self._leg_times.sent(routed.timer, dispatch.number, perf_counter())
+        return dispatch
+
+    def has_legs(self, endpoint: str) -> bool:
+        return bool(self._on_link.get(endpoint))
+
+    def endpoints(self) -> list[str]:
+        return list(self._on_link)
+
+    def legs_on(self, endpoint: str) -> list[str]:
+        return list(self._on_link.get(endpoint, _NO_REQUESTS))
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def on_tokens(self, link: WorkerLink, deltas: Iterator[TokenDelta]) -> bool:
+        """Take a worker's output, as much of it as one turn may; return whether that was all."""
+        on_link = self._on_link.get(link.endpoint, _NO_REQUESTS)
+        changes = 0
+        for delta in deltas:
+            routed = on_link.get(delta.request_id)
+            if routed is None:
+                if delta.finish_reason in CONTINUES:
+                    # Of a request that ended here: no worker computes, or keeps KV, without a client.
+                    self._count_fault("unknown_request")
+                    link.cancel(delta.request_id)
+                continue
+            try:
+                machine = routed.machine
+                if machine.extend(delta):
+                    continue
+                self.carry_out(routed, machine.on_delta(delta))
+            except Exception as error:
+                self._move_broken(routed, delta.request_id, error)
+            changes += 1
+            if changes == CHANGES_PER_TURN:
+                return False
+        return True
+
+    def _move_broken(self, routed: R, dispatch_id: str, error: Exception) -> None:
+        """Move one request whose output could not be handled: the rest of the message is other requests'."""
+        self._count_fault("exception")
+        request = routed.machine.request
+        log.error(
+            "request %s: handling output failed: this is a bug", dispatch_id, exc_info=error, extra=request.named()
+        )
+        why = f"handling output failed: {error!r}"
+        self.carry_out(routed, routed.machine.on_lost(dispatch_id, LegEvent.BROKEN, why))
+
+    def on_lost(self, endpoint: str, event: LegEvent, why: str) -> None:
+        """Have the legs of a worker that is ``LOST``, or has ``LEFT``, continue elsewhere."""
+        for dispatch_id, routed in list(self._on_link.get(endpoint, _NO_REQUESTS).items()):
+            self.carry_out(routed, routed.machine.on_lost(dispatch_id, event, why))
+
+    def on_client_left(self, delivery: TokenDelivery) -> None:
+        routed = self.requests.get(delivery.request_id)
+        if routed is not None and routed.machine.delivery is delivery:
+            self.end(routed, LegEvent.CLIENT_LEFT)
+
+    def end(self, routed: R, event: LegEvent, why: str = "", retry_after_s: float | None = None) -> None:
+        """End a request for another reason than its worker's last delta."""
+        self.carry_out(routed, routed.machine.end(event, why, retry_after_s))
+
+    def end_all(self, why: str) -> None:
+        """End every request because this process ends."""
+        for routed in list(self.requests.values()):
+            self.end(routed, LegEvent.SHUTDOWN, why)
+
+    # -- effects ---------------------------------------------------------------------------------------------------
+
+    def carry_out(self, routed: R, effects: tuple[Effect, ...]) -> None:
+        """Carry out what follows from an event."""
+        request = routed.machine.request
+        if request.trace is not None:
+            follow_legs(request.trace, routed.machine, effects)  # first: what is placed next is linked to what was lost
+        for effect in effects:
+            match effect:  # those of every request first
+                case WorkerReported():
+                    self._leg_times.reported(routed.timer, effect, perf_counter())
+                    routed.waits_since_ms = None
+                    self.reported(routed, effect)
+                case ReleaseLeg(dispatch):
+                    self._forget(routed, dispatch)
+                    self.release(routed, dispatch)
+                case EndRequest(last):
+                    if last.poison:
+                        self._serving_metrics.poison_requests.inc()
+                        log.error(
+                            "request %s is not moved again: %s", request.request_id, last.error, extra=request.named()
+                        )
+                    was_placed = self.requests.get(request.request_id) is routed
+                    if was_placed:
+                        del self.requests[request.request_id]
+                        self.ended(routed, effect)
+                    self._placer.ended(routed, was_placed)
+                case CancelLeg(dispatch):
+                    link = self._links.get(dispatch.endpoint)
+                    if link is not None and link.is_up:
+                        link.cancel(dispatch.id)
+                case AvoidWorker():
+                    self._leg_times.withdrawn(routed.timer, perf_counter())
+                    self.avoid(routed, effect)
+                case WorkerFull():
+                    self._leg_times.withdrawn(routed.timer, perf_counter())
+                    if routed.waits_since_ms is None:
+                        routed.waits_since_ms = self._clock.monotonic_ms()
+                    self.worker_full(routed, effect)
+                case RecordFailure(dispatch, event):
+                    if event is LegEvent.OUT_OF_PLACE:
+                        self._count_fault("position")
+                        worker = str(dispatch.worker)
+                        named = request.named(worker=worker)
+                        log.warning("request %s: output of %s is out of place", dispatch.id, worker, extra=named)
+                    self.record_failure(routed, dispatch)
+                case WorkerOvercommitted():
+                    self.overcommitted(routed, effect)
+                case PlaceNext():
+                    self._placer.place_next(routed, effect)
+                case _:
+                    assert_never(effect)
+
+    @abstractmethod
+    def reported(self, routed: R, report: WorkerReported) -> None:
+        """Take note of a leg's first output, its cached tokens, or its end."""
+
+    @abstractmethod
+    def release(self, routed: R, dispatch: Dispatch) -> None:
+        """Take a leg out of the load of its worker."""
+
+    @abstractmethod
+    def avoid(self, routed: R, avoid: AvoidWorker) -> None:
+        """Have a leg's worker come last when the request is placed again, or not at all."""
+
+    @abstractmethod
+    def worker_full(self, routed: R, full: WorkerFull) -> None:
+        """Send a leg's worker nothing for the time that it reported."""
+
+    def record_failure(self, routed: R, dispatch: Dispatch) -> None:
+        """Record a failure of a leg's worker beyond this request."""
+
+    def overcommitted(self, routed: R, effect: WorkerOvercommitted) -> None:
+        """Take note of what a worker has really promised to compute."""
+
+    @abstractmethod
+    def ended(self, routed: R, end: EndRequest) -> None:
+        """Learn from a request that is over."""
+
+    def _forget(self, routed: R, dispatch: Dispatch) -> None:
+        on_link = self._on_link.get(dispatch.endpoint)
+        if on_link is not None and on_link.get(dispatch.id) is routed:
+            del on_link[dispatch.id]
+            if not on_link:
+                del self._on_link[dispatch.endpoint]
+
+    def _count_fault(self, kind: str) -> None:
+        self._serving_metrics.stream_faults.labels(kind).inc()

@@ -1,0 +1,183 @@
+"""The parts that the processes of both routers open in the same way; each says how it ends.
+
+A router's ``bootstrap`` decides the order; what is opened is closed again in reverse order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from prometheus_client import CollectorRegistry
+
+from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
+from poolgrid.frontend.fleet_list import add_fleet_list
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.shared_state import SharedState, Sharing
+from poolgrid.frontend.traffic import open_report
+from poolgrid.http.http_server import RouterServers, open_server
+from poolgrid.inference.ports import InferenceBackend
+from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.clock import SystemClock
+from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.plugins import EVENT_PLANES, load_plugin
+from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.tasks import unless
+from poolgrid.process.tracing.opening import open_tracing
+from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.serving.admission_queue import AdmissionQueue
+from poolgrid.serving.links import OpenLink, link_opener
+from poolgrid.serving.metrics import ServingMetrics
+from poolgrid.serving.router_settings import ServingSettings
+from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
+from poolgrid.wire.trace_context import TraceContext
+
+if TYPE_CHECKING:
+    from poolgrid.discovery.discovery import Discovery
+
+log = logging.getLogger(__name__)
+
+
+class Service(InferenceBackend, Protocol):
+    """A router's service."""
+
+    @property
+    def queue(self) -> AdmissionQueue[Any]: ...
+
+
+class RouterProcess:
+    """One router process while it opens and runs."""
+
+    def __init__(
+        self, opened: AsyncExitStack, settings: ServingSettings, frontend: FrontendSettings, place: GroupPlace | None
+    ) -> None:
+        """Load the prompt model, before any clock that judges others runs: a large vocabulary takes a second or two,
+        and the loop stands still. ``place`` is that of the process among several that share the port."""
+        self.opened = opened
+        self.settings = settings
+        self.frontend = frontend
+        self.place = place
+        self.prompt_model = PromptModel.load(
+            frontend.model_path,
+            frontend.model_name,
+            chat_template=frontend.chat_template,
+            tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+            fast_tokenizer=frontend.fast_tokenizer,
+            word_cache=frontend.word_cache,
+        )
+        self.clock = SystemClock()
+        self.registry = CollectorRegistry()
+        LoopMetrics(self.registry)
+        self.names: Discovery | None = None
+        self.tracing: Tracing | None = None
+        self.shared: SharedState | None = None
+
+    # -- below HTTP ------------------------------------------------------------------------------------------------
+
+    def start_clock(self, *timeouts_ms: float) -> AwakeClock:
+        """Start the clock that the timeouts of others are judged by."""
+        awake = AwakeClock(self.clock, min(timeouts_ms)).start()
+        self.opened.callback(awake.stop)
+        return awake
+
+    def context_maker(self) -> Callable[[], PlaneContext]:
+        keys, metrics = CurveKeys.load(self.settings), PlaneMetrics(self.registry)
+        return lambda: PlaneContext.make(keys, metrics)
+
+    def open_context(self, make: Callable[[], PlaneContext]) -> PlaneContext:
+        context = make()
+        self.opened.callback(context.destroy, linger=0)
+        return context
+
+    def warn_of_exposures(self, planes: str) -> None:
+        """Warn of sockets that anybody on the network can use; ``planes`` names those of ZMQ."""
+        settings = self.settings
+        for warning in settings.exposures(
+            settings.host, http=True, planes=planes, keyed=self.frontend.api_keys is not None
+        ):
+            log.warning("%s", warning)
+
+    def link_opener(self, context: PlaneContext, awake: AwakeClock, metrics: ServingMetrics) -> OpenLink:
+        on_undecodable = metrics.stream_faults.labels("undecodable").inc
+        return link_opener(context, self.settings.worker_timeout_ms, awake, on_undecodable)
+
+    async def open_names(self) -> None:
+        if self.settings.has_names:
+            # Imported when it is used: most pools are given addresses.
+            from poolgrid.discovery.opening import open_discovery
+
+            self.names = await open_discovery(self.opened, self.settings, self.clock, self.registry)
+
+    def open_shared(self, scope: str, instance: object) -> None:
+        """Open what the routers of a scope share, if they do; ``instance`` names this one at its address."""
+        settings = self.settings
+        if settings.share_state == "none":
+            return
+        # A port that is given has one process at a time; one of the system's choice may have been anybody's.
+        address = settings.advertise_host or settings.host
+        where = f"{socket.gethostname()} {address}:{settings.port} {instance}" if settings.port else ""
+        sharing = Sharing(scope, where, settings.names_lease_s, settings.nats_replicas)
+        plane = load_plugin(EVENT_PLANES, settings.share_state)
+        shared = plane.open_shared_state(self.opened, settings, self.frontend, sharing, self.clock, self.registry)
+        self.shared = cast(SharedState, shared)
+
+    def open_tracing(self, service_name: str, instance: str) -> TraceContext | None:
+        """Open tracing; return the context that workers get with requests whose traces are not kept, if any are."""
+        self.tracing = open_tracing(self.opened, self.settings, self.clock, service_name, instance)
+        return None if self.tracing is None else self.tracing.not_kept
+
+    # -- HTTP ------------------------------------------------------------------------------------------------------
+
+    def open_app(
+        self,
+        service: Service,
+        ready: Readiness,
+        endpoints: Endpoints,
+        troubles: Callable[[], list[str]] = list,
+        data_dir: Path | None = None,
+    ) -> Application:
+        """Make the application, which closes with the process."""
+        app = create_app(
+            service,
+            {self.prompt_model.name: self.prompt_model},
+            settings=self.frontend,
+            registry=self.registry,
+            ready=ready,
+            endpoints=endpoints,
+            troubles=troubles,
+            clock=self.clock,
+            place=self.place,
+            data_dir=data_dir,
+            tracing=self.tracing,
+            shared=self.shared,
+        )
+        self.opened.push_async_callback(app.close)
+        if self.shared is not None:
+            self.shared.limits.on_routers = service.queue.divide
+        if self.names is not None:
+            add_fleet_list(app, self.names.fleet)
+        open_report(self.opened, app.traffic, lambda: service.queue.view().requests, self.clock)
+        return app
+
+    def open_server(self, app: Application, end_requests: Callable[[], None]) -> RouterServers:
+        return open_server(
+            self.opened,
+            self.settings,
+            self.registry,
+            app,
+            end_requests,
+            has_keys=self.frontend.api_keys is not None,
+            place=self.place,
+        )
+
+    async def serve_requests(self, app: Application, service: Service, stop: asyncio.Event) -> None:
+        """Make ready for the models that are served, and wait for the first shares of limits."""
+        app.state.preparation.forms.make_ready(service.models())
+        if self.shared is not None:
+            await unless(stop, self.shared.limits.first_shares(), "first shares of limits")

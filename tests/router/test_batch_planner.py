@@ -1,0 +1,183 @@
+"""Who of those that wait at a router goes to a worker now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poolgrid.router.policies.predicted.batch_planner import PlannedRequest, PlanningBatch, divide, plan
+
+STEP_TOKENS = 8192
+
+
+def step_ms(worker: int, tokens: float) -> float:
+    """A step of 16 ms, and one more for each hundred tokens."""
+    return 16.0 + tokens / 100
+
+
+def own_ms(tokens: float) -> float:
+    full, rest = divmod(tokens, STEP_TOKENS)
+    return full * step_ms(0, STEP_TOKENS) + (step_ms(0, rest) if rest else 0.0)
+
+
+def waiting(
+    tokens: Sequence[Sequence[float]],
+    busy_ms: Sequence[float] | None = None,
+    priorities: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> PlanningBatch:
+    """Prompts by row; a column for each worker, which is busy for so long and so fast."""
+    matrix = np.array(tokens, np.float64)
+    own = np.vectorize(own_ms)(matrix) / (np.ones(matrix.shape[1]) if speeds is None else np.array(speeds))
+    costs = own + (0.0 if busy_ms is None else np.array(busy_ms))
+    return PlanningBatch(costs, own, matrix, [f"r{row}" for row in range(len(tokens))], priorities or [0] * len(tokens))
+
+
+def placed(
+    waits: PlanningBatch, queued: Sequence[float], step: Callable[[int, float], float] = step_ms
+) -> list[tuple[int, int]]:
+    queued_tokens = np.array(queued, np.float64)
+    found = plan(waits, queued_tokens, np.full(len(queued), float(STEP_TOKENS)), step)
+    return [(each.request, each.worker) for each in found]
+
+
+def test_a_lone_request_goes_to_the_free_worker_where_it_costs_least() -> None:
+    assert placed(waiting([[5000, 1000]]), [0, 0]) == [(0, 1)]
+
+
+def test_a_request_waits_for_a_worker_that_is_soon_free_and_holds_its_prompt() -> None:
+    waits = waiting([[20_000, 2000]], busy_ms=[0.0, 50.0])
+
+    assert placed(waits, [0, 5000]) == []
+    assert placed(waits, [0, 0]) == [(0, 1)]
+
+
+def test_it_does_not_wait_where_another_one_is_done_sooner() -> None:
+    assert placed(waiting([[6000, 2000]], busy_ms=[0.0, 500.0]), [0, 9000]) == [(0, 0)]
+
+
+def test_of_two_long_prompts_on_one_worker_the_shorter_goes_first() -> None:
+    assert placed(waiting([[12_000], [9000]]), [0]) == [(1, 0)]
+
+
+def test_the_longest_is_given_a_worker_of_its_own() -> None:
+    waits = waiting([[30_000, 30_000], [9000, 9000], [9000, 9000]])
+
+    goes = dict(placed(waits, [0, 0]))
+
+    assert set(goes) == {0, 1} or set(goes) == {0, 2}
+    assert len(set(goes.values())) == 2
+
+
+def test_a_fast_worker_gets_several_before_a_slow_one_gets_any() -> None:
+    waits = waiting([[8000, 8000], [8000, 8000]], speeds=[1.0, 0.25])
+
+    assert [worker for _, worker in placed(waits, [0, 0])] == [0]
+
+
+def test_prompts_whose_step_is_mostly_overhead_share_it() -> None:
+    assert len(placed(waiting([[100]] * 8), [0])) == 8
+
+
+def test_a_long_prompt_does_not_join_a_short_ones_step() -> None:
+    assert placed(waiting([[100], [6000]]), [0]) == [(0, 0)]
+
+
+def test_many_that_wait_make_larger_steps() -> None:
+    few, many = placed(waiting([[2000]] * 2), [0]), placed(waiting([[2000]] * 12), [0])
+
+    assert len(few) == 1
+    assert 1 < len(many) <= 4, "a step has room for four"
+
+
+def test_small_prompts_join_a_worker_that_is_not_free_as_long_as_a_step_has_room() -> None:
+    waits = waiting([[100]] * 4)
+
+    assert len(placed(waits, [STEP_TOKENS - 250])) == 2
+    assert placed(waits, [STEP_TOKENS]) == []
+    assert placed(waiting([[4000]]), [100]) == [], "this one is not small"
+
+
+def test_a_higher_priority_goes_first_and_keeps_the_worker_that_it_waits_for() -> None:
+    first = waiting([[9000], [12_000]], priorities=[0, 1])
+    assert placed(first, [0]) == [(1, 0)]
+
+    waits = waiting([[20_000, 9000], [9000, 9000]], busy_ms=[0.0, 60.0], priorities=[1, 0])
+    assert placed(waits, [0, 9000]) == [(1, 0)], "the first waits for the other worker"
+
+
+def test_whoever_can_go_nowhere_keeps_nobody_else() -> None:
+    waits = waiting([[9000], [500]])
+    waits.costs[1, 0] = np.inf
+
+    assert placed(waits, [0]) == [(0, 0)]
+
+
+def test_what_is_planned_behind_is_said_for_each_worker() -> None:
+    waits = waiting([[30_000], [20_000], [9000]])
+
+    [goes] = plan(waits, np.zeros(1), np.full(1, float(STEP_TOKENS)), step_ms)
+
+    assert goes == PlannedRequest(2, 0, {0: 2})
+
+
+def sum_of_ttfts(times: Sequence[Sequence[float]]) -> float:
+    """Of the requests of each worker, one after the other, the shortest first."""
+    return sum(sum(sorted(each)[: end + 1]) for each in times for end in range(len(each)))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.lists(st.sampled_from((1.0, 2.0, 0.5, 1 / 3)), min_size=1, max_size=3),
+)
+def test_no_division_over_free_workers_has_a_smaller_sum_of_times_to_the_first_token(
+    thousands: list[int], speeds: list[float]
+) -> None:
+    tokens = [[1000.0 * each] * len(speeds) for each in thousands]
+    waits = waiting(tokens, speeds=speeds)
+
+    given_ = divide(waits, range(len(tokens)), np.zeros(len(speeds)))
+
+    ours = sum_of_ttfts(
+        [[float(waits.own_ms[each.request, worker]) for each in requests] for worker, requests in given_.items()]
+    )
+    best = min(
+        sum_of_ttfts(
+            [
+                [float(waits.own_ms[row, worker]) for row, at in enumerate(choice) if at == worker]
+                for worker in range(len(speeds))
+            ]
+        )
+        for choice in product(range(len(speeds)), repeat=len(tokens))
+    )
+    assert ours == pytest.approx(best)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 30_000), min_size=3, max_size=3), min_size=1, max_size=12),
+    st.lists(st.sampled_from((0, 100, 5000, 9000)), min_size=3, max_size=3),
+    st.data(),
+)
+def test_nobody_goes_twice_and_a_busy_worker_gets_small_prompts_only(
+    tokens: list[list[int]], queued: list[int], data: st.DataObject
+) -> None:
+    priorities = data.draw(st.lists(st.integers(0, 2), min_size=len(tokens), max_size=len(tokens)))
+    waits = waiting(tokens, priorities=priorities)
+
+    goes = placed(waits, queued)
+
+    assert len({request for request, _ in goes}) == len(goes)
+    for worker, before in enumerate(queued):
+        mine = [tokens[request][worker] for request, at in goes if at == worker]
+        if before:
+            assert before + sum(mine) <= STEP_TOKENS or not mine
+            assert all(step_ms(worker, each) <= 2 * step_ms(worker, 1) for each in mine)
+        else:
+            assert sum(mine) <= STEP_TOKENS or len(mine) == 1
+    if 0 in queued and len(set(priorities)) == 1 and len(queued) == queued.count(0):
+        assert goes, "where all are free somebody goes"
