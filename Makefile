@@ -26,8 +26,8 @@ format:
 	$(PYTHON) -m ruff format .
 
 docs:  ## write what is generated
-	$(PYTHON) -m poolgrid.cli.configuration_page
-	$(PYTHON) -m poolgrid.cli.request_life_page > docs/request_life.md
+	$(PYTHON) -m lab.website.configuration_page
+	$(PYTHON) -m lab.website.request_life_page > docs/request_life.md
 	$(PYTHON) -m lab.attacks.page
 	$(PYTHON) -m lab.website.metrics_tables
 

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
-from poolgrid.global_router.fleet_source import GlobalFleetSource
 from poolgrid.global_router.http_api import add_global_router_endpoints
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
@@ -28,6 +28,7 @@ from poolgrid.global_router.router_link import Discover
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings
 from poolgrid.global_router.state_metrics import register_views
+from poolgrid.process.plugins import is_installed
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.serving.links import LinksOnDemand, links_that_fit
@@ -96,6 +97,10 @@ def _pool_headers(path: Path | None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+FLEET_PAGE = "poolgrid.fleet_page.opening"
+"""A module that an installation may lack."""
+
+
 async def serve(
     settings: GlobalRouterSettings,
     frontend: FrontendSettings,
@@ -158,8 +163,10 @@ async def serve(
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
         server = process.open_server(app, service.stop)
-        namespace = settings.namespace if settings.has_names else ""
-        process.open_page(app, lambda served: GlobalFleetSource(service, client, awake, served, place, namespace))
+        if frontend.fleet_page and is_installed(FLEET_PAGE):
+            namespace = settings.namespace if settings.has_names else ""
+            page = import_module(FLEET_PAGE)
+            page.open_global_page(opened, app, service, client, namespace, process.clock, awake, place)
         hang_up = _take_hang_ups(opened)
         if names is not None:
             from poolgrid.discovery.ports import Scope

@@ -4,4 +4,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${PREFILL_ENGINE_ARGS:=$configs/qwen3/prefill.yaml}"
 : "${DECODE_ENGINE_ARGS:=$configs/qwen3/decode.yaml}"
-up --prefill 2 --decode 1 --policy kv --decode-option no-publish-events-and-metrics "$@"
+up --prefill 2 --decode 1 --policy kv --part-option decode.no-publish-events-and-metrics "$@"

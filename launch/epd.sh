@@ -9,6 +9,6 @@ llava=$configs/llava-v1.6-mistral-7b-hf
 
 # run_epd [OPTION...]
 run_epd() {
-    up --encode 1 --prefill 1 --decode 1 --policy kv --encode-option "endpoint=$ENCODE_ENDPOINT" \
-        --prefill-option "encode-endpoint=$ENCODE_ENDPOINT" "$@"
+    up --encode 1 --prefill 1 --decode 1 --policy kv --part-option "encode.endpoint=$ENCODE_ENDPOINT" \
+        --part-option "prefill.encode-endpoint=$ENCODE_ENDPOINT" "$@"
 }

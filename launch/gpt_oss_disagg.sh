@@ -8,4 +8,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${PREFILL_ENGINE_ARGS:=$configs/gpt-oss-120b/prefill.yaml}"
 : "${DECODE_ENGINE_ARGS:=$configs/gpt-oss-120b/decode.yaml}"
-up --prefill 1 --decode 1 --policy kv --router-option reasoning-parser=harmony --router-option tool-call-parser=harmony "$@"
+up --prefill 1 --decode 1 --policy kv --part-option router.reasoning-parser=harmony --part-option router.tool-call-parser=harmony "$@"

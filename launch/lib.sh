@@ -12,8 +12,6 @@ configs=$repository/engine_configs
 : "${HOST:=127.0.0.1}"                       # address that everything listens on
 : "${PORT:=8000}"                            # port of the OpenAI API; 0 = any free one
 : "${START_TIMEOUT_S:=1800}"                 # a large model may take half an hour to load
-: "${STOP_TIMEOUT_S:=60}"                    # running requests may finish; after that workers are killed
-: "${RESTARTS_MAX:=3}"                       # deaths of a worker in a row after which everything ends
 : "${LOG_LEVEL:=info}"
 : "${LOG_DIR:=poolgrid-logs}"                # a file for each worker
 : "${MODALITY:=text}"
@@ -70,7 +68,7 @@ overrides() {
 up() {
     local options=(--engine trtllm --host "$HOST" --port "$PORT" --log-level "$LOG_LEVEL" --log-dir "$LOG_DIR"
         --model-path "$MODEL_PATH" --served-model-name "$SERVED_MODEL_NAME" --modality "$MODALITY"
-        --start-timeout-s "$START_TIMEOUT_S" --stop-timeout-s "$STOP_TIMEOUT_S" --restarts-max "$RESTARTS_MAX")
+        --start-timeout-s "$START_TIMEOUT_S")
     local rest=() each found kind
     for each in "$@"; do
         if [[ $each == --enable-otel ]]; then
@@ -83,19 +81,17 @@ up() {
     for kind in worker:AGG prefill:PREFILL decode:DECODE encode:ENCODE; do
         found=${kind#*:}_ENGINE_ARGS
         [[ " ${rest[*]} " == *" --${kind%:*}s "* || " ${rest[*]} " == *" --${kind%:*} "* ]] || continue
-        if [[ -n ${!found:-} ]]; then
-            if [[ ${kind%:*} == worker ]]; then options+=(--engine-args "${!found}"); else options+=("--${kind%:*}-engine-args" "${!found}"); fi
-        fi
+        [[ -z ${!found:-} ]] || options+=(--engine-args "${kind%:*}=${!found}")
         found=${kind#*:}_CUDA_VISIBLE_DEVICES
-        [[ -z ${!found:-} ]] || options+=("--${kind%:*}-gpus" "${!found}")
+        [[ -z ${!found:-} ]] || options+=(--gpus "${kind%:*}=${!found}")
         found=$(overrides "${kind#*:}")
-        [[ -z $found ]] || options+=("--${kind%:*}-option" "override-engine-args=$found")
+        [[ -z $found ]] || options+=(--part-option "${kind%:*}.override-engine-args=$found")
     done
     [[ -z ${GPUS:-} ]] || options+=(--gpus "$GPUS")
     if [[ $MODALITY == multimodal ]]; then
-        options+=(--router-option "max-file-size-mb=$MAX_FILE_SIZE_MB")
-        [[ -z $ALLOWED_LOCAL_MEDIA_PATH ]] || options+=(--router-option "allowed-local-media-path=$ALLOWED_LOCAL_MEDIA_PATH")
+        options+=(--part-option "router.max-file-size-mb=$MAX_FILE_SIZE_MB")
+        [[ -z $ALLOWED_LOCAL_MEDIA_PATH ]] || options+=(--part-option "router.allowed-local-media-path=$ALLOWED_LOCAL_MEDIA_PATH")
     fi
-    [[ -z $CUSTOM_TEMPLATE ]] || options+=(--router-option "chat-template=$CUSTOM_TEMPLATE")
+    [[ -z $CUSTOM_TEMPLATE ]] || options+=(--part-option "router.chat-template=$CUSTOM_TEMPLATE")
     exec "${poolgrid[@]}" up "${options[@]}" "${rest[@]}"
 }

@@ -7,29 +7,23 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.fleet_page.playback.player import Player
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
-from poolgrid.process.plugins import EVENT_PLANES, load_plugin
+from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, plugin
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.decision_journal.opening import open_recorder
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.drain_endpoint import add_drain_endpoint
 from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
-from poolgrid.router.fleet_source import RouterFleetSource
-from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.health import Completeness
 from poolgrid.router.http_api import (
     add_index_endpoint,
@@ -52,7 +46,9 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
+    from poolgrid.consolidator.service import ConsolidatorService
     from poolgrid.discovery.discovery import Discovery
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +68,11 @@ class Endpoints(NamedTuple):
     """Where gateways ask for endpoints; empty where they cannot."""
     admin: str = ""
     """Where this process alone answers, when several share the port."""
+
+
+FLEET_PAGE = "poolgrid.fleet_page.opening"
+ENDPOINT_PICKER = "poolgrid.router.endpoint_picker.opening"
+"""Modules that an installation may lack."""
 
 
 async def serve(
@@ -129,8 +130,9 @@ async def serve(
         add_drain_endpoint(app, service)
         add_pool_endpoint(app, plane, service, recorder)
         server = process.open_server(app, service.end_requests)
-        player, watch = _make_player(consolidator, embedded), FleetWatch(state)
-        process.open_page(app, lambda served: RouterFleetSource(settings, service, watch, player, served, place))
+        if frontend.fleet_page and is_installed(FLEET_PAGE):
+            page = import_module(FLEET_PAGE)
+            page.open_router_page(opened, app, settings, consolidator, embedded, service, state, clock, place)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
@@ -143,9 +145,10 @@ async def serve(
         ext_proc = ""
         if settings.ext_proc_port is not None:
             # Late: it brings gRPC, which most routers have no use for.
-            from poolgrid.router.endpoint_picker.opening import open_endpoint_picker
-
-            ext_proc = await open_endpoint_picker(opened, settings, frontend, app, service, state, registry, awake)
+            picker = plugin(ENDPOINT_PICKER, f"ext_proc_port {settings.ext_proc_port}")
+            ext_proc = await picker.open_endpoint_picker(
+                opened, settings, frontend, app, service, state, registry, awake
+            )
         offset = state.projection.next_offset
         if process.names is not None:
             await _register(opened, settings, process.names, server.url, plane, embedded)
@@ -192,6 +195,9 @@ def _make_feed(
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
         followed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
         return cast(JournalFeed, followed), None
+    # Late: most routers follow a consolidator elsewhere.
+    from poolgrid.consolidator.bootstrap import create as create_consolidator
+
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
 
@@ -231,12 +237,6 @@ async def _register(
         await names.register(CONSOLIDATOR, settings.router_id, planes)
 
 
-def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:
-    kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
-    # A data_dir beside a stream has no journal in it, only decisions.
-    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, BLOCKS_PER_WORKER_MAX)
-
-
 def _open_recorder(
     opened: AsyncExitStack,
     settings: RouterSettings,
@@ -245,6 +245,11 @@ def _open_recorder(
     awake: Clock,
     registry: CollectorRegistry,
 ) -> DecisionRecorder | None:
+    if consolidator.data_dir is None:
+        return None
+    # Late: routers without a data_dir record nothing.
+    from poolgrid.router.decision_journal.opening import open_recorder
+
     recorder = open_recorder(settings, consolidator, state, awake)
     if recorder is not None:
         opened.push_async_callback(recorder.stop)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
 from poolgrid.consolidator.feed_follower import FeedFollower
 from poolgrid.consolidator.ports import PoolListener
-from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import unless
 from poolgrid.wire.loading import LoadingWorker
+
+if TYPE_CHECKING:
+    from poolgrid.consolidator.service import ConsolidatorService
 
 SILENCE_MS = 2500.0
 """Silence of a consolidator that is worth a word: it publishes at least every 500 ms."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Path, Query
@@ -17,7 +17,6 @@ from poolgrid.process.clock import Clock
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.health import Completeness, endpoint_rows
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
@@ -41,6 +40,9 @@ from poolgrid.wire.answers import (
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.selection import PoolStatus
+
+if TYPE_CHECKING:
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 DECISIONS_LISTED_MAX = 1000
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.cli.configuration_page import DOCS
+from lab.website.configuration_page import DOCS
 
 needs_checkout = pytest.mark.skipif(not DOCS.is_dir(), reason="pages and boards are written from a checkout")

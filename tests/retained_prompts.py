@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from poolgrid.cli.bench import bench
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.bench.statistics import Report
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
@@ -56,7 +56,7 @@ def played(trace: Path, retention: str) -> Report:
     with running_pool(*options, workers=2) as up:
         settings = BenchSettings(url=up.url, trace=trace)
         verify = Verifier(settings)
-        report = bench(settings, verify=verify)
+        report = measure_one(settings, verify=verify)
         assert_unharmed(report)
         assert verify.checked == report.requests
         gained = metric(up.url, "poolgrid_router_retention_gained_tokens_total")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from poolgrid.cli.configuration_page import SECTIONS
+from lab.website.configuration_page import SECTIONS
 from tests.e2e.processes import Process, eventually
 from tests.exported_metrics import exported
 

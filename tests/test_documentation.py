@@ -12,19 +12,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
-import typer
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
-from typer.core import TyperGroup
 
+from lab.website.configuration_page import SECTIONS, command_options, pages, table
 from lab.website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, without_table
 from lab.website.metrics_tables import PAGES as METRICS_PAGES
-from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
 from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
@@ -45,8 +44,8 @@ DOCS = ROOT / "docs"
 BESIDE = ("pool_configs", "engine_configs", "launch", "tests/data")
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / name / "README.md" for name in BESIDE)])
 
-_group = typer.main.get_command(app)
-assert isinstance(_group, TyperGroup)
+_group = app
+assert isinstance(_group, click.Group)
 COMMANDS = _group.commands
 
 
@@ -60,7 +59,7 @@ def code_blocks(text: str, language: str) -> list[str]:
 @needs_checkout
 @pytest.mark.parametrize(("path", "text"), pages().items(), ids=lambda value: getattr(value, "name", ""))
 def test_what_pages_say_of_settings_is_what_the_settings_say(path: Path, text: str) -> None:
-    assert path.read_text() == text, "run: python -m poolgrid.cli.configuration_page"
+    assert path.read_text() == text, "run: python -m lab.website.configuration_page"
 
 
 @needs_checkout
@@ -88,7 +87,7 @@ def test_every_settings_model_has_a_table() -> None:
     found = {model for model in _settings_models() if not model.__module__.startswith(COMMANDS_OF_OTHER_PAGES)}
 
     assert found <= shown, (
-        f"add to src/poolgrid/cli/configuration_page.py: {sorted(model.__name__ for model in found - shown)}"
+        f"add to lab/website/configuration_page.py: {sorted(model.__name__ for model in found - shown)}"
     )
 
 
@@ -142,7 +141,7 @@ def _printed_commands() -> Iterator[tuple[str, str]]:
 def test_every_printed_command_parses(where: str, line: str) -> None:
     arguments = list(itertools.takewhile(lambda word: word != ">", shlex.split(line, comments=True)))
     command: Any = _group
-    while isinstance(command, TyperGroup):
+    while isinstance(command, click.Group):
         name = arguments.pop(0)
         assert name.startswith("-") or name in command.commands, f"{where}: poolgrid {line}: {name} is no command"
         if name.startswith("-"):

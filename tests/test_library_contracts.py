@@ -18,7 +18,6 @@ BOUNDED = {
     "jinja2": "contexts and macros (src/poolgrid/frontend/template_sandbox.py)",
     "msgspec": "the words of its validation errors (src/poolgrid/frontend/schema.py)",
     "pydantic": "the types and words of its validation errors (global_router/core/document/model_validation.py)",
-    "typer": "how shells are answered (src/poolgrid/cli/shell_answers.py)",
 }
 """Libraries of which we use more than they promise, and what."""
 

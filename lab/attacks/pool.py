@@ -176,7 +176,7 @@ class AttackedPool:
             return
         if shape.topology == "up":
             options = ["--port", "0", "--workers", "2", "--speedup", str(shape.speedup)]
-            options += ["--blocks-per-worker", str(BLOCKS_PER_WORKER)]
+            options += ["--part-option", f"worker.total-kv-blocks={BLOCKS_PER_WORKER}"]
             up = await self._start("up", "up", [*options, "--data-dir", str(self.directory / "data")])
             await self.until_ready(up.url, 2)
             return

@@ -17,8 +17,8 @@ import numpy as np
 from poolgrid.router.core.candidates import Candidates
 from poolgrid.router.core.policy import Choice
 from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.tools.simulation.conditions import WorkerSpeeds
 from poolgrid.tools.simulation.pool import SimulatedPool
-from poolgrid.tools.simulation.worker_speeds import WorkerSpeeds
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import RequestStarted
 from poolgrid.workers.core.timing import TimingModel

@@ -20,10 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.tools.bench.trace import TraceError, read_trace
-from poolgrid.tools.simulation.fleet import (
+from lab.benchmarks.simulated_fleet import (
     FleetPool,
     GridPools,
     MakeChooser,
@@ -36,6 +33,9 @@ from poolgrid.tools.simulation.fleet import (
     fleet_report,
     round_robin,
 )
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.tools.bench.trace import TraceError, read_trace
 from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 

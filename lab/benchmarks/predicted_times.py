@@ -27,10 +27,9 @@ from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import HOLD_LIMIT_MS, KvAware, Policy
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
+from poolgrid.tools.simulation.conditions import SpeedChange, TtftTargets, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.ttft_targets import TtftTargets
-from poolgrid.tools.simulation.worker_speeds import SpeedChange, WorkerSpeeds
 from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.workers.core.shipped_timing import timing_model
 from poolgrid.workers.core.timing import TimingModel

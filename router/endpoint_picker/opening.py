@@ -23,6 +23,10 @@ from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 
+FALLBACKS = 2
+"""Endpoints that a gateway is told next to the first: two outlive a pod that is gone and its neighbour; each costs a
+further choice."""
+
 RENEWALS_PER_LEASE = 3
 """A lease is renewed so often in its time: one renewal may come late."""
 
@@ -60,7 +64,7 @@ async def open_endpoint_picker(
         service.chooser.path_now,
         service.tracker.realised,
         RequestIds(f"g{secrets.token_hex(6)}"),
-        settings.ext_proc_fallbacks,
+        FALLBACKS,
         metrics,
         clock,
     )

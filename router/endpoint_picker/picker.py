@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Protocol
 
 import msgspec
 
@@ -25,17 +24,66 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
-from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
-from poolgrid.router.endpoint_picker.pods import Pods
-from poolgrid.router.endpoint_picker.prompt_reading import Reading
+from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
+from poolgrid.router.view import RouterView
 from poolgrid.wire.identifiers import Role, WorkerKey
 from poolgrid.wire.request_ids import dispatch_id
+
+NO_ENDPOINT = "its engine has no server that gateways reach (serving_endpoint)"
+NOT_A_CANDIDATE = "not among the endpoints that the gateway allows"
+
+
+class Pods:
+    """Follows a fleet; looked up with every request, made anew with every change of the fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._version = -1
+        self._endpoint_of: dict[WorkerKey, str] = {}
+        self._at: dict[str, list[WorkerKey]] = {}
+        self._without: dict[WorkerKey, str] = {}
+
+    def endpoint_of(self, worker: WorkerKey) -> str:
+        """Return where a worker that is not in ``excluded`` serves."""
+        return self._current()._endpoint_of[worker]
+
+    def at(self, endpoint: str) -> list[WorkerKey]:
+        """Return the workers that serve at an address: several where ranks share a server."""
+        return self._current()._at.get(endpoint, [])
+
+    def rank_to_name(self, worker: WorkerKey) -> int | None:
+        """Return the rank that a request must name, where the server of several ranks does not see it by its port."""
+        return worker.dp_rank if len(self.at(self.endpoint_of(worker))) > 1 else None
+
+    def excluded(self, candidates: frozenset[str] | None) -> Mapping[WorkerKey, str]:
+        """Return the workers that a gateway cannot send to, and why; ``candidates`` are all that it allows."""
+        self._current()
+        if candidates is None:
+            return self._without
+        others = {key: NOT_A_CANDIDATE for key, place in self._endpoint_of.items() if place not in candidates}
+        return {**self._without, **others}
+
+    def _current(self) -> Pods:
+        if self._version != self._fleet.version:
+            self._endpoint_of, self._at, self._without = {}, {}, {}
+            for key, worker in self._fleet.workers.items():
+                endpoints = worker.card.serving_endpoints
+                if not endpoints:
+                    self._without[key] = NO_ENDPOINT
+                    continue
+                endpoint = endpoints[0] if len(endpoints) == 1 else endpoints[key.dp_rank]
+                self._endpoint_of[key] = endpoint
+                self._at.setdefault(endpoint, []).append(key)
+            self._version = self._fleet.version
+        return self
+
 
 log = logging.getLogger(__name__)
 
@@ -90,58 +138,14 @@ class Picked(msgspec.Struct, frozen=True):
     booking: Booking | None
 
 
-class ReadPrompt(Protocol):
-    """Reads the prompt of a body."""
-
-    async def read(self, path: str, body: bytes, request_id: str) -> Reading:
-        """Return what was read; raises nothing for what clients write."""
-        ...
-
-
-class Router(Protocol):
-    """What a picker needs of its router."""
-
-    @property
-    def ready(self) -> bool:
-        """Tell whether the state is that of the pool."""
-        ...
-
-    @property
-    def projection(self) -> Projection:
-        """Return the router's state."""
-        ...
-
-    @property
-    def unreachable(self) -> Mapping[WorkerKey, str]:
-        """Return the workers that the router cannot talk to, and why."""
-        ...
-
-    @property
-    def behind_records(self) -> int:
-        """Return how many records the pool's journal is known to hold beyond those applied."""
-        ...
-
-    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
-        """Keep and count a decision that reserved a worker."""
-        ...
-
-    def retry_after_s(self) -> float:
-        """Return when a refused client should come back."""
-        ...
-
-    def room_changed(self) -> None:
-        """Take note that a worker may have room again."""
-        ...
-
-
 class Picker:
     """Picks for one router's gateways."""
 
     def __init__(
         self,
-        router: Router,
+        router: RouterView,
         state: RouterState,
-        reader: ReadPrompt,
+        reader: PromptReader,
         path_of: Callable[[InferenceRequest], Sequence[int]],
         realised: Callable[[str, int], None],
         request_ids: RequestIds,

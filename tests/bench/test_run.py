@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable
-from itertools import chain, islice, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import pytest
 
 from poolgrid.process.clock import SystemClock
 from poolgrid.tools.bench.client import Client, Exchange, RequestFailed, Target
-from poolgrid.tools.bench.conversations import ConversationShape, PlannedConversation, plan_conversations
+from poolgrid.tools.bench.conversations import ConversationShape, PlannedConversation, plan_conversations, synthetic
 from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker, WordScale
-from poolgrid.tools.bench.runner import Planned, RequestLine, RequestShape, Result, run
-from poolgrid.tools.bench.schedule import fixed, synthetic
-from poolgrid.tools.bench.word_scale import measure_word_scale
+from poolgrid.tools.bench.runner import Planned, RequestLine, RequestShape, Result, measure_word_scale, run
 from tests.bench.fake_endpoint import FakeEndpoint, answer_of, serving
 
 PROMPTS = PromptMaker(16, 255)
@@ -255,7 +253,7 @@ class TestWordScale:
 
 class TestSchedules:
     def test_requests_leave_at_their_times_and_are_remembered_in_order(self) -> None:
-        planned = requests(5, at_ms=fixed(100))
+        planned = requests(5, at_ms=count(0.0, 10.0))
 
         with serving(FakeEndpoint()) as endpoint:
             result = drive(endpoint, planned, remember_sent=True)

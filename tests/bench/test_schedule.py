@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import count, islice
 
 import pytest
 
-from poolgrid.tools.bench.schedule import fixed, poisson, synthetic, until
-
-
-def test_fixed_arrivals_are_at_equal_distances() -> None:
-    assert list(islice(fixed(4), 4)) == [0, 250, 500, 750]
+from poolgrid.tools.bench.conversations import poisson, synthetic, until
 
 
 def test_poisson_arrivals_are_reproducible_and_depend_on_the_seed() -> None:
@@ -31,7 +27,7 @@ def test_poisson_arrivals_have_the_rate_and_its_spread(rate: float) -> None:
 
 
 def test_until_ends_the_schedule() -> None:
-    assert list(until(fixed(10), 300)) == [0, 100, 200]
+    assert list(until(map(float, count(0, 100)), 300)) == [0, 100, 200]
 
 
 def test_synthetic_requests_share_nothing_and_repeat_with_their_seed() -> None:

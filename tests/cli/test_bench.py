@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import pytest
-import typer
 from pydantic import ValidationError
-from typer.core import TyperGroup
 
-from poolgrid.cli.bench import plan, run_bench
-from poolgrid.cli.bench_pools import settings_of
 from poolgrid.cli.local_pool import UpSettings
-from poolgrid.cli.main import app
+from poolgrid.tools.bench.command import plan, run_bench
+from poolgrid.tools.bench.pools import settings_of
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.bench.trace import TraceError
 from tests.bench.fake_endpoint import FakeEndpoint, serving
@@ -26,12 +22,15 @@ CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 BENCH_PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
 
 
-def test_a_replay_reports_the_keys_that_scripts_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_reports_the_keys_that_scripts_rely_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poolgrid.tools.bench.command.IN_FLIGHT_MAX", 1)
     out = tmp_path / "out.json"
-    settings = {"trace": CONVERSATION, "requests": 120, "speed": 1000, "length_scale": 1 / 32, "osl_max": 3}
+    settings = {"trace": CONVERSATION, "requests": 120, "speed": 1000, "length_scale": 1 / 32, "osl": 3}
 
     with serving(FakeEndpoint()) as endpoint:
-        code = run_bench(BenchSettings(url=endpoint.url, out=out, max_in_flight=1, **settings))
+        code = run_bench(BenchSettings(url=endpoint.url, out=out, **settings))
 
     found = json.loads(out.read_text())
     assert code == 0
@@ -178,9 +177,7 @@ def test_endpoints_are_compared_in_turns_on_the_same_prompts(
     out = tmp_path / "out.json"
 
     with serving(FakeEndpoint()) as first, serving(FakeEndpoint(ttft_s=0.02)) as second:
-        settings = BenchSettings(
-            url=first.url, against=(second.url,), requests=3, isl=20, osl=2, warmup=2, rounds=2, out=out
-        )
+        settings = BenchSettings(url=(first.url, second.url), requests=3, isl=20, osl=2, warmup=2, rounds=2, out=out)
         code = run_bench(settings)
 
     found = json.loads(out.read_text())["points"]
@@ -197,9 +194,7 @@ def test_conversations_report_what_could_be_reused_and_leave_a_line_for_each_tur
     logs = tmp_path / "logs"
 
     with serving(FakeEndpoint(overhead_tokens=3)) as endpoint:
-        settings = BenchSettings(
-            url=endpoint.url, turns=3, shared_prefix=40, isl=20, osl=4, requests=7, logs=logs, api_key="secret"
-        )
+        settings = BenchSettings(url=endpoint.url, turns=3, shared_prefix=40, isl=20, osl=4, requests=7, logs=logs)
         code = run_bench(settings)
 
     report = json.loads((logs / "report.json").read_text())
@@ -208,33 +203,8 @@ def test_conversations_report_what_could_be_reused_and_leave_a_line_for_each_tur
     assert (code, report["requests"]) == (0, 9), "whole conversations"
     assert 0.5 < report["ideal_cached_token_ratio"] < 1
     assert sorted(line["turn"] for line in lines) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert (told["turns"], "api_key" in told) == (3, False)
+    assert told["turns"] == 3
     assert "TTFT" in (logs / "report.txt").read_text()
-
-
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-    with serving(FakeEndpoint()) as endpoint:
-        code = run_bench(BenchSettings(url=endpoint.url, plot=tmp_path / "out.png"))
-
-    assert code == 1
-    assert "matplotlib is not installed" in capsys.readouterr().err
-    assert not endpoint.bodies
-
-
-def test_a_sweep_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "out.svg"
-
-    with serving(FakeEndpoint()) as endpoint:
-        assert run_bench(BenchSettings(url=endpoint.url, requests=4, concurrency=(1, 4), plot=out)) == 0
-
-    drawn = out.read_text()
-    assert "<svg" in drawn
-    assert "TTFT, mean [ms]" in drawn
 
 
 @pytest.mark.parametrize("options", ["--port 1", "--workers many", "--colour red", '"', "--workers 0", "--workers"])
@@ -244,10 +214,10 @@ def test_options_that_pools_cannot_have_start_nothing(options: str, capsys: pyte
 
 
 def test_options_of_pools_are_those_of_up() -> None:
-    told = settings_of("--workers 2 --block-size=16 --isolate-tenants")
+    told = settings_of("--workers 2 --block-size=16 --part-option router.isolate-tenants --part-option worker.a=b")
 
-    assert (told.workers, told.block_size, told.isolate_tenants) == (2, 16, True)
-    assert settings_of("--no-isolate-tenants").isolate_tenants is False
+    assert (told.workers, told.block_size) == (2, 16)
+    assert told.part_option == ("router.isolate-tenants", "worker.a=b")
     assert settings_of("") == UpSettings()
 
 
@@ -271,9 +241,8 @@ class TestPlan:
     def test_how_many_requests_are_sent(self, options: dict[str, float], count: int | None) -> None:
         assert plan(BenchSettings(**options))[1] == count
 
-    @pytest.mark.parametrize("arrivals", ["fixed", "poisson"])
-    def test_an_open_loop_of_a_duration_has_its_rate(self, arrivals: str) -> None:
-        planned, _ = plan(BenchSettings(rate=50, duration_s=20, arrivals=arrivals))
+    def test_an_open_loop_of_a_duration_has_its_rate(self) -> None:
+        planned, _ = plan(BenchSettings(rate=50, duration_s=20))
 
         assert len(list(planned)) == pytest.approx(1000, rel=0.15)
 
@@ -283,7 +252,6 @@ class TestSettings:
         "options",
         [
             {"trace": "t", "rate": 1},
-            {"token_id_min": 9, "token_id_max": 9},
             {"concurrency": 0},
             {"concurrency": ()},
             {"concurrency": "1,x"},
@@ -291,9 +259,8 @@ class TestSettings:
             {"turns": 2, "endpoint": "completions"},
             {"turns": 2, "trace": "t"},
             {"shared_prefix": 9, "trace": "t"},
-            {"policies": "kv", "against": "http://h"},
+            {"policies": "kv", "url": "http://h"},
             {"pool_options": "--workers 2"},
-            {"plot": "out.gif"},
             {"speed": 0},
             {"speed": float("inf")},
             {"endpoint": "embeddings"},
@@ -319,16 +286,6 @@ class TestSettings:
 
         assert BenchSettings.model_fields[name].description
         assert f"`{flag}`" in BENCH_PAGE
-
-
-@pytest.mark.parametrize("option", ["--duration-s", "--duration"])
-def test_a_duration_is_given_with_its_unit_in_the_name_and_still_without(option: str) -> None:
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-
-    context = group.commands["bench"].make_context("bench", [option, "30"])
-
-    assert context.params["duration_s"] == 30
 
 
 def test_every_json_key_is_documented() -> None:

@@ -6,9 +6,9 @@ import json
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from poolgrid.cli.drain import Told, drain, left_on, without_anybody
+from poolgrid.cli.commands.drain import Told, drain_through, left_on, without_anybody
 from poolgrid.cli.main import app
 from poolgrid.wire.answers import WorkerRow
 from tests.cli.json_server import serving
@@ -64,7 +64,7 @@ def test_it_is_said_when_nobody_is_left_for_a_role(rows: list[WorkerRow], lost: 
 
 def test_a_name_that_the_pool_does_not_know_drains_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda _: (200, json.dumps(WORKERS).encode())) as url:
-        assert drain(url, ["w1", "w7"], TOLD, False) == 1
+        assert drain_through(url, ["w1", "w7"], TOLD, False) == 1
 
     said = capsys.readouterr().err
     assert "the pool has no worker w7, it has w0, w1; nobody is drained" in said
@@ -72,8 +72,8 @@ def test_a_name_that_the_pool_does_not_know_drains_nobody(capsys: pytest.Capture
 
 def test_a_global_router_and_a_router_that_is_away_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda _: (404, b'{"error":{"message":"no such path"}}')) as url:
-        assert drain(url, [], TOLD, False) == 1
-    assert drain(url, [], TOLD, False) == 1
+        assert drain_through(url, [], TOLD, False) == 1
+    assert drain_through(url, [], TOLD, False) == 1
 
     answered, away = capsys.readouterr().err.splitlines()
     assert "status 404: no such path" in answered

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from poolgrid.cli.explain import explain, tree
+from poolgrid.cli.commands.explain import run_explain, tree
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.routing_request import RoutingRequest
@@ -122,7 +122,7 @@ def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:
         serving(kept({"/v1/decisions/r-1": router_answer()})) as pool,
         serving(kept({path: GLOBAL, "/v1/pools": at(pool)})) as url,
     ):
-        assert explain("r-[red]1", url, as_json=True) == 0
+        assert run_explain("r-[red]1", url, as_json=True) == 0
 
     found = json.loads(capsys.readouterr().out)
     assert found["placements"] == GLOBAL["placements"]
@@ -131,10 +131,10 @@ def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_not_kept_or_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(kept({})) as url:
-        assert explain("gone", url, as_json=False) == 1
+        assert run_explain("gone", url, as_json=False) == 1
     assert "explaining 'gone': none is kept" in capsys.readouterr().err
 
-    assert explain("gone", url, as_json=False) == 1
+    assert run_explain("gone", url, as_json=False) == 1
     assert "does not answer" in capsys.readouterr().err
 
 
@@ -159,7 +159,7 @@ def test_at_any_width_names_are_whole_and_every_term_is_there(
     request_id = "conversation-17-turn-3~r0123456789ab1f"
     answer = explanation_of_pods(request_id)
     with serving(kept({f"/v1/decisions/{request_id}": answer.to_json()})) as url:
-        assert explain(request_id, url, as_json=False) == 0
+        assert run_explain(request_id, url, as_json=False) == 0
 
     text = capsys.readouterr().out
     assert request_id in text

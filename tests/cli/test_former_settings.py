@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
-from typer.core import TyperGroup
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli import former_settings
 from poolgrid.cli.former_settings import FORMER_SETTINGS
@@ -59,13 +57,11 @@ def test_an_option_that_one_command_lost_is_refused_there_only() -> None:
 @pytest.mark.parametrize("entry", sorted(FORMER_SETTINGS))
 def test_a_former_option_is_gone_from_every_command(entry: str) -> None:
     command, _, option = entry.rpartition(" ")
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    commands = [command] if command else list(group.commands)
+    commands = [command] if command else list(app.commands)
     have = [
         name
         for name in commands
-        for parameter in group.commands[name].params
+        for parameter in app.commands[name].params
         if option in (*parameter.opts, *parameter.secondary_opts)
     ]
 

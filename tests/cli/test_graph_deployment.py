@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph
 from poolgrid.cli.main import app

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import click
 import pytest
-import typer.main
-from typer.core import TyperGroup
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import PROGRAM, app
 from tests.forms import needs_checkout
@@ -16,12 +15,12 @@ from tests.forms import needs_checkout
 
 def commands(made: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     yield path, made
-    if isinstance(made, TyperGroup):
+    if isinstance(made, click.Group):
         for name, below in made.commands.items():
             yield from commands(below, (*path, name))
 
 
-COMMANDS = dict(commands(typer.main.get_command(app)))
+COMMANDS = dict(commands(app))
 
 
 def helped(path: tuple[str, ...], columns: str | None) -> str:
@@ -44,7 +43,7 @@ def test_no_name_is_cut(path: tuple[str, ...], columns: str | None) -> None:
         for option in (*parameter.opts, *parameter.secondary_opts):
             if option.startswith("-"):
                 assert option in words, f"{option} of {path} is cut"
-    if isinstance(COMMANDS[path], TyperGroup):
+    if isinstance(COMMANDS[path], click.Group):
         for name, command in COMMANDS[path].commands.items():
             (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} ")]
             assert (command.help or "").split()[0] in line
@@ -63,7 +62,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize(
-    "path", [path for path, made in COMMANDS.items() if not isinstance(made, TyperGroup)], ids=" ".join
+    "path", [path for path, made in COMMANDS.items() if not isinstance(made, click.Group)], ids=" ".join
 )
 def test_every_report_is_printed_as_json_on_demand_and_files_are_written_where_out_says(path: tuple[str, ...]) -> None:
     parameters = {name: each for each in COMMANDS[path].params for name in each.opts}

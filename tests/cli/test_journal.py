@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.consolidator.journal.posix_disk import PosixDisk

@@ -6,15 +6,14 @@ import gc
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
-import typer.main
-from typer.core import TyperGroup
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from poolgrid.cli.late_group import LateCommands
-from poolgrid.cli.main import Commands, app, run
+from poolgrid.cli.command_line import LateGroup
+from poolgrid.cli.main import MODULES, app, run
 from poolgrid.process import garbage
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +25,8 @@ PACKAGES = (
 
 PROBE = """
 import importlib, sys
-import typer.main
 from poolgrid.cli.main import app
-typer.main.get_command(app).commands[sys.argv[1]]
+app.commands[sys.argv[1]]
 for module in sys.argv[2].split(","):
     importlib.import_module(module)
 from poolgrid.process.settings import Settings
@@ -64,7 +62,7 @@ NOT_NEEDED = {
         "matplotlib",
         "poolgrid.cli.config", "poolgrid.global_router.heat_map", "poolgrid.global_router.core.builder",
     },
-    ("explain", "poolgrid.cli.explain"): {
+    ("explain", "poolgrid.cli.commands.explain"): {
         "numpy", "poolgrid.router", "poolgrid.tools.simulation", "poolgrid.cli.journal_directory",
     },
 }  # fmt: skip
@@ -95,37 +93,51 @@ def test_the_collector_runs_rarely_before_a_command_is_imported(monkeypatch: pyt
     assert ended.value.code == 0
 
 
-def test_every_command_is_made_when_asked_for_and_only_then() -> None:
-    commands = LateCommands(Commands.modules)
-
-    assert list(commands) == list(Commands.modules)
-    assert commands["top"] is commands["top"]
-    assert {name: command.name for name, command in commands.items()} == {name: name for name in Commands.modules}
+def test_every_command_is_called_as_the_table_says() -> None:
+    assert list(app.commands) == list(MODULES)
+    assert {name: command.name for name, command in app.commands.items()} == {name: name for name in MODULES}
 
 
-def test_a_command_is_where_its_name_says_and_nobody_imports_it() -> None:
-    assert Commands.modules == {name: f"poolgrid.cli.commands.{name.replace('-', '_')}" for name in Commands.modules}
+def test_commands_of_the_core_are_where_their_names_say_and_nothing_imports_them() -> None:
+    core = "poolgrid.cli.commands."
+    modules = {name: module for name, module in MODULES.items() if module.startswith(core)}
+    assert modules == {name: f"{core}{name.replace('-', '_')}" for name in modules}
     made = {path.stem for path in (ROOT / "src" / "poolgrid" / "cli" / "commands").glob("*.py")} - {"__init__"}
-    assert made == {module.rpartition(".")[2] for module in Commands.modules.values()}
+    assert made == {module.rpartition(".")[2] for module in modules.values()}
     importing = re.compile(
         r"^\s*(?:from|import) (?:poolgrid\.cli\.commands|poolgrid\.cli import commands)", re.MULTILINE
     )
-    typed = re.compile(r"^\s*(?:from|import) typer\b", re.MULTILINE)
+    reads = re.compile(r"^\s*(?:from|import) click\b", re.MULTILINE)
     for package in PACKAGES:
         for path in (ROOT / "src" / "poolgrid" / package).resolve().rglob("*.py"):
             text = path.read_text()
             assert not importing.search(text), f"{path} imports a command"
-            assert package == "cli" or not typed.search(text), f"{path} is outside of cli and reads a command line"
-            makes = "typer.Typer(" in text or " = CommandLine(" in text
-            assert not makes or path.parent.name == "commands" or path.name == "main.py", path
+            assert package in ("cli", "tools") or not reads.search(text), f"{path} reads a command line"
+
+
+def test_a_command_whose_folder_is_absent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = {"bench": "poolgrid.absent.bench.command"}
+    answer = CliRunner().invoke(LateGroup(commands), ["bench"])
+    helped = CliRunner().invoke(LateGroup(commands), ["--help"])
+
+    assert answer.exit_code == 2
+    assert "bench: not installed (there is no poolgrid.absent)" in answer.output
+    assert helped.exit_code == 0
+    assert "not installed" in helped.output
+
+
+def test_other_distributions_add_commands_by_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = EntryPoint("greet", "poolgrid.cli.commands.completion:completion", "poolgrid.commands")
+    monkeypatch.setattr("poolgrid.cli.command_line._added", lambda: EntryPoints([added]))
+
+    assert CliRunner().invoke(app, ["greet", "bash"]).exit_code == 0
+    assert "greet" in CliRunner().invoke(app, ["--help"]).output
 
 
 def test_help_shows_every_command_with_its_first_sentence() -> None:
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
 
-    for name, command in group.commands.items():
+    for name, command in app.commands.items():
         assert name in shown
         assert (command.help or "").split()[0] in shown
 

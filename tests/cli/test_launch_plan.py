@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 from rich.console import Console
-from typer.testing import CliRunner
 
 from poolgrid.cli.gpus import GpusMissing
 from poolgrid.cli.launch_plan import (
@@ -38,7 +38,8 @@ def files(directory: str, **counts: int) -> dict[str, Any]:
     for kind, count in counts.items():
         name = "agg" if kind == "workers" else kind
         given[kind] = count
-        given["engine_args" if kind == "workers" else f"{kind}_engine_args"] = CONFIGS / directory / f"{name}.yaml"
+        role = "worker" if kind == "workers" else kind
+        given["engine_args"] = (*given.get("engine_args", ()), f"{role}={CONFIGS / directory / name}.yaml")
     return given
 
 
@@ -109,13 +110,13 @@ SCRIPTS: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-def made(gpus: int, **given: Any) -> list[PlannedWorker]:
+def made(present: int, **given: Any) -> list[PlannedWorker]:
     settings = UpSettings(engine="trtllm", model_path=MODEL, **given)
-    return plan(settings, None, lambda named: tuple(str(at) for at in range(gpus)))
+    return plan(settings, None, lambda named: tuple(str(at) for at in range(present)))
 
 
 def test_every_shipped_configuration_is_in_the_table() -> None:
-    known = {path for given, _ in EXPECTED.values() for path in given.values() if isinstance(path, Path)}
+    known = {Path(each.partition("=")[2]) for given, _ in EXPECTED.values() for each in given["engine_args"]}
     assert known == set(CONFIGS.rglob("*.yaml"))
 
 
@@ -168,7 +169,7 @@ def test_a_script_hands_on_what_it_is_called_with_and_what_overrides_its_files()
         DECODE_CUDA_VISIBLE_DEVICES="4,5,6,7",
     )
     assert command[-2:] == ["--decode", "2"]
-    options = [each.partition("=")[2] for each in command if each.startswith("override-engine-args=")]
+    options = [each.partition("=")[2] for each in command if ".override-engine-args=" in each]
     traces = {"otlp_traces_endpoint": "http://127.0.0.1:4317", "return_perf_metrics": True}
     assert [json.loads(each) for each in options] == [
         {"max_batch_size": 16, **traces},
@@ -179,13 +180,13 @@ def test_a_script_hands_on_what_it_is_called_with_and_what_overrides_its_files()
 
 
 def test_a_dry_run_prints_processes_gpus_ports_and_commands() -> None:
-    given = {**files("qwen3", **PAIR), "port": 8123, "decode_option": ("no-publish-events-and-metrics",)}
+    given = {**files("qwen3", **PAIR), "port": 8123, "part_option": ("decode.no-publish-events-and-metrics",)}
     settings = UpSettings(engine="trtllm", model_path=MODEL, log_level="info", **given)
     parts = planned_parts(settings, made(2, log_level="info", **given))
     shown = io.StringIO()
     show(parts, Console(file=shown, width=80))
     table, _, commands = shown.getvalue().partition("\n\n")
-    assert table.splitlines() == [
+    assert [line.rstrip() for line in table.splitlines()] == [
         "part          GPUs  made of      port",
         "─" * len("consolidator  GPUs  TP 1 x PP 1  any free"),
         "consolidator  -                  any free",
@@ -219,7 +220,7 @@ def test_a_dry_run_prints_its_plan_as_json_and_a_pool_that_runs_has_none() -> No
 
 
 def test_the_command_of_a_plan_is_one_that_workers_take() -> None:
-    for worker in made(8, **files("gpt-oss-120b", **PAIR), worker_option=("trust-remote-code=false",)):
+    for worker in made(8, **files("gpt-oss-120b", **PAIR), part_option=("worker.trust-remote-code=false",)):
         command = [each.replace(INGEST, "tcp://127.0.0.1:1") for each in worker.arguments]
         done = CliRunner().invoke(app, [*command, "--print-engine-args"])
         assert done.exit_code == 0, done.output
@@ -227,14 +228,14 @@ def test_the_command_of_a_plan_is_one_that_workers_take() -> None:
 
 
 def test_gpus_can_be_named_per_kind_and_shared() -> None:
-    workers = made(8, **files("qwen3", **PAIR), prefill_gpus="5", decode_gpus="5")
+    workers = made(8, **files("qwen3", **PAIR), gpus=("prefill=5", "decode=5"))
     assert [worker.gpus for worker in workers] == [("5",), ("5",)]
-    workers = made(8, **files("qwen3", workers=2), worker_gpus="7,3")
+    workers = made(8, **files("qwen3", workers=2), gpus=("worker=7,3",))
     assert [worker.gpus for worker in workers] == [("7",), ("3",)]
-    workers = made(8, **files("qwen3", workers=2), worker_gpus="4")
+    workers = made(8, **files("qwen3", workers=2), gpus=("worker=4",))
     assert [worker.gpus for worker in workers] == [("4",), ("4",)]
     with pytest.raises(GpusMissing, match=r"1 GPU is needed \(worker-2"):
-        made(2, **files("qwen3", workers=3), worker_gpus="0,1")
+        made(2, **files("qwen3", workers=3), gpus=("worker=0,1",))
 
 
 @pytest.mark.parametrize(
@@ -249,12 +250,12 @@ def test_gpus_can_be_named_per_kind_and_shared() -> None:
 )
 def test_what_a_worker_would_refuse_is_refused_before_anything_starts(option: str, words: str) -> None:
     with pytest.raises((OptionProblem, ContractError, ValueError), match=words):
-        made(8, workers=1, worker_option=(option,))
+        made(8, workers=1, part_option=(f"worker.{option}",))
 
 
 def test_options_that_override_a_file_count() -> None:
     (worker,) = made(
-        8, **files("qwen3", workers=1), worker_option=('override-engine-args={"tensor_parallel_size": 4}',)
+        8, **files("qwen3", workers=1), part_option=('worker.override-engine-args={"tensor_parallel_size": 4}',)
     )
     assert worker.gpus == ("0", "1", "2", "3")
 
@@ -267,7 +268,7 @@ def test_the_environment_counts_as_workers_read_it(monkeypatch: pytest.MonkeyPat
 
 def test_pipeline_stages_and_context_parallelism_multiply() -> None:
     sizes = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "context_parallel_size": 2}'
-    (worker,) = made(8, workers=1, worker_option=(f"override-engine-args={sizes}",))
+    (worker,) = made(8, workers=1, part_option=(f"worker.override-engine-args={sizes}",))
     assert worker.gpus == tuple(str(at) for at in range(8))
     assert worker.made_of == "TP 2 x PP 2 x CP 2"
 
@@ -291,7 +292,7 @@ def test_options_become_arguments_and_settings() -> None:
     [
         ({"engine": "trtllm"}, "model_path is not given"),
         ({"engine": "trtllm", "model_path": MODEL, "speedup": 2.0}, "speedup is 2.0 with engine trtllm"),
-        ({"gpus": "0"}, "gpus is '0' with engine simulated"),
+        ({"gpus": ("0",)}, "gpus is .* with engine simulated"),
         ({"dry_run": True, "pools": Path("p.json")}, "dry_run is on with pools"),
     ],
 )
@@ -305,8 +306,8 @@ def test_the_same_topology_of_simulated_workers_has_the_limits_of_the_files() ->
         app,
         [
             *("up", "--dry-run", "--prefill", "1", "--decode", "1"),
-            *("--prefill-engine-args", str(CONFIGS / "qwen3" / "prefill.yaml")),
-            *("--decode-engine-args", str(CONFIGS / "qwen3" / "decode.yaml")),
+            *("--engine-args", f"prefill={CONFIGS}/qwen3/prefill.yaml"),
+            *("--engine-args", f"decode={CONFIGS}/qwen3/decode.yaml"),
         ],
     )
     assert done.exit_code == 0, done.output

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
-from poolgrid.cli.named_url import other_url_of, url_of
+from poolgrid.cli.router_client import other_url_of, url_of
 from poolgrid.discovery.directory import DirectoryRegistrations
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.registration import encode_registration

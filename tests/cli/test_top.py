@@ -13,15 +13,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from poolgrid.cli.top import (
+from poolgrid.cli.commands.top import (
     WORKERS_SHOWN_MAX,
     Frame,
     fetch,
     queue_line,
     stream_cell,
-    top,
     usage_bar,
     view,
+    watch,
 )
 from poolgrid.process.figures import milliseconds
 from poolgrid.wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
@@ -370,14 +370,14 @@ class TestFetch:
 class TestTop:
     def test_once_prints_one_frame(self, capsys: pytest.CaptureFixture[str]) -> None:
         with serving(good) as url:
-            code = top(url + "/v1/", 1.0, once=True)
+            code = watch(url + "/v1/", 1.0, once=True)
 
         assert code == 0
         assert "journal offset 1,234" in " ".join(capsys.readouterr().out.split())
 
     def test_once_prints_the_answers_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         with serving(good) as url:
-            code = top(url, 1.0, once=True, as_json=True)
+            code = watch(url, 1.0, once=True, as_json=True)
 
         found = json.loads(capsys.readouterr().out)
         assert code == 0
@@ -403,7 +403,7 @@ class TestTop:
     ) -> None:
         monkeypatch.setenv("POOLGRID_API_KEY", key)
         with serving(lambda _path: (status, b"{}")) as url:
-            assert top(url, 1.0, once=True) == 1
+            assert watch(url, 1.0, once=True) == 1
 
         assert words in " ".join(capsys.readouterr().out.split())
 
@@ -411,7 +411,7 @@ class TestTop:
         with serving(good) as url:
             pass
 
-        assert top(url, 1.0, once=True) == 1
+        assert watch(url, 1.0, once=True) == 1
         assert "does not answer" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ class TestTop:
     def test_bad_input_is_a_clear_error(
         self, url: str, interval_s: float, words: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert top(url, interval_s, once=True) == 2
+        assert watch(url, interval_s, once=True) == 2
         assert words in " ".join(capsys.readouterr().err.split())
 
     def test_it_keeps_asking_through_faults_until_ctrl_c(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,7 +435,7 @@ class TestTop:
             return good(path)
 
         with serving(answer) as url:
-            code = top(url, 0.05, once=False)
+            code = watch(url, 0.05, once=False)
 
         assert code == 0
         assert len(asked) >= 9
@@ -456,7 +456,7 @@ class TestTop:
             raise OSError(f"nobody knows who is there in place of {silent}")
 
         with serving(answer) as url:
-            code = top(url, 0.05, once=False, other=other)
+            code = watch(url, 0.05, once=False, other=other)
 
         assert code == 0
         assert len(asked) >= 3
@@ -480,7 +480,7 @@ FLEET = {
 
 def test_the_fleet_is_shown_by_name_with_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda path: (200, json.dumps(FLEET).encode()) if path == "/v1/fleet" else (404, b"")) as url:
-        assert top(url, 1, once=True, fleet=True) == 0
+        assert watch(url, 1, once=True, fleet=True) == 0
 
     shown = capsys.readouterr().out
     assert "1 namespace: 1 router" in shown
@@ -491,6 +491,6 @@ def test_the_fleet_is_shown_by_name_with_what_is_refused(capsys: pytest.CaptureF
 
 def test_a_router_without_names_says_so_in_the_place_of_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda path: (404, b"")) as url:
-        assert top(url, 1, once=True, fleet=True) == 1
+        assert watch(url, 1, once=True, fleet=True) == 1
 
     assert "--names" in capsys.readouterr().out

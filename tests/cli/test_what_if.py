@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
+from poolgrid.cli.command_line import command
 from poolgrid.cli.main import app
 from poolgrid.cli.options import with_settings
 from poolgrid.router.settings import RouterSettings
@@ -50,7 +49,7 @@ def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulat
     recording: Path, tmp_path: Path
 ) -> None:
     table = run("what-if", recording, "--policy", "kv,round-robin", "--overlap-weight", "0,1", "--out",
-                tmp_path / "out.json", "--plot", tmp_path / "out.html")  # fmt: skip
+                tmp_path / "out.json")  # fmt: skip
     report = json.loads((tmp_path / "out.json").read_text())
     run("simulate", TRACE, "--requests", 5, "--policy", "kv", "--out", tmp_path / "simulated.json")
     simulated = json.loads((tmp_path / "simulated.json").read_text())
@@ -67,9 +66,6 @@ def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulat
     assert report["measured"]["requests"] == report["requests"]
     assert "recorded" in table
     assert report["retention"] == report["policies"]["recorded"]["settings"]["retention"] == "off"
-    page = (tmp_path / "out.html").read_text()
-    assert page.count("<svg") == 6
-    assert "kv overlap-weight=0" in page
 
 
 def test_simulated_engines_are_played_as_fast_as_they_were_when_they_were_recorded(
@@ -98,19 +94,6 @@ def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
 
 
-def test_what_if_draws_a_png_or_says_what_to_install(
-    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in run("what-if", recording, "--plot", tmp_path / "x.png", status=1)
-    monkeypatch.undo()
-    pytest.importorskip("matplotlib")
-
-    run("what-if", recording, "--policy", "random", "--plot", tmp_path / "out.png")
-
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
 def test_what_if_tries_how_long_blocks_stay_beside_what_was_recorded_of_it(tmp_path: Path) -> None:
     learned = recorded(tmp_path, retention="learned")
 
@@ -128,7 +111,6 @@ def test_what_if_tries_how_long_blocks_stay_beside_what_was_recorded_of_it(tmp_p
         (["--policy", "clever"], "'clever' is unknown"),
         (["--retention", "off,ever"], "'ever' is unknown, allowed are off, learned"),
         (["--temperature", "hot"], "'hot', allowed are numbers"),
-        (["--plot", "x.gif"], "must be .html or .png"),
         (["--out", "/nowhere/x"], "cannot be written"),
         (["--overlap-weight", ",".join(map(str, range(100)))], "100 combinations"),
     ],
@@ -176,11 +158,10 @@ def test_tune_works_on_recorded_traffic_and_refuses_too_little_of_it(recording: 
 def router_settings(*arguments: str, env: dict[str, str] | None = None, status: int = 0) -> RouterSettings:
     """What a router would run with."""
     seen: list[RouterSettings] = []
-    one = typer.Typer()
 
-    @one.command()
+    @command()
     @with_settings(RouterSettings, from_file=True)
-    def command(settings: RouterSettings) -> None:
+    def one(settings: RouterSettings) -> None:
         """Keep the settings."""
         seen.append(settings)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
+from lab.website.configuration_page import command_options
 from poolgrid.cli.commands import worker as worker_command
 from poolgrid.cli.commands.worker import OF_ROUTERS
-from poolgrid.cli.configuration_page import command_options
 from poolgrid.cli.main import app
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.card import ChatSpec

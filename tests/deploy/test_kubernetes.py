@@ -12,10 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
 import yaml
-from typer.core import TyperGroup
 
 from poolgrid.cli.main import app
 from poolgrid.discovery.registry import Registry
@@ -94,14 +93,12 @@ def test_the_manifests_are_those_of_the_chart(example: Path) -> None:
 
 @every_pod
 def test_a_container_starts_a_command_that_takes_its_arguments(pod: Resource) -> None:
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
     container = container_of(pod)
     name, *arguments = [
         each.replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "pod-0") for each in container["args"]
     ]
 
-    context = group.commands[name].make_context(name, arguments)  # raises when an option or a value is wrong
+    context = app.commands[name].make_context(name, arguments)  # raises when an option or a value is wrong
 
     if name == "worker":
         # The command has the options of all engines; each takes its own only.
@@ -168,9 +165,7 @@ def test_a_pod_is_given_the_time_that_its_end_takes(pod: Resource) -> None:
 
     if container["name"] == "worker":
         program, name, *arguments = before
-        group = typer.main.get_command(app)
-        assert isinstance(group, TyperGroup)
-        given = group.commands[name].make_context(name, arguments).params
+        given = app.commands[name].make_context(name, arguments).params
         assert (program, name) == ("poolgrid", "drain")
         assert given["worker_url"].endswith(f"://127.0.0.1:{option(container, 'http-port')}")
         drain_s = int(option(container, "drain-timeout-ms")) / 1000
@@ -377,10 +372,8 @@ def test_a_model_is_fetched_onto_a_volume_that_pods_read_and_before_they_do() ->
     (claim,) = [each for each in of_kind(name, "PersistentVolumeClaim") if each["metadata"]["name"].endswith("-models")]
     (job,) = of_kind(name, "Job")
     prefetch = container_of(job["spec"]["template"])
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    models = group.commands["model"]
-    assert isinstance(models, TyperGroup)
+    models = app.commands["model"]
+    assert isinstance(models, click.Group)
 
     command, fetch, *arguments = prefetch["args"]
     context = models.commands[fetch].make_context(fetch, list(arguments))

@@ -8,8 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import typer
-from typer.core import TyperGroup
 
 from poolgrid.cli.main import app
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
@@ -44,9 +42,7 @@ def variables(unit: Path) -> dict[str, str]:
 
 
 def variables_of(command: str) -> set[str]:
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    return {str(parameter.envvar) for parameter in group.commands[command].params}
+    return {str(parameter.envvar) for parameter in app.commands[command].params}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import psutil
 
-from poolgrid.cli.bench import bench
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.bench.statistics import Report
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
@@ -40,7 +40,7 @@ def load_while(url: str, disturb: Callable[[], None], requests: int = 400, vocab
 
     disturber = threading.Thread(target=disturb_once_it_runs)
     disturber.start()
-    report = bench(settings, verify=verify)
+    report = measure_one(settings, verify=verify)
     disturber.join()
     assert disturbed.is_set(), "nothing was disturbed"
     assert verify.checked == requests

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.tools.bench.command import TOKEN_ID_MAX, TOKEN_ID_MIN
 from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
@@ -31,7 +32,7 @@ class Verifier:
 
     def __init__(self, settings: BenchSettings, vocabulary: Vocabulary = SPOKEN) -> None:
         self._vocabulary = vocabulary
-        self._prompts = PromptMaker(settings.token_id_min, settings.token_id_max)
+        self._prompts = PromptMaker(TOKEN_ID_MIN, TOKEN_ID_MAX)
         self.checked = 0
         self.wrong: list[int] = []
 

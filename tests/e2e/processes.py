@@ -16,7 +16,7 @@ from types import TracebackType
 
 import httpx
 import psutil
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from tests.guard import guarded

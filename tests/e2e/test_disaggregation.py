@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from poolgrid.cli.bench import bench
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import PLAIN, Verifier, expected_text
@@ -182,7 +182,7 @@ def test_mixed_load_with_cancels_and_kills_is_right_to_the_last_token_and_leaves
 
     disturber = threading.Thread(target=disturb)
     disturber.start()
-    report = bench(settings, verify=verify)
+    report = measure_one(settings, verify=verify)
     disturber.join()
 
     assert done.is_set()

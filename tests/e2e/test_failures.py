@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from poolgrid.cli.bench import bench
-from poolgrid.cli.drain import Told, drain
+from poolgrid.cli.commands.drain import Told, drain_through
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.bench.statistics import Report
 from tests.e2e.disturbed_load import assert_unharmed, held_at_work, kill_at_work, load_while
@@ -48,8 +48,8 @@ def pool() -> Iterator[Process]:
 
 def test_the_trace_runs_with_every_text_right_and_far_more_reuse_than_round_robin(pool: Process) -> None:
     def replay(url: str) -> Report:
-        settings = BenchSettings(url=url, trace=TRACE, requests=TRACE_REQUESTS, speed=40, length_scale=0.25, osl_max=48)
-        return bench(settings, verify=Verifier(settings))
+        settings = BenchSettings(url=url, trace=TRACE, requests=TRACE_REQUESTS, speed=40, length_scale=0.25, osl=48)
+        return measure_one(settings, verify=Verifier(settings))
 
     aware = replay(pool.url)
     with running_pool("--policy", "round-robin", workers=3) as blind_pool:
@@ -104,7 +104,7 @@ def test_most_of_a_pool_that_drains_at_once_under_load_costs_nothing(pool: Proce
             pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM)
             ordered = httpx.post(f"{pool.url}/v1/workers/worker-1/drain", params={"timeout_ms": 0})
             assert ordered.status_code == 202, ordered.text
-        assert drain(pool.url, ["worker-1"], Told(timeout_ms=0, wait_s=60), as_json=False) == 0
+        assert drain_through(pool.url, ["worker-1"], Told(timeout_ms=0, wait_s=60), as_json=False) == 0
 
     report = load_while(pool.url, drain_two)
 
@@ -147,7 +147,7 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
             worker.wait_ready()
             eventually("the worker is reachable", lambda: ready_workers(first.url) == ["w"])
             settings = BenchSettings(url=first.url, concurrency=(8,), isl=900, osl=40, requests=60)
-            assert_unharmed(bench(settings, verify=Verifier(settings, PLAIN)))
+            assert_unharmed(measure_one(settings, verify=Verifier(settings, PLAIN)))
             eventually("the index is true", lambda: index_equals_workers(first.url))
             held = httpx.get(f"{first.url}/v1/workers/w/blocks").text
             assert held.count("\n") > 60 * 28
@@ -159,7 +159,7 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
                 eventually("the worker is reachable", lambda: ready_workers(second.url) == ["w"])
                 assert httpx.get(f"{second.url}/ready").status_code == 200
                 again = BenchSettings(url=second.url, concurrency=(8,), isl=900, osl=40, requests=60)
-                report = bench(again, verify=Verifier(again, PLAIN))
+                report = measure_one(again, verify=Verifier(again, PLAIN))
 
                 assert_unharmed(report)
                 assert report.cached_token_ratio is not None

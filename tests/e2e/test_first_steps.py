@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from tests.e2e.processes import Process, eventually
@@ -56,7 +56,18 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     keys, settings = directory / "keys.json", directory / "tuned.toml"
     made = CliRunner().invoke(app, ["keys", "create", str(keys), "acme", "--operator"])
     settings.write_text('policy = "least-loaded"\nqueue_limit = 7\n')
-    arguments = ["--prefill", "1", "--decode", "1", "--speedup", "50", "--port", "0", "--access-log"]
+    arguments = [
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--speedup",
+        "50",
+        "--port",
+        "0",
+        "--part-option",
+        "router.access-log",
+    ]
     arguments += ["--api-keys", str(keys), "--settings-file", str(settings), "--data-dir", str(directory / "data")]
     with Process("up", *arguments) as up:
         up.wait_ready()

@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from poolgrid.cli.bench import bench
 from poolgrid.cli.main import app
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
@@ -28,7 +28,7 @@ def let_files_grow(process: psutil.Process, to_bytes: int) -> None:
 
 def verified_load(url: str) -> None:
     settings = BenchSettings(url=url, concurrency=(8,), isl=400, osl=20, requests=40)
-    assert_unharmed(bench(settings, verify=Verifier(settings)))
+    assert_unharmed(measure_one(settings, verify=Verifier(settings)))
 
 
 def test_a_full_disk_stops_no_request_is_said_and_is_caught_up(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.wire.hashing import pack_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from tests.e2e.fleet import POOL_CONFIGS, complete, pools

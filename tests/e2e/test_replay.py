@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
@@ -26,7 +26,7 @@ EXPLAINED = "explain-me"
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data_dir of a pool that lost a worker under load and got it back."""
     directory = tmp_path_factory.mktemp("recorded")
-    with running_pool("--data-dir", str(directory), "--retention", "learned", workers=3) as up:
+    with running_pool("--data-dir", str(directory), "--part-option", "router.retention=learned", workers=3) as up:
         report = load_while(
             up.url, lambda: kill_at_work(up.url, "worker-1", up.child("--worker-id", "worker-1")), requests=REQUESTS
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app as cli
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, ready_workers

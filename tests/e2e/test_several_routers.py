@@ -11,7 +11,7 @@ from functools import partial
 import httpx
 import pytest
 
-from poolgrid.cli.bench import bench
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import MODEL, PLAIN, Verifier
@@ -61,17 +61,15 @@ def routers() -> Iterator[list[Process]]:
 
 
 def run_bench(url: str) -> subprocess.Popen[bytes]:
-    shape = ("--speed", "40", "--length-scale", "0.25", "--osl-max", "32")
+    shape = ("--speed", "40", "--length-scale", "0.25", "--osl", "32")
     arguments = ("--url", url, "--trace", str(TRACE), "--requests", str(REQUESTS), *shape)
     return subprocess.Popen([sys.executable, "-m", "poolgrid", "bench", "--trace", str(TRACE), *arguments])
 
 
 def test_two_routers_share_the_load_and_end_with_the_same_true_index(routers: list[Process]) -> None:
     other = run_bench(routers[1].url)
-    settings = BenchSettings(
-        url=routers[0].url, trace=TRACE, requests=REQUESTS, speed=40, length_scale=0.25, osl_max=32
-    )
-    report = bench(settings, verify=Verifier(settings, PLAIN))
+    settings = BenchSettings(url=routers[0].url, trace=TRACE, requests=REQUESTS, speed=40, length_scale=0.25, osl=32)
+    report = measure_one(settings, verify=Verifier(settings, PLAIN))
     assert other.wait(WAIT_TIMEOUT_S) == 0, "every request through the other router was served"
 
     assert_unharmed(report)

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from poolgrid.cli.top import Frame, fetch, usage_bar
+from poolgrid.cli.commands.top import Frame, fetch, usage_bar
 from poolgrid.process.figures import milliseconds
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.wire.request_ids import name_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -18,13 +18,13 @@ from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
-from poolgrid.router.endpoint_picker.answer_reading import TAIL_BYTES, AnswerReader
-from poolgrid.router.endpoint_picker.exchange import Exchange, ProtocolError
+from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, Exchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
-from poolgrid.router.endpoint_picker.prompt_reading import Reading
+from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.policy_loading import make_policy
+from poolgrid.router.view import RouterView
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import WorkerDraining, WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerKey
@@ -85,9 +85,9 @@ class Gateway:
         )
         selector = self.pool.selector(make_policy("kv", CostWeights(), 0.0))
         self.picker = Picker(
-            self.view,
+            cast(RouterView, self.view),
             RouterState(selector),
-            OnePrompt(),
+            cast(PromptReader, OnePrompt()),
             lambda request: PATH,
             self.reused.__setitem__,
             RequestIds("g"),

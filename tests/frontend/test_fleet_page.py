@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from poolgrid.fleet_page import hub as hub_module
-from poolgrid.fleet_page.assets import DIRECTORY, TYPES, assets
-from poolgrid.fleet_page.endpoints import add_fleet_page
+from poolgrid.fleet_page.endpoints import DIRECTORY, TYPES, add_fleet_page, assets
 from poolgrid.fleet_page.hub import FleetHub
 from poolgrid.fleet_page.ports import Picture, Row
 from poolgrid.frontend.access import key_file

@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from poolgrid.cli.bench import bench
 from poolgrid.cli.main import app
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.jetstream import JetStreamJournal, StreamShape
@@ -32,6 +31,7 @@ from poolgrid.nats.message import Outgoing, empty_body
 from poolgrid.nats.ports import StreamUnavailable
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
@@ -61,7 +61,12 @@ def failures() -> None:
     """Kill what can be killed, one after the other, under load whose every answer is checked."""
     with cluster() as servers:
         plane = [word for server in servers for word in ("--nats-url", server.url)]
-        further = ("--consolidator-option", f"leader-lease-s={LEASE_S}", "--consolidator-option", "nats-replicas=3")
+        further = (
+            "--part-option",
+            f"consolidator.leader-lease-s={LEASE_S}",
+            "--part-option",
+            "consolidator.nats-replicas=3",
+        )
         arguments = ("--event-plane", "nats", *plane, "--consolidators", "2", *further)
         with running_pool(*arguments, speedup=20.0, workers=3) as up:
             url = up.url
@@ -116,7 +121,7 @@ def _load_until(done: threading.Event, url: str) -> tuple[int, int]:
     while not done.is_set():
         settings = BenchSettings(url=url, requests=REQUESTS, concurrency=(8,), isl=600, osl=48)
         verifier = Verifier(settings)
-        report = bench(settings, verify=verifier)
+        report = measure_one(settings, verify=verifier)
         assert_unharmed(report)
         requests += report.requests
         verified += verifier.checked
@@ -154,7 +159,7 @@ def fleet() -> None:
         path = Path(directory) / "fleet.json"
         path.write_text(json.dumps({"version": 1, "mode": "aggregated", "aggregated": grid}))
         plane = ("--event-plane", "nats", "--nats-url", server.url, "--consolidators", "2")
-        with running_fleet(path, *plane, "--consolidator-option", f"leader-lease-s={LEASE_S}") as up:
+        with running_fleet(path, *plane, "--part-option", f"consolidator.leader-lease-s={LEASE_S}") as up:
             for target in ("100", "900"):
                 body = {"model": "tiny", "prompt": "What is said here is cached there. " * 8, "max_tokens": 4}
                 answer = httpx.post(f"{up.url}/v1/completions", json=body, headers={"x-ttft-target-ms": target})

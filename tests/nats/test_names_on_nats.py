@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.cli.named_url import url_of
+from poolgrid.cli.router_client import url_of
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.discovery.discovery import Discovery
 from poolgrid.discovery.ports import DiscoveryUnavailable, Scope

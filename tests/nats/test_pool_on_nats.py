@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, running_pool
@@ -35,7 +35,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pool(server: NatsServer, data_dir: Path) -> Iterator[Process]:
     plane = ("--event-plane", "nats", "--nats-url", server.url, "--consolidators", "2")
-    options = ("--consolidator-option", "leader-lease-s=1", "--router-option", f"data-dir={data_dir}")
+    options = ("--part-option", "consolidator.leader-lease-s=1", "--part-option", f"router.data-dir={data_dir}")
     with running_pool(*plane, *options, workers=1) as up:
         yield up
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 import trustme
 import zmq
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from tests.consolidator.publisher_process import Publisher

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.process.complaints import PEERS_MAX, PERIOD_MS, Complaints, shown_peer
-from poolgrid.process.log_levels import NAMED_MAX, read_levels
 from poolgrid.process.log_lines import (
     FIELD_CHARS_MAX,
     LINE_CHARS_MAX,
@@ -29,11 +28,13 @@ from poolgrid.process.log_lines import (
 from poolgrid.process.logs import (
     EVERY_LINE,
     LINES_PER_PERIOD,
+    NAMED_MAX,
     PERIOD_S,
     REPEATS_MAX,
     BoundedHandler,
     configure,
     format_wanted,
+    read_levels,
 )
 
 FORGED = "w9\n12:00:00.000 router ERROR the pool is on fire\x1b[2J\x1b]0;owned\x07"

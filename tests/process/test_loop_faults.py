@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.process import lifecycle
 from poolgrid.process.event_loop import LoopMetrics
-from poolgrid.process.lifecycle import TaskFailed
-from poolgrid.process.loop_faults import OF_ONE_CONNECTION
+from poolgrid.process.lifecycle import OF_ONE_CONNECTION, TaskFailed
 
 
 def raising(module: str, error: Exception) -> Callable[..., None]:

@@ -57,8 +57,8 @@ def apart(vllm: Path, model: Path, directory: Path) -> Found:
             each.start()
         for each in servers:
             each.wait()
-        fronts = ("--front-prefill", prefill.url, "--front-decode", decode.url, "--port", "0")
-        options = ("--model-path", str(model), "--router-option", "local-prefill-max-tokens=16")
+        fronts = ("--backend-url", f"prefill={prefill.url}", "--backend-url", f"decode={decode.url}", "--port", "0")
+        options = ("--model-path", str(model), "--part-option", "router.local-prefill-max-tokens=16")
         with Process("up", *fronts, *options, log=directory / "apart.log") as up:
             return _through(up.wait_ready().url, prefill, decode)
     finally:

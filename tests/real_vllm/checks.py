@@ -333,7 +333,7 @@ def _bench(url: str, seed: int) -> Found:
                 str(seed),
                 "--json",
             ),
-            *("--ready-timeout-s", "0", "--text", *LOAD),
+            *("--ready-timeout-s", "0", *LOAD),
         ],
         capture_output=True,
         check=False,

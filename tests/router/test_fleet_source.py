@@ -12,14 +12,14 @@ import pytest
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture
+from poolgrid.fleet_page.router_source import COLUMNS, RouterFleetSource
+from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived
 from poolgrid.router.core.router_state import InputLog
-from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
-from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.events import RequestFinished, WorkerDraining
 from poolgrid.wire.identifiers import WorkerId, WorkerKey

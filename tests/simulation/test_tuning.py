@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.tools.simulation.recorded import RecordedRequest, part_of, recorded_workload
 from poolgrid.tools.simulation.tuning import Objective, Trial, best_of, search
 from poolgrid.tools.simulation.variants import Served, Variant, VariantResult, roomy_limits, run_variant
+from poolgrid.tools.simulation.workload import RecordedRequest, part_of, recorded_workload
 from poolgrid.workers.core.timing import PolynomialTiming
 
 P99 = Objective("ttft-p99")

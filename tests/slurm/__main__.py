@@ -24,8 +24,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from poolgrid.cli.bench import bench
 from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.workers.model_cache.cache import ModelCache
 from tests.e2e.disturbed_load import active_requests, assert_unharmed, load_while
@@ -105,7 +105,7 @@ def a_killed_worker_costs_nothing_and_is_started_again(pool: Job) -> None:
 
     killer = threading.Thread(target=kill)
     killer.start()
-    report = bench(settings, verify=verify)
+    report = measure_one(settings, verify=verify)
     killer.join()
 
     assert (report.errors, report.wrong_texts, verify.checked) == (0, 0, 150), report.errors_by_kind

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import zmq
+from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
-from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.transport.planes import (

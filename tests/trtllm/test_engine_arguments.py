@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
+from poolgrid.cli.command_line import command
 from poolgrid.cli.options import with_settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
@@ -201,11 +201,10 @@ def test_a_fault_is_found_before_the_engine_starts_with_its_path_and_source(
 
 def test_settings_are_options_and_only_those_that_were_given_count_as_given() -> None:
     made: list[EngineArguments] = []
-    application = typer.Typer()
 
-    @application.command()
+    @command()
     @with_settings(TrtllmSettings)
-    def worker(settings: TrtllmSettings) -> None:
+    def application(settings: TrtllmSettings) -> None:
         made.append(resolve(settings))
 
     done = CliRunner().invoke(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError

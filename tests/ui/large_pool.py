@@ -19,6 +19,8 @@ from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page.endpoints import add_fleet_page
 from poolgrid.fleet_page.hub import FleetHub
 from poolgrid.fleet_page.playback.player import Player
+from poolgrid.fleet_page.router_source import RouterFleetSource
+from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import SystemClock
@@ -30,8 +32,6 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.fleet_source import RouterFleetSource
-from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission_queue import QueueView

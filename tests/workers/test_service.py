@@ -14,7 +14,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.cli.drain import Told, drain_here
+from poolgrid.cli.commands.drain import Told, drain_here
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import (
     BlocksStored,

@@ -1,4 +1,4 @@
-"""The functions behind ``poolgrid config``: check, show, convert, build, schema.
+"""The functions behind ``poolgrid config``: check, show, convert, build, schema, rollback.
 
 Each takes paths, prints, and returns an exit status: 0, or 1 with every problem on a line of its own,
 ``JSON-path: problem`` on standard output. Remarks about the work itself go to standard error.
@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 from rich.console import Console
 
+from poolgrid.cli.command_line import print_json
 from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph, is_graph_deployment
-from poolgrid.cli.json_output import print_json
+from poolgrid.cli.router_client import api_key_headers, refusal
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
 from poolgrid.global_router.core.document.canonical_text import document_text, json_text
@@ -26,7 +29,10 @@ from poolgrid.global_router.document_file import read_bytes, read_document_file
 from poolgrid.global_router.heat_map import terminal_map
 from poolgrid.process.figures import counted
 from poolgrid.process.terminal_table import terminal
+from poolgrid.wire.answers import ReloadAnswer
 from poolgrid.workers.engines.registry import engine_definition
+
+ROLLBACK_TIMEOUT_S = 10.0
 
 SCHEMA_ID = "https://poolgrid.dev/schemas/pool_grid.schema.json"
 
@@ -206,3 +212,28 @@ def schema() -> dict[str, Any]:
 def schema_text() -> str:
     """Return the text of ``docs/schemas/pool_grid.schema.json``."""
     return json.dumps(schema(), indent=2) + "\n"
+
+
+def rollback(url: str, as_json: bool = False) -> int:
+    """Put the previous document of a running global router in force, print what changed, return the exit status."""
+    place = f"{url.rstrip('/')}/v1/config/rollback"
+    try:
+        answer = httpx.post(place, timeout=ROLLBACK_TIMEOUT_S, headers=api_key_headers())
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        _print(f"asking {place}: {error}; nothing is known to have changed", to_stderr=True)
+        return 1
+    if answer.status_code != 200:
+        words = refusal(answer.status_code, answer.content)
+        _print(f"asking {place}: status {answer.status_code}: {words}", to_stderr=True)
+        return 1
+    try:
+        done = msgspec.json.decode(answer.content, type=ReloadAnswer)
+    except (msgspec.MsgspecError, ValueError) as error:
+        _print(f"asking {place}: the answer is not a global router's: {error}", to_stderr=True)
+        return 1
+    if as_json:
+        print_json(done)
+        return 0
+    for line in (f"rolled back: revision {done.revision} is in force", *(f"  {change}" for change in done.changes)):
+        _print(line)
+    return 0

@@ -18,7 +18,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 from poolgrid.cli.greeting import greeting
-from poolgrid.cli.launch_plan import options_as_arguments
 from poolgrid.cli.local_pool import UpSettings, output_arguments
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
@@ -69,7 +68,7 @@ class LocalFleet:
         own = ("port", "select-port") if settings.on_nats else ("port", "select-port", "ingest-port")
         for _, pool in pools:
             ports = [f"--{name}={self._ports.hold()}" for name in own]
-            arguments = ["router", *ports, *settings.router_arguments(), *model, *common]
+            arguments = ["router", *ports, *model, *common, *settings.router_arguments()]
             if settings.on_nats:
                 arguments += self._event_plane(pool)
             if settings.data_dir is not None:
@@ -87,7 +86,7 @@ class LocalFleet:
         port = str(self._front.hold(settings.port))
         urls = [f"--pool-url={name}={router.ready_words[0]}" for name, router in self._routers.items()]
         arguments = ["global-router", "--config", str(self._path), "--host", settings.host, "--port", port, *urls]
-        arguments += [*model, *level, *settings.front_end_arguments(), *settings.public_arguments]
+        arguments += [*model, *level, *settings.key_arguments, *settings.options_of("global-router")]
         self._global_router = Part("global router", arguments, self._environment)
         await self._start_part(self._global_router)
         return self._global_router.ready_words[0]
@@ -95,7 +94,7 @@ class LocalFleet:
     def _plan_consolidators(self, pool: Pool, common: list[str]) -> None:
         settings = self._settings
         plane = self._event_plane(pool)
-        further = options_as_arguments(settings.consolidator_option)
+        further = settings.options_of("consolidator")
         for number in range(settings.consolidators):
             name = f"consolidator of {pool.name}" + (f", {number}" if settings.consolidators > 1 else "")
             self._consolidators.append(Part(name, ["consolidator", *plane, *common, *further], self._environment))
@@ -133,6 +132,7 @@ class LocalFleet:
             *("--max-sequence-length", str(simulate.max_sequence_length)),
             *output_arguments(self._settings, self._model),
             *("--drain-timeout-ms", "2000"),
+            *self._settings.options_of("worker", stage),
         ]
 
     async def _start_part(self, part: Part) -> None:

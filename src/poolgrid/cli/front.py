@@ -1,4 +1,4 @@
-"""`poolgrid up --front URL`: a pool in front of engine servers that run already.
+"""`poolgrid up --backend-url URL`: a pool in front of engine servers that run already.
 
 Rules
     1. Each server is asked what it is. They must serve one model with one block size; their kinds may differ.
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from poolgrid.cli.launch_plan import INGEST, PlannedWorker, options_as_arguments
+from poolgrid.cli.launch_plan import INGEST, PlannedWorker
 from poolgrid.cli.local_pool import REAL_START_TIMEOUT_S, UpSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import counted
@@ -69,7 +69,7 @@ def plan_front(settings: UpSettings) -> FrontPlan:
 
 async def ask_all(settings: UpSettings) -> list[FrontServer]:
     """Return what every server says, in the order in which they were given."""
-    wanted = [(url, role) for role, urls in settings.fronts().items() for url in urls]
+    wanted = [(url, role) for role, urls in settings.backends().items() for url in urls]
     timeout_s = settings.start_timeout_s or REAL_START_TIMEOUT_S
     facts = await asyncio.gather(*(_ask(url, settings, timeout_s) for url, _ in wanted))
     return [FrontServer(url, role, each) for (url, role), each in zip(wanted, facts, strict=True)]
@@ -80,23 +80,23 @@ async def _ask(url: str, settings: UpSettings, timeout_s: float) -> ServerFacts:
     try:
         client = ServerClient(url, SystemClock(), settings.engine_api_key)
     except ValueError as error:
-        raise FrontProblem(f"front: {error}") from None
+        raise FrontProblem(f"backend_url: {error}") from None
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
                     return await learn(client, server_kinds(), "", settings.served_model_name)
                 except KeyRefused as error:
-                    raise FrontProblem(f"front {url}: {error}") from None
+                    raise FrontProblem(f"backend_url {url}: {error}") from None
                 except (ServerError, DecodeError) as error:
                     if str(error) != said:
                         said = str(error)
                         log.warning("waiting for an engine server: %s", said)
                 await asyncio.sleep(ASK_AGAIN_S)
     except TimeoutError:
-        raise FrontProblem(f"front {url}: no answer within {timeout_s:.0f} s (start_timeout_s): {said}") from None
+        raise FrontProblem(f"backend_url {url}: no answer within {timeout_s:.0f} s (start_timeout_s): {said}") from None
     except ValueError as error:
-        raise FrontProblem(f"front {url}: {error}") from None
+        raise FrontProblem(f"backend_url {url}: {error}") from None
     finally:
         client.close()
 
@@ -104,13 +104,13 @@ async def _ask(url: str, settings: UpSettings, timeout_s: float) -> ServerFacts:
 def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan:
     """Return what to start in front of servers; raises ``FrontProblem`` where they cannot be one pool. Pure."""
     model = _the_same("model", {each.url: each.facts.model for each in servers}, "give served_model_name")
-    own = _option(settings.worker_option, "kv-block-size")
+    own = _option(settings.options_of("worker"), "kv-block-size")
     sizes = {each.url: own or each.facts.block_size for each in servers}
     unknown = [url for url, size in sizes.items() if size is None]
     if unknown:
         raise FrontProblem(
-            f"front {unknown[0]}: the server does not say how many tokens a KV block has: give --worker-option "
-            "kv-block-size=N"
+            f"backend_url {unknown[0]}: the server does not say how many tokens a KV block has: give --part-option "
+            "worker.kv-block-size=N"
         )
     block_size = _the_same(
         "block size", sizes, f"a router's index has one: start them with the same, {_sizing(servers)}"
@@ -145,9 +145,7 @@ def worker_arguments(settings: UpSettings, server: FrontServer, name: str) -> li
         *("worker", "--engine", server.facts.kind, "--worker-id", name, "--engine-url", server.url),
         *("--served-model-name", server.facts.model, "--role", server.role),
         *("--host", settings.host, "--consolidator", INGEST, *settings.log_choice.arguments),
-        *options_as_arguments(settings.worker_option),
-        *options_as_arguments(settings.prefill_option if server.role == "prefill" else ()),
-        *options_as_arguments(settings.decode_option if server.role == "decode" else ()),
+        *settings.options_of("worker", server.role),
     ]
 
 
@@ -163,7 +161,7 @@ def _the_same(what: str, said: Mapping[str, object], advice: str) -> str:
     values = {str(value) for value in said.values()}
     if len(values) > 1:
         listed = "; ".join(f"{url}: {value}" for url, value in said.items())
-        raise FrontProblem(f"front: the servers differ in their {what} ({listed}); {advice}")
+        raise FrontProblem(f"backend_url: the servers differ in their {what} ({listed}); {advice}")
     return values.pop()
 
 
@@ -183,6 +181,7 @@ def _tokenizer(settings: UpSettings, servers: Sequence[FrontServer]) -> Path:
             return path
     loaded = ", ".join(sorted({each.facts.model_path or "nothing that they name" for each in servers}))
     raise FrontProblem(
-        f"front: the router needs the model's tokenizer, and the servers loaded {loaded}, which is no directory of "
-        "this machine: give --model-path, a directory with config.json, tokenizer.json and tokenizer_config.json"
+        f"backend_url: the router needs the model's tokenizer, and the servers loaded {loaded}, which "
+        "is no directory of this machine: give --model-path, a directory with config.json, tokenizer.json and "
+        "tokenizer_config.json"
     )

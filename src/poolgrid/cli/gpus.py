@@ -108,8 +108,8 @@ def assign(needs: Sequence[Need], usable: Sequence[str]) -> dict[str, tuple[str,
         raise GpusMissing(
             f"{counted(wanted, 'GPU')} {'is' if wanted == 1 else 'are'} needed ({each_needs}) and {len(free)} "
             f"{'is' if len(free) == 1 else 'are'} free ({','.join(free) or 'none'}); fewer "
-            "workers, a smaller engine file, or GPUs named for several workers at once (--prefill-gpus 0 "
-            "--decode-gpus 0) need fewer"
+            "workers, a smaller engine file, or GPUs named for several workers at once (--gpus prefill=0 "
+            "--gpus decode=0) need fewer"
         )
     for need in wanting:
         assigned[need.worker], free = tuple(free[: need.count]), free[need.count :]

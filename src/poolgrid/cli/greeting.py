@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from poolgrid.cli.api_key import API_KEY_VARIABLE
+from poolgrid.cli.router_client import API_KEY_VARIABLE
 
 
 def program() -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, cast
 
-import typer
+import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -21,7 +21,6 @@ from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.process.nats_settings import SCHEMES
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.router.decision_journal.reader import decision_directories
-from poolgrid.tools.simulation.variant_plot import PlottingUnavailable
 
 STREAM_SCHEMES = tuple(f"{scheme}://" for scheme in SCHEMES)
 """How the name of a stream begins."""
@@ -37,22 +36,22 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
     try:
         yield
     except JournalCorrupt as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    except (NotKept, PlottingUnavailable) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        click.echo(str(error), err=True)
+        raise SystemExit(1) from None
+    except NotKept as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(1) from None
     except (UsageError, NotADirectoryError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        typer.echo(f"{what}: {text}", err=True)
-        raise typer.Exit(2) from None
+        click.echo(f"{what}: {text}", err=True)
+        raise SystemExit(2) from None
     except BrokenPipeError:
         # Whoever read our rows has seen enough; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
+        raise SystemExit(0) from None
     except OSError as error:
-        typer.echo(f"{what}: {error}", err=True)
-        raise typer.Exit(1) from None
+        click.echo(f"{what}: {error}", err=True)
+        raise SystemExit(1) from None
 
 
 class JournalFiles(ReadableDisk, Protocol):

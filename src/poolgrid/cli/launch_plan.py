@@ -3,7 +3,7 @@
 Rules
     1. A plan is made of settings, engine files and the names of GPUs, and of nothing else: the same on every machine.
     2. What a worker's engine would refuse is refused here, with the words of the worker.
-    3. Options of single workers (``--worker-option name=value``) are checked as the worker would check them, together
+    3. Further options (``--part-option worker.NAME=VALUE``) are checked as the worker would check them, together
        with the ``POOLGRID_*`` variables that it would read.
     4. With simulated engines the topology is the same: limits and block size come from the engine files, GPUs are not
        needed.

@@ -1,10 +1,12 @@
 """A whole pool on this machine: what `poolgrid up` takes, and the parts that it starts.
 
 Rules
+    0. An option that may differ by role is given as ``ROLE=VALUE`` or ``VALUE``; see ``by_role``.
     1. Parts start in the order consolidator, router, workers.
     2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.restart_pace``): its
-       ports are held for it (``transport.bound_socket``), and the others go on. Only a part that does not start the
-       first time ends everything, and one that has died more than ``restarts_max`` times in a row.
+       ports are held for it (``transport.bound_socket``), and the others go on. Only a part that does not start
+       the first time ends everything, and a worker with
+       a real engine that has died more than ``REAL_RESTARTS_MAX`` times in a row.
     4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
        counted, compared with what is there and assigned. The pool is ready once requests have gone through all of it.
     3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
@@ -23,7 +25,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from poolgrid.cli.api_key import api_key_headers, key_hint
+from poolgrid.cli.command_line import FORMAT_HELP, LEVEL_HELP, LogChoice
 from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import (
     ANY,
@@ -36,10 +38,10 @@ from poolgrid.cli.launch_plan import (
     plan_real,
     simulated_limits,
 )
-from poolgrid.cli.log_options import FORMAT_HELP, LEVEL_HELP, LogChoice
 from poolgrid.cli.options import arguments_of, environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
+from poolgrid.cli.router_client import api_key_headers, key_hint
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process.figures import counted
@@ -47,7 +49,6 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
-from poolgrid.workers.engines.simulated.core.answer_lengths import MEAN_DEFAULT, STDDEV_DEFAULT, TOKENS_MAX
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -73,20 +74,26 @@ REAL_STOP_TIMEOUT_S = 60.0
 REAL_RESTARTS_MAX = 3
 """An engine that dies at once dies again: each start loads the model, and hides the first cause in its log."""
 
-_OF_SIMULATED = (
-    "speedup",
-    "timing",
-    "blocks_per_worker",
-    "max_sequence_length",
-    "output_tokens_mean",
-    "output_tokens_stddev",
-    "pools",
-)
+ROLES = ("worker", "prefill", "decode", "encode")
+"""Words for the roles of workers in options; ``worker`` does the whole of a request."""
+
+PARTS = ("router", "global-router", "consolidator", *ROLES)
+"""What ``part_option`` names."""
+
+_OF_SIMULATED = ("speedup", "timing", "pools")
 _OF_OWN_WORKERS = (
-    *("engine", "workers", "prefill", "decode", "encode", "modality", "pools", "dry_run", "block_size"),
-    *("engine_args", "prefill_engine_args", "decode_engine_args", "encode_engine_args", "encode_option"),
+    *("engine", "workers", "prefill", "decode", "encode", "modality", "pools", "dry_run", "block_size", "engine_args"),
 )
-_OF_REAL = ("gpus", "worker_gpus", "prefill_gpus", "decode_gpus", "encode_gpus")
+
+
+def by_role(values: Sequence[str]) -> dict[str, list[str]]:
+    """Return values of a repeatable option by role; those without one are of ``""``."""
+    found: dict[str, list[str]] = {}
+    for value in values:
+        role, equals, rest = value.partition("=")
+        of, meant = (role, rest) if equals and role in ROLES else ("", value)
+        found.setdefault(of, []).append(meant)
+    return found
 
 
 class UpSettings(EventPlaneSettings):
@@ -98,17 +105,12 @@ class UpSettings(EventPlaneSettings):
         "simulated, the same topology without them.",
     )
 
-    front: tuple[Option, ...] = Field(
+    backend_url: tuple[Option, ...] = Field(
         (),
         max_length=256,
-        description="URL of an engine's own server that runs already, as http://gpu1:8000; may be repeated. Which "
-        "engine it is, its model and its block size are asked of it; a worker goes in front of each.",
-    )
-    front_prefill: tuple[Option, ...] = Field(
-        (), max_length=256, description="The same for servers that compute prompts for those of front_decode."
-    )
-    front_decode: tuple[Option, ...] = Field(
-        (), max_length=256, description="The same for servers that go on where those of front_prefill end."
+        description="URL of an engine's own server that runs already, as http://gpu1:8000, or prefill=URL and "
+        "decode=URL for disaggregated servers; repeat for more. Its engine, model and block size are asked of it; a "
+        "worker is started in front of each.",
     )
     engine_api_key: str = Field(
         "", max_length=4096, description="API key that these servers ask for; better given in the environment."
@@ -161,33 +163,8 @@ class UpSettings(EventPlaneSettings):
         "--pools, only the global router listens at --host then, and everything behind it on loopback.",
     )
     policy: str = Field("kv", description="How a worker is chosen; see poolgrid router --help.")
-    retention: Literal["off", "learned"] = Field(
-        "off", description="What engines are told of how long blocks should stay; see poolgrid router --help."
-    )
     model_path: Path = Field(TINY_MODEL_PATH, description="Hugging Face style model directory (no weights needed).")
     block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
-    blocks_per_worker: int = Field(16_384, ge=16, le=1_048_576, description="KV blocks of each worker.")
-    max_sequence_length: int = Field(
-        131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request."
-    )
-    output_tokens_mean: float = Field(
-        MEAN_DEFAULT,
-        ge=0.0,
-        le=TOKENS_MAX,
-        description="Mean length of answers that end by themselves, in tokens; 0 = none does. See poolgrid worker "
-        "--help.",
-    )
-    output_tokens_stddev: float = Field(
-        STDDEV_DEFAULT, ge=0.0, le=TOKENS_MAX, description="Standard deviation of these lengths."
-    )
-    queue_limit: int = Field(
-        1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; with --pools, for a pool with room."
-    )
-    isolate_tenants: bool = Field(
-        False,
-        description="Clients share cached work only where they send the same cache_salt; see poolgrid router --help.",
-    )
-    access_log: bool = Field(False, description="Log a line for each request when it ends; see poolgrid router --help.")
     log_level: str = Field("warning", description=LEVEL_HELP)
     log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
     served_model_name: str = Field(
@@ -196,38 +173,24 @@ class UpSettings(EventPlaneSettings):
     modality: Literal["text", "multimodal"] | None = Field(
         None, description="What requests hold besides text; by default multimodal with encode workers, else text."
     )
-    engine_args: Path | None = Field(
-        None, description="YAML file of engine arguments for workers that do the whole of a request."
+    engine_args: tuple[Option, ...] = Field(
+        (),
+        max_length=8,
+        description="YAML file of engine arguments, or ROLE=FILE for workers of the role prefill, decode or encode; "
+        "repeat for more roles.",
     )
-    prefill_engine_args: Path | None = Field(None, description="The same for prefill workers.")
-    decode_engine_args: Path | None = Field(None, description="The same for decode workers.")
-    encode_engine_args: Path | None = Field(None, description="The same for encode workers.")
-    router_option: tuple[Option, ...] = Field(
-        (), max_length=64, description="Further option of the router, as name=value or name; may be repeated."
+    part_option: tuple[Option, ...] = Field(
+        (),
+        max_length=256,
+        description="Further option of a part, as PART.NAME=VALUE or PART.NAME, such as router.queue-limit=64; parts "
+        f"are {', '.join(PARTS)}, and worker stands for workers of every role. Repeat for more.",
     )
-    consolidator_option: tuple[Option, ...] = Field(
-        (), max_length=64, description="Further option of the consolidators, as name=value or name; may be repeated."
+    gpus: tuple[Option, ...] = Field(
+        (),
+        max_length=8,
+        description="GPUs that workers may get, by number or UUID (0,1,2,3); by default CUDA_VISIBLE_DEVICES, else "
+        "all. ROLE=GPUS names those of the workers of a role, in their order; all share a list for one.",
     )
-    worker_option: tuple[Option, ...] = Field(
-        (), max_length=64, description="Further option of every worker (poolgrid worker --help); may be repeated."
-    )
-    prefill_option: tuple[Option, ...] = Field((), max_length=64, description="The same for prefill workers.")
-    decode_option: tuple[Option, ...] = Field((), max_length=64, description="The same for decode workers.")
-    encode_option: tuple[Option, ...] = Field((), max_length=64, description="The same for encode workers.")
-    gpus: str = Field(
-        "",
-        max_length=4096,
-        description="GPUs that workers may get, by number or UUID (0,1,2,3); empty = CUDA_VISIBLE_DEVICES, else all.",
-    )
-    worker_gpus: str = Field(
-        "",
-        max_length=4096,
-        description="GPUs of the workers that do the whole of a request, in their order; a list that is long enough "
-        "for one only is shared by all. Empty = any that are free.",
-    )
-    prefill_gpus: str = Field("", max_length=4096, description="The same for prefill workers.")
-    decode_gpus: str = Field("", max_length=4096, description="The same for decode workers.")
-    encode_gpus: str = Field("", max_length=4096, description="The same for encode workers.")
     dry_run: bool = Field(
         False,
         description="Print every process, its GPUs, port and command, and whether the GPUs are there; start none.",
@@ -237,23 +200,8 @@ class UpSettings(EventPlaneSettings):
         description="Directory of the workers' logs, a file each; by default poolgrid-logs with a real engine, and "
         "standard error with the simulated one.",
     )
-    restarts_max: int | None = Field(
-        None,
-        ge=0,
-        le=1_000_000,
-        description="Deaths of a worker in a row after which everything ends with status 1; by default 3 with a real "
-        "engine, and no bound with the simulated one.",
-    )
     start_timeout_s: float | None = Field(
         None, gt=0, le=86_400, description="How long a worker may take to be ready; by default 60, or 1800 with trtllm."
-    )
-    stop_timeout_s: float | None = Field(
-        None, gt=0, le=86_400, description="How long a worker may take to end; by default 10, or 60 with trtllm."
-    )
-    warm_up: bool | None = Field(
-        None,
-        description="Send requests through every kind of worker before the pool is called ready; by default with a "
-        "real engine.",
     )
 
     @model_validator(mode="after")
@@ -270,9 +218,10 @@ class UpSettings(EventPlaneSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.has_fronts:
+        self._check_roles()
+        if self.backend_url:
             return self._check_front()
-        wrong = _OF_SIMULATED if self.real else _OF_REAL
+        wrong = _OF_SIMULATED if self.real else ("gpus",)
         for name in wrong:
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 other = "simulated" if self.real else "trtllm"
@@ -291,29 +240,43 @@ class UpSettings(EventPlaneSettings):
 
     def _check_front(self) -> Self:
         """Refuse what says of workers what servers that run already have settled."""
-        for name in (*_OF_SIMULATED, *_OF_REAL, *_OF_OWN_WORKERS):
+        for name in (*_OF_SIMULATED, "gpus", *_OF_OWN_WORKERS):
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r} with front: the servers run already, and have theirs"
+                    f"{name} is {getattr(self, name)!r} with backend_url: the servers run already, and have theirs"
                 )
-        if self.front_prefill and not self.front_decode:
-            raise ValueError("front_prefill is given without front_decode: what is computed there goes on nowhere")
+        given = self.backends()
+        if given["prefill"] and not given["decode"]:
+            raise ValueError("backend_url names prefill servers and no decode=URL to continue their requests")
         return self
 
-    @property
-    def has_fronts(self) -> bool:
-        return bool(self.front or self.front_prefill or self.front_decode)
+    def _check_roles(self) -> None:
+        for option in self.part_option:
+            if option.removeprefix("--").partition(".")[0] not in PARTS:
+                raise ValueError(f"part_option is {option!r}, allowed are PART.NAME=VALUE; parts: {', '.join(PARTS)}")
+        for name in ("engine_args", "gpus"):
+            for role, values in by_role(getattr(self, name)).items():
+                if len(values) > 1:
+                    raise ValueError(
+                        f"{name} is given {len(values)} times for {role or 'no role'}: give ROLE=VALUE, once for each"
+                    )
+        if "encode" in by_role(self.backend_url):
+            raise ValueError("backend_url has encode=URL: servers in front of others are prefill and decode")
 
-    def fronts(self) -> dict[str, tuple[str, ...]]:
-        return {"aggregated": self.front, "prefill": self.front_prefill, "decode": self.front_decode}
+    def backends(self) -> dict[str, list[str]]:
+        """Return the URLs of servers that run already, by the role of their worker."""
+        given = by_role(self.backend_url)
+        whole = [*given.get("", ()), *given.get("worker", ())]
+        return {"aggregated": whole, "prefill": given.get("prefill", []), "decode": given.get("decode", [])}
+
+    def options_of(self, *parts: str) -> list[str]:
+        """Return the further options of parts as arguments; raises ``OptionProblem``."""
+        found = (option.removeprefix("--").partition(".") for option in self.part_option)
+        return options_as_arguments([option for part, _, option in found if part in parts])
 
     @property
     def real(self) -> bool:
         return self.engine != "simulated"
-
-    @property
-    def warms_up(self) -> bool:
-        return self.real if self.warm_up is None else self.warm_up
 
     @property
     def model_name(self) -> str:
@@ -328,23 +291,25 @@ class UpSettings(EventPlaneSettings):
     def groups(self) -> list[Group]:
         """Return the workers by kind, in the order in which they get GPUs."""
         names = self.workers_by_name()
-        kinds = (
-            ("aggregated", "prefill_and_decode", self.engine_args, (), self.worker_gpus),
-            ("prefill", "prefill", self.prefill_engine_args, self.prefill_option, self.prefill_gpus),
-            ("decode", "decode", self.decode_engine_args, self.decode_option, self.decode_gpus),
-            ("encode", "encode", self.encode_engine_args, self.encode_option, self.encode_gpus),
-        )
+        engine_args, gpus = by_role(self.engine_args), by_role(self.gpus)
+        engine_args["worker"] = engine_args.get("worker") or engine_args.get("", [])
+        kinds = {"aggregated": "worker", "prefill": "prefill", "decode": "decode", "encode": "encode"}
         return [
             Group(
                 tuple(name for name, each in names.items() if each == role),
-                mode,
-                engine_args,
-                (*self.worker_option, *options),
-                gpus,
+                "prefill_and_decode" if role == "aggregated" else role,
+                Path(engine_args[word][0]) if engine_args.get(word) else None,
+                tuple(self.options_of("worker", word)),
+                ",".join(gpus.get(word, ())),
             )
-            for role, mode, engine_args, options, gpus in kinds
+            for role, word in kinds.items()
             if role in names.values()
         ]
+
+    @property
+    def usable_gpus(self) -> str:
+        """Return the GPUs that workers may get, as the option names them."""
+        return ",".join(by_role(self.gpus).get("", ()))
 
     @property
     def log_choice(self) -> LogChoice:
@@ -353,14 +318,8 @@ class UpSettings(EventPlaneSettings):
     def router_arguments(self) -> list[str]:
         """Return what a pool's router is told of choosing workers, and of clients."""
         file = [] if self.settings_file is None else ["--settings-file", str(self.settings_file)]
-        retention = [] if self.retention == "off" else ["--retention", self.retention]
         policy = self._unless_from_file("policy", "--policy", self.policy)
-        return [*file, *policy, *retention, *self.front_end_arguments()]
-
-    def front_end_arguments(self) -> list[str]:
-        """Return what routers of both kinds are told of clients."""
-        isolation = ["--isolate-tenants"] if self.isolate_tenants else []
-        return [*self._unless_from_file("queue_limit", "--queue-limit", str(self.queue_limit)), *isolation]
+        return [*file, *policy, *self.options_of("router")]
 
     def _unless_from_file(self, name: str, option: str, value: str) -> list[str]:
         """Return an option, which would win over the settings file; so nothing that nobody asked for."""
@@ -368,10 +327,9 @@ class UpSettings(EventPlaneSettings):
         return [] if left_to_file else [option, value]
 
     @property
-    def public_arguments(self) -> list[str]:
-        """Return what the router is told that clients come to, beyond ``front_end_arguments``."""
-        keys = [] if self.api_keys is None else ["--api-keys", str(self.api_keys)]
-        return [*keys, *(["--access-log"] if self.access_log else [])]
+    def key_arguments(self) -> list[str]:
+        """Return what the router that clients use is told of API keys."""
+        return [] if self.api_keys is None else ["--api-keys", str(self.api_keys)]
 
     def event_plane_arguments(self, pool: str = "") -> list[str]:
         """Return what every part is told of the event plane; nothing when the journal is the consolidator's own.
@@ -417,7 +375,7 @@ def plan(
         }
         if "block_size" in settings.model_fields_set:
             common["kv-block-size"] = str(settings.block_size)
-        planned = plan_real(settings.engine, settings.groups(), common, usable(settings.gpus), os.environ)
+        planned = plan_real(settings.engine, settings.groups(), common, usable(settings.usable_gpus), os.environ)
         return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
     assert model is not None, "simulated workers have a model's vocabulary"
     roles = settings.workers_by_name()
@@ -446,13 +404,12 @@ def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, rol
         ),
         *("--modality", "multimodal" if settings.multimodal else "text"),
         *("--consolidator", INGEST, "--timing", settings.timing, "--speedup", str(settings.speedup)),
-        *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
-        *("--max-sequence-length", str(settings.max_sequence_length)),
+        *("--block-size", str(settings.block_size)),
         *output_arguments(settings, model),
         *("--drain-timeout-ms", "2000", *settings.log_choice.arguments),
         # What the command line says last wins.
         *([] if group.engine_args is None else simulated_limits(group.engine_args)),
-        *options_as_arguments(group.options),
+        *group.options,
     ]
 
 
@@ -496,8 +453,7 @@ class LocalPool:
             data_dir = ["--data-dir", str(self._data_dir)]
             planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
             arguments = ["consolidator", "--host", settings.host, *data_dir, *planes, *common]
-            further = options_as_arguments(settings.consolidator_option)
-            only = await self._start_part("consolidator", [*arguments, *further])
+            only = await self._start_part("consolidator", [*arguments, *settings.options_of("consolidator")])
             self._ingest = only.word("ingest")
             follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
         port = self._ports.hold(settings.port)
@@ -514,7 +470,7 @@ class LocalPool:
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
         await until_workers_are_ready(self._router.word("select"), len(self._planned), START_TIMEOUT_S)
-        if settings.warms_up:
+        if settings.real:
             await warm_up(url, settings)
         return url
 
@@ -532,7 +488,7 @@ class LocalPool:
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
         settings = self._settings
-        apart = settings.prefill or settings.front_prefill
+        apart = settings.prefill or settings.backends()["prefill"]
         shown = ": one worker computed the prompt, another one goes on" if apart else ""
         return greeting(self._what, url, settings.model_name, settings.api_keys is not None, shown)
 
@@ -546,10 +502,10 @@ class LocalPool:
             planned.name,
             pushing(settings, planned.arguments, self._ingest),
             {**self._environment, **planned.environment()},
-            settings.stop_timeout_s or (REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S),
+            REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S,
             settings.start_timeout_s or (REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
             None if log_dir is None else log_dir / f"{planned.name}.log",
-            REAL_RESTARTS_MAX if settings.restarts_max is None and real else settings.restarts_max,
+            REAL_RESTARTS_MAX if real else None,
         )
         self._workers.append(part)
         await part.start()
@@ -561,7 +517,7 @@ class LocalPool:
         settings = self._settings
         name = "consolidator" if settings.consolidators == 1 else f"consolidator-{number}"
         arguments = ["consolidator", "--host", settings.host, *settings.event_plane_arguments()]
-        further = options_as_arguments(settings.consolidator_option)
+        further = settings.options_of("consolidator")
         await self._start_part(name, [*arguments, *settings.log_choice.arguments, *further])
 
     async def _start_part(self, name: str, arguments: list[str]) -> Part:
@@ -585,10 +541,10 @@ def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[
     """Return the command of the router, but for where the consolidator is."""
     named = ["--model-name", settings.served_model_name] if settings.served_model_name else []
     return [
-        *("router", "--host", settings.host, "--port", port, *settings.router_arguments()),
+        *("router", "--host", settings.host, "--port", port),
         *("--select-port", select_port, "--model-path", str(settings.model_path), *named),
-        *settings.public_arguments,
-        *options_as_arguments(settings.router_option),
+        *settings.key_arguments,
+        *settings.router_arguments(),
     ]
 
 
@@ -613,8 +569,7 @@ def planned_parts(settings: UpSettings, workers: Sequence[PlannedWorker]) -> lis
     follow = ["--feed-endpoint", feed, "--query-endpoint", query]
     if settings.on_nats:
         planes = follow = settings.event_plane_arguments()
-    further = options_as_arguments(settings.consolidator_option)
-    consolidator = (ANY, ["consolidator", "--host", settings.host, *planes, *further])
+    consolidator = (ANY, ["consolidator", "--host", settings.host, *planes, *settings.options_of("consolidator")])
     names = ["consolidator"]
     if settings.consolidators > 1:
         names = [f"consolidator-{number}" for number in range(settings.consolidators)]
@@ -658,6 +613,4 @@ def output_arguments(settings: UpSettings, model: PromptModel) -> list[str]:
     return [
         *("--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first), *end),
         *("--tokenizer-path", str(settings.model_path)),
-        *("--output-tokens-mean", str(settings.output_tokens_mean)),
-        *("--output-tokens-stddev", str(settings.output_tokens_stddev)),
     ]

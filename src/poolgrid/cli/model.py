@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import msgspec
-import typer
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -22,7 +22,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from poolgrid.cli.json_output import print_json
+from poolgrid.cli.command_line import print_json
 from poolgrid.process.figures import counted, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.workers.model_cache.cache import Manifest, ModelCache, ModelCacheError, default_directory
@@ -64,12 +64,12 @@ def fetch(
         with _ended_at_once(), _lines() if progress_lines else _bars(name) as report:
             manifest = ModelFetch(cache, found, name, report, wait_s, size_max, exclude, check).run()
     except ModelCacheError as error:
-        typer.echo(str(error), err=True)
+        click.echo(str(error), err=True)
         return 1
     if as_json:
         print_json({"path": str(path), **_row(manifest)})
     else:
-        typer.echo(str(path))
+        click.echo(str(path))
     return 0
 
 
@@ -92,16 +92,16 @@ def verify(names: list[str], cache_dir: Path | None, as_json: bool) -> int:
             if as_json:
                 continue
             for each in wrong:
-                typer.echo(f"{cache.path(name) / each.path}: {each.problem}", err=True)
+                click.echo(f"{cache.path(name) / each.path}: {each.problem}", err=True)
             if not wrong:
-                typer.echo(f"{name}: {counted(len(manifest.files), 'file')} as fetched, {size(manifest.total_bytes)}")
+                click.echo(f"{name}: {counted(len(manifest.files), 'file')} as fetched, {size(manifest.total_bytes)}")
     except ModelCacheError as error:
-        typer.echo(str(error), err=True)
+        click.echo(str(error), err=True)
         return 1
     if as_json:
         print_json(rows)
     elif not rows:
-        typer.echo(f"{cache.directory} has no model", err=True)
+        click.echo(f"{cache.directory} has no model", err=True)
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
@@ -116,7 +116,7 @@ def show(cache_dir: Path | None, as_json: bool) -> int:
                 whole.append(manifest)
         partials = cache.partials()
     except ModelCacheError as error:
-        typer.echo(str(error), err=True)
+        click.echo(str(error), err=True)
         return 1
     if as_json:
         print_json(
@@ -144,7 +144,7 @@ def show(cache_dir: Path | None, as_json: bool) -> int:
     if table.rows:
         terminal().print(table)
     else:
-        typer.echo(f"{cache.directory} has no model", err=True)
+        click.echo(f"{cache.directory} has no model", err=True)
     return 0
 
 
@@ -224,10 +224,10 @@ def _piped(name: str) -> Report:
         if phase != last[0]:
             last = (phase, now_s)
             if total:
-                typer.echo(f"{name}: {PHASES[phase]}, {size(total)}", err=True)
+                click.echo(f"{name}: {PHASES[phase]}, {size(total)}", err=True)
         elif now_s - last[1] >= PIPED_LINE_S:
             last = (phase, now_s)
             share = percent(done / total if total else None)
-            typer.echo(f"{name}: {PHASES[phase]}, {size(done)} of {size(total)} ({share})", err=True)
+            click.echo(f"{name}: {PHASES[phase]}, {size(done)} of {size(total)} ({share})", err=True)
 
     return report

@@ -7,9 +7,9 @@ import os
 import sys
 from typing import TypeGuard
 
-import typer
+import click
 
-from poolgrid.cli.log_options import LogChoice
+from poolgrid.cli.command_line import LogChoice
 from poolgrid.cli.service_process import run_service
 from poolgrid.workers.core.rank_place import RankPlace, place_of, words_for_launcher
 from poolgrid.workers.engines.definition import EngineSpan
@@ -31,8 +31,8 @@ def keep(settings: WorkerProcessSettings, log_choice: LogChoice) -> None:
         place = place_of(os.environ)
         endpoint = _leader(place, span)
     except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        click.echo(str(error), err=True)
+        raise SystemExit(2) from None
     task = RankTask(place.group, sys.argv[1:])
     environment = {**os.environ, **words_for_launcher(place, os.environ), TASK_VARIABLE: written(task)}
 

@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from poolgrid.cli.command_line import LogChoice
 from poolgrid.cli.http_group import admin_port, member, run_group, start_members
-from poolgrid.cli.log_options import LogChoice
 from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import Part, part_environment, stop_parts
 from poolgrid.consolidator.settings import ConsolidatorSettings

@@ -15,14 +15,14 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 
-import typer
+import click
 from prometheus_client import disable_created_metrics
 
-from poolgrid.cli.log_options import LogChoice
+from poolgrid.cli.command_line import LogChoice
 from poolgrid.process import allocation, garbage, lifecycle
 from poolgrid.process.log_lines import Field
-from poolgrid.process.option_error import OptionError
 from poolgrid.process.service_manager import ServiceManager, service_manager
+from poolgrid.process.settings import OptionError
 from poolgrid.process.tasks import detached
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ def run_service(
     try:
         chosen.configure(name, fields)
     except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        click.echo(str(error), err=True)
+        raise SystemExit(2) from None
     allocation.return_large_blocks()
     sys.setswitchinterval(THREAD_SWITCH_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nothing reads
@@ -79,7 +79,7 @@ def run_service(
         for line in str(error).splitlines() or [type(error).__name__]:
             log.error("%s", line)
         log.debug("where it happened", exc_info=True)
-        raise typer.Exit(2 if isinstance(error, OptionError) else 1) from None
+        raise SystemExit(2 if isinstance(error, OptionError) else 1) from None
 
 
 async def _managed(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from poolgrid.cli.json_output import print_json
+from poolgrid.cli.command_line import print_json
 from poolgrid.cli.launch_plan import show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, planned_parts
 from poolgrid.cli.part import PartFailed
@@ -33,7 +33,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         return 2
     try:
         settings.log_choice.configure("up")
-        if settings.has_fronts:
+        if settings.backend_url:
             return run_front(settings)
         # A plan with a real engine needs no model: it may be on another machine.
         model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path)

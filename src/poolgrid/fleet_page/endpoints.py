@@ -8,14 +8,17 @@ The page asks for it and sends it as a header; it is never part of an address.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import AsyncExitStack
-from typing import Annotated, Any
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
-from fastapi import FastAPI, Header, Path, Query, Request, Response
+from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi import Path as PathParameter
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.fleet_page.assets import HEADERS, INDEX, asset
 from poolgrid.fleet_page.hub import FleetHub
 from poolgrid.fleet_page.ports import FleetSource
 from poolgrid.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
@@ -24,6 +27,67 @@ from poolgrid.frontend.errors import RequestError, invalid
 from poolgrid.frontend.openapi import error_answers
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, detached, unless
+
+DIRECTORY = Path(__file__).parent / "static"
+
+INDEX = "index.html"
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""What may lie in the directory; anything else there is not served."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
+)
+"""Scripts and styles come from files of this directory alone, nothing is sent anywhere else, and no text becomes
+markup: names of workers and requests are others' words."""
+
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-cache",
+}
+"""``no-cache`` lets a browser keep a file and ask each time whether it still holds: an upgrade is seen at once."""
+
+
+class Asset(NamedTuple):
+    """One file."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """Return the files by name; read on the first call."""
+    found: dict[str, Asset] = {}
+    for path in sorted(DIRECTORY.iterdir()):
+        content_type = TYPES.get(path.suffix)
+        if content_type is not None:
+            body = path.read_bytes()
+            found[path.name] = Asset(body, content_type, f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
+    return found
+
+
+def asset(name: str) -> Asset:
+    """Return a file of the page; raises ``RequestError`` 404."""
+    found = assets().get(name)
+    if found is None:
+        raise RequestError(404, "not_found", f"the fleet page has no file {name[:80]!r}; it begins at /ui")
+    return found
+
 
 STREAM_PATH = "/v1/fleet/stream"
 REQUEST_PATH = "/v1/fleet/requests/{request_id}"
@@ -125,7 +189,7 @@ def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:
         return EventStream(hub, last_event_id)
 
     @app.get(REQUEST_PATH, tags=["fleet page"], responses=error_answers(_NOT_KEPT))
-    async def one_request(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
+    async def one_request(request_id: Annotated[str, PathParameter(max_length=256)]) -> dict[str, Any]:
         """Explain one request as `/v1/decisions/{request_id}` does, and say when each of its legs did what."""
         found = await source.request(request_id)
         if found is None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.process.interpreter_lock import breathe
+from poolgrid.process.tasks import breathe
 
 SHORT_BYTES = 64 * 1024
 """Bodies up to here are parsed as they are: at worst in 4 ms."""

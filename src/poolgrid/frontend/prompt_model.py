@@ -28,7 +28,7 @@ from poolgrid.frontend.detokenization import (
 )
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
 from poolgrid.inference.cache_domain import CacheDomain
-from poolgrid.process.option_error import OptionError
+from poolgrid.process.settings import OptionError
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 
 log: Final = logging.getLogger(__name__)

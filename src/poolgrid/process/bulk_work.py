@@ -26,6 +26,17 @@ SLICE_MS = 1.0
 """As long as slices are; a token comes every 5 to 30 milliseconds from an engine."""
 
 
+MESSAGES_PER_TURN = 64
+"""Messages handed over before the loop gets its turn again: a flood of one server costs others some milliseconds."""
+
+TURN_S = 0.001
+"""Time after which the loop gets its turn, however few messages that were: a frame of a worker may hold the tokens of
+hundreds of requests."""
+
+WITHOUT_A_CLOCK = 2
+"""So few messages are handed over without asking for the time; mostly there are no more."""
+
+
 class BulkWork:
     """The turns of one event loop, for all that can wait."""
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from poolgrid import __version__
 from poolgrid.process.instruments import Counter, Gauge
-from poolgrid.process.loop_faults import LoopFaults
+from poolgrid.process.lifecycle import LoopFaults
 
 
 class LoopMetrics:

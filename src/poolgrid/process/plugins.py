@@ -1,10 +1,15 @@
-"""Plug-ins: parts of the product that the core does not import and finds by their entry points."""
+"""Plug-ins: parts of the product that the core does not import; by entry points, or folders that may be absent."""
 
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
+
+from poolgrid.process.settings import OptionError
 
 EVENT_PLANES = "poolgrid.event_planes"
 DISCOVERY = "poolgrid.discovery"
@@ -21,6 +26,21 @@ def load_plugin(group: str, name: str) -> Any:
             raise ValueError(f"loading the plug-in {name!r} of {group}: {error}") from error
     installed = ", ".join(plugin_names(group)) or "none"
     raise ValueError(f"loading the plug-in {name!r} of {group}: it is not installed; installed: {installed}")
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module is there; nothing of it is run but the packages that it is in."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def plugin(module: str, what: str) -> ModuleType:
+    """Return a module; raises ``OptionError`` that begins with ``what`` (an option and its value) when it is absent."""
+    if not is_installed(module):
+        raise OptionError(f"{what}: not installed (there is no {module})")
+    return import_module(module)
 
 
 @cache

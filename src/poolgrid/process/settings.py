@@ -24,6 +24,10 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
+class OptionError(ValueError):
+    """The message begins with an option and its value, which cannot be used; the process ends with status 2."""
+
+
 def _check_endpoint(endpoint: str) -> str:
     problem = zmq_endpoint_problem(endpoint, local=True)
     if problem is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
@@ -160,3 +161,18 @@ def _is_asked_to_end() -> bool:
     task = asyncio.current_task()
     assert task is not None, "supervision runs in a task"
     return task.cancelling() > 0
+
+
+BREATH_S = 0.0001
+"""How long a thread stands back. Shorter, and it would have the lock again before a waiting thread was awake."""
+
+_NEVER = threading.Event()
+
+
+def breathe() -> None:
+    """Let other threads run Python; for threads other than the event loop's.
+
+    A thread that computes for long keeps the interpreter's lock for a switch interval each time the event loop has
+    let go of it, which the loop does a dozen times for a short request.
+    """
+    _NEVER.wait(BREATH_S)

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.fleet_page.endpoints import open_fleet_page
-from poolgrid.fleet_page.ports import FleetSource
-from poolgrid.fleet_page.served_seconds import ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
 from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
@@ -178,12 +175,6 @@ class RouterProcess:
             has_keys=self.frontend.api_keys is not None,
             place=self.place,
         )
-
-    def open_page(self, app: Application, source: Callable[[ServedSeconds], FleetSource]) -> None:
-        """Add the fleet page, if it is on; after the server: its streams end before the server waits."""
-        if self.frontend.fleet_page:
-            served = open_served_seconds(self.opened, app.served, self.clock)
-            open_fleet_page(self.opened, app, source(served), self.clock)
 
     async def serve_requests(self, app: Application, service: Service, stop: asyncio.Event) -> None:
         """Make ready for the models that are served, and wait for the first shares of limits."""

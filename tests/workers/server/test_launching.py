@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.workers.engines.registry import engine_definition

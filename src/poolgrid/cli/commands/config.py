@@ -3,89 +3,77 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from poolgrid.cli.api_key import KEY_NOTE
-from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.json_output import AsJson
+from poolgrid.cli.command_line import Group, as_json, router_url
+from poolgrid.cli.router_client import KEY_NOTE
 
-app = CommandLine(help="Check, draw, convert and build pool-grid documents.", no_args_is_help=True)
-
-Document = Annotated[Path, typer.Argument(help="Pool-grid document (JSON), in poolgrid's or Dynamo's form.")]
+PATH = click.Path(path_type=Path)
 
 
-@app.command()
-def check(
-    files: Annotated[list[Path], typer.Argument(help="Pool-grid documents (JSON), in poolgrid's or Dynamo's form.")],
-    as_json: AsJson = False,
-) -> None:
+@click.group(cls=Group)
+def config() -> None:
+    """Check, draw, convert and build pool-grid documents."""
+
+
+@config.command()
+@click.argument("files", nargs=-1, required=True, type=PATH, help="Pool-grid documents, in our form or Dynamo's.")
+@as_json
+def check(files: tuple[Path, ...], as_json: bool) -> None:
     """Find every problem of documents at once, one a line: `JSON-path: problem`. Status 1 when there is any."""
     from poolgrid.cli.config import check as run
 
-    raise typer.Exit(run(files, as_json))
+    raise SystemExit(run(files, as_json))
 
 
-@app.command()
-def show(
-    file: Document,
-    as_json: AsJson = False,
-) -> None:
+@config.command()
+@click.argument("file", type=PATH, help="Pool-grid document (JSON), in poolgrid's or Dynamo's form.")
+@as_json
+def show(file: Path, as_json: bool) -> None:
     """Draw each grid as a heat map: which pool serves which cell."""
     from poolgrid.cli.config import show as run
 
-    raise typer.Exit(run(file, as_json))
+    raise SystemExit(run(file, as_json))
 
 
-@app.command()
-def convert(
-    file: Annotated[Path, typer.Argument(help="Pool grid in Dynamo's form (JSON), or a DynamoGraphDeployment (YAML).")],
-    out: Annotated[Path | None, typer.Option(help="Write here instead of to standard output.")] = None,
-) -> None:
+@config.command()
+@click.argument("file", type=PATH, help="Pool grid in Dynamo's form (JSON), or a DynamoGraphDeployment (YAML).")
+@click.option("--out", type=PATH, help="Write here instead of to standard output.")
+def convert(file: Path, out: Path | None) -> None:
     """Rewrite a grid of Dynamo's form into poolgrid's, or a DynamoGraphDeployment into values of the Helm chart."""
     from poolgrid.cli.config import convert as run
 
-    raise typer.Exit(run(file, out))
+    raise SystemExit(run(file, out))
 
 
-@app.command()
-def build(
-    profiles: Annotated[
-        Path, typer.Argument(help="Pool profiles: TTFT by ISL and load, ITL by context and load, cost.")
-    ],
-    out: Annotated[Path, typer.Option(help="Document to write.")],
-    strict: Annotated[
-        bool, typer.Option("--strict", help="A cell stands for its longest length and tightest target, not its middle.")
-    ] = False,
-    evidence: Annotated[
-        Path | None, typer.Option(help="Where the evidence goes (default: beside the document).")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@config.command()
+@click.argument("profiles", type=PATH, help="Pool profiles: TTFT by ISL and load, ITL by context and load, cost.")
+@click.option("--out", type=PATH, required=True, help="Document to write.")
+@click.option("--strict", is_flag=True, help="Take a cell's longest length and tightest target, not its middle.")
+@click.option("--evidence", type=PATH, help="Where the evidence goes (default: next to the document).")
+@as_json
+def build(profiles: Path, out: Path, strict: bool, evidence: Path | None, as_json: bool) -> None:
     """Derive a grid from profiles: each cell gets the cheapest pool that meets its target, with the evidence."""
     from poolgrid.cli.config import build as run
 
-    raise typer.Exit(run(profiles, out, strict, evidence, as_json))
+    raise SystemExit(run(profiles, out, strict, evidence, as_json))
 
 
-@app.command(epilog=KEY_NOTE)
-def rollback(
-    url: Annotated[str, typer.Option(help="Global router to talk to.", envvar="POOLGRID_URL")] = (
-        "http://127.0.0.1:8000"
-    ),
-    as_json: AsJson = False,
-) -> None:
+@config.command(epilog=KEY_NOTE)
+@router_url("Global router to talk to.")
+@as_json
+def rollback(url: str, as_json: bool) -> None:
     """Put the previous document of a running global router in force. Status 1 when there is none, or no router."""
-    from poolgrid.cli.named_url import found_url
-    from poolgrid.cli.rollback import rollback as run
+    from poolgrid.cli.config import rollback as run
+    from poolgrid.cli.router_client import found_url
 
-    raise typer.Exit(run(found_url(url), as_json))
+    raise SystemExit(run(found_url(url), as_json))
 
 
-@app.command()
+@config.command()
 def schema() -> None:
     """Print the JSON Schema of pool-grid documents."""
     from poolgrid.cli.config import schema_text
 
-    typer.echo(schema_text(), nl=False)
+    click.echo(schema_text(), nl=False)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
+from poolgrid.cli.command_line import LogChoice, command, log_options
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 
-app = CommandLine()
 
-
-@app.command()
+@command()
 @with_settings(ConsolidatorProcessSettings)
-def consolidator(
-    settings: ConsolidatorProcessSettings, log_level: LogLevel = "info", log_format: LogFormat = None
-) -> None:
+@log_options
+def consolidator(settings: ConsolidatorProcessSettings, log_choice: LogChoice) -> None:
     """Run a consolidator alone, for several routers or for one that may restart."""
     from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, serve
 
@@ -29,4 +25,4 @@ def consolidator(
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, ready)
 
-    run_service("consolidator", LogChoice(log_level, log_format), main)
+    run_service("consolidator", log_choice, main)

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import asyncio
 
+from poolgrid.cli.command_line import LogChoice, command, log_options
 from poolgrid.cli.global_router_group import serve_global_group
-from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.process_group import GroupPlace
 
-app = CommandLine()
 
-
-@app.command()
+@command()
 @with_settings(GlobalRouterSettings, FrontendSettings)
+@log_options
 def global_router(
     settings: GlobalRouterSettings,
     frontend: FrontendSettings,
-    log_level: LogLevel = "info",
-    log_format: LogFormat = None,
+    log_choice: LogChoice,
 ) -> None:
     """Run a global router: the OpenAI HTTP API over several pools, chosen by a grid."""
     from poolgrid.global_router.bootstrap import serve
 
-    chosen = LogChoice(log_level, log_format)
-
     async def main(stop: asyncio.Event) -> None:
         if settings.http_workers > 1:
-            await serve_global_group(settings, frontend, chosen, stop, say_ready)
+            await serve_global_group(settings, frontend, log_choice, stop, say_ready)
         else:
             await serve(settings, frontend, stop, say_ready, GroupPlace.from_environment())
 
-    run_service("global-router", chosen, main)
+    run_service("global-router", log_choice, main)

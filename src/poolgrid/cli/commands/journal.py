@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.text import Text
 
-from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.command_line import Group, as_json, print_json
 from poolgrid.cli.journal_directory import (
     STREAM_SCHEMES,
     JournalFiles,
@@ -30,7 +30,6 @@ from poolgrid.cli.journal_directory import (
     progress_bar,
     survey_bytes,
 )
-from poolgrid.cli.json_output import AsJson, print_json
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
@@ -60,21 +59,20 @@ from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.decision_journal.reader import DIRECTORY, ReadRemarks, stored_entries
 from poolgrid.wire.identifiers import Tier
 
-app = CommandLine(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
+directory = click.argument(
+    "directory",
+    help="Directory of the journal (a consolidator's data_dir), or nats://HOST:PORT/POOL of one on NATS; "
+    "credentials and certificates are those of POOLGRID_NATS_*.",
+)
+first = click.option("--from", "first", help="First record: an offset, or a time (2026-11-21T14:00:00, UTC).")
+to = click.option("--to", help="Record after the last: an offset, or a time (UTC).")
+worker = click.option("--worker", help="Only this worker: an id, or id/rank.")
 
-Directory = Annotated[
-    str,
-    typer.Argument(
-        help="Directory of the journal (a consolidator's data_dir), or nats://HOST:PORT/POOL of one on NATS; "
-        "credentials and certificates are those of POOLGRID_NATS_*."
-    ),
-]
-From = Annotated[
-    str | None, typer.Option("--from", help="First record: an offset, or a time (2026-11-21T14:00:00, UTC).")
-]
-To = Annotated[str | None, typer.Option("--to", help="Record after the last: an offset, or a time (UTC).")]
-Types = Annotated[list[str] | None, typer.Option("--type", help="Only events of this kind; may be given again.")]
-WorkerOption = Annotated[str | None, typer.Option("--worker", help="Only this worker: an id, or id/rank.")]
+
+@click.group(cls=Group)
+def journal() -> None:
+    """List, print, check, shrink and export the journal of a pool."""
+
 
 _SETTINGS = ConsolidatorSettings()
 
@@ -112,8 +110,10 @@ def _table(*headings: str) -> TerminalTable:
     return TerminalTable([Heading(heading, numeric=number > 0) for number, heading in enumerate(headings)])
 
 
-@app.command("ls")
-def list_files(directory: Directory, as_json: AsJson = False) -> None:
+@journal.command("ls")
+@directory
+@as_json
+def list_files(directory: str, as_json: bool) -> None:
     """List segments and snapshots with their offsets, times and sizes, and the streams that are in them."""
     with journal_errors():
         disk = open_journal(directory)
@@ -169,14 +169,13 @@ def _streams(pool: PoolState) -> list[dict[str, Any]]:
     ]
 
 
-@app.command()
-def cat(
-    directory: Directory,
-    first: From = None,
-    to: To = None,
-    types: Types = None,
-    worker: WorkerOption = None,
-) -> None:
+@journal.command()
+@directory
+@first
+@to
+@click.option("--type", "types", multiple=True, help="Only events of this kind; may be given again.")
+@worker
+def cat(directory: str, first: str | None, to: str | None, types: tuple[str, ...], worker: str | None) -> None:
     """Print records as JSON lines."""
     with journal_errors():
         disk = open_journal(directory)
@@ -186,7 +185,7 @@ def cat(
             for kind in stored.understood.unknown:
                 unknown[kind] = unknown.get(kind, 0) + 1
             extra += stored.understood.extra_fields
-            events = chosen_events(stored.record, types or ())
+            events = chosen_events(stored.record, types)
             if events or not types:
                 sys.stdout.write(json.dumps(record_row(stored, events)) + "\n")
         sys.stdout.flush()
@@ -204,13 +203,15 @@ def _chosen(disk: ReadableDisk, first: str | None, to: str | None, worker: str |
 
 def _say_unknown(unknown: dict[str, int], extra_fields: int) -> None:
     for kind, count in sorted(unknown.items()):
-        typer.echo(f"skipped {count:,} of the unknown kind {kind}: a later version wrote them", err=True)
+        click.echo(f"skipped {count:,} of the unknown kind {kind}: a later version wrote them", err=True)
     if extra_fields:
-        typer.echo(f"skipped {counted(extra_fields, 'trailing field')} that this version does not know", err=True)
+        click.echo(f"skipped {counted(extra_fields, 'trailing field')} that this version does not know", err=True)
 
 
-@app.command()
-def verify(directory: Directory, as_json: AsJson = False) -> None:
+@journal.command()
+@directory
+@as_json
+def verify(directory: str, as_json: bool) -> None:
     """Check every byte, and every snapshot against the records; status 1 with file, offset and remedy if not sound."""
     with journal_errors():
         disk = open_journal(directory)
@@ -228,14 +229,14 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"sound": True, **_verified_row(found), "decisions": decisions})
     else:
-        typer.echo(
+        click.echo(
             f"sound: {counted(found.records, 'record')}, {counted(found.snapshots, 'snapshot')} "
             f"({found.compared_snapshots:,} of them compared with the records before), {size(total)}"
         )
         for router, entries in decisions.items():
-            typer.echo(f"sound: {counted(entries, 'entry')} in the decisions of {router}")
+            click.echo(f"sound: {counted(entries, 'entry')} in the decisions of {router}")
         if found.torn is not None:
-            typer.echo(f"the last record of {found.torn.file} is being written")
+            click.echo(f"the last record of {found.torn.file} is being written")
     _say_unknown(found.unknown, found.extra_fields)
 
 
@@ -274,17 +275,22 @@ def _verified_row(found: Verified) -> dict[str, Any]:
     }
 
 
-@app.command()
-def compact(
-    directory: Directory,
-    retention_bytes: Annotated[
-        int, typer.Option(min=0, help="Keep the newest segments up to this size; 0 keeps only the open one.")
-    ] = _SETTINGS.retention_bytes,
-    retention_ms: Annotated[
-        int, typer.Option(min=0, help="Keep segments that are younger than this (milliseconds).")
-    ] = _SETTINGS.retention_ms,
-    as_json: AsJson = False,
-) -> None:
+@journal.command()
+@directory
+@click.option(
+    "--retention-bytes",
+    type=click.IntRange(0),
+    default=_SETTINGS.retention_bytes,
+    help=f"Keep the newest segments up to this size; 0 keeps only the open one. [default: {_SETTINGS.retention_bytes}]",
+)
+@click.option(
+    "--retention-ms",
+    type=click.IntRange(0),
+    default=_SETTINGS.retention_ms,
+    help=f"Keep segments that are younger than this (milliseconds). [default: {_SETTINGS.retention_ms}]",
+)
+@as_json
+def compact(directory: str, retention_bytes: int, retention_ms: int, as_json: bool) -> None:
     """Write a snapshot at the end, check it, and drop what it covers beyond retention; refuses a journal in use."""
     with journal_errors():
         if directory.startswith(STREAM_SCHEMES):
@@ -297,18 +303,18 @@ def compact(
         try:
             disk = PosixDisk(path)
         except DirectoryInUse as error:
-            typer.echo(f"{error}; nothing was changed", err=True)
-            raise typer.Exit(1) from None
+            click.echo(f"{error}; nothing was changed", err=True)
+            raise SystemExit(1) from None
         try:
-            journal = FileJournal(
+            files = FileJournal(
                 disk, JournalSettings(Tuning().segment_bytes_of(retention_bytes), retention_bytes, retention_ms)
             )
             with progress_bar("folding", 1, as_bytes=False):
-                pool = journal.recover(BLOCKS_PER_WORKER_MAX)
-            for line in journal.report:
-                typer.echo(line, err=True)
+                pool = files.recover(BLOCKS_PER_WORKER_MAX)
+            for line in files.report:
+                click.echo(line, err=True)
             if pool.offset not in snapshot_offsets(disk):
-                journal.write_snapshot(pool.freeze())
+                files.write_snapshot(pool.freeze())
             if load_snapshot(disk, pool.offset, BLOCKS_PER_WORKER_MAX).facts() != pool.facts():
                 raise JournalCorrupt(
                     f"{pool.offset:020d}.snapshot",
@@ -317,8 +323,8 @@ def compact(
                     "the snapshot just written does not read back as the state it was made of",
                     "nothing was removed; check the disk",
                 )
-            journal.keep_newest_snapshot()
-            removed = journal.retain(int(time.time() * 1000))
+            files.keep_newest_snapshot()
+            removed = files.retain(int(time.time() * 1000))
         finally:
             disk.close()
         after = survey_bytes(ReadOnlyDirectory(path))
@@ -326,19 +332,16 @@ def compact(
         sizes = {"bytes_before": before, "bytes_after": after}
         print_json({"directory": str(directory), "segments_removed": removed, **sizes, "offset": pool.offset})
         return
-    typer.echo(
+    click.echo(
         f"{counted(removed, 'segment')} removed, {size(before)} before, {size(after)} after, offset {pool.offset}"
     )
 
 
-@app.command()
-def state(
-    directory: Directory,
-    at: Annotated[
-        str | None, typer.Option(help="State before this offset, or at this time (UTC); the end when not given.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@journal.command()
+@directory
+@click.option("--at", help="State before this offset, or at this time (UTC); the end when not given.")
+@as_json
+def state(directory: str, at: str | None, as_json: bool) -> None:
     """Show the pool as it was at any moment the journal reaches: members, blocks by worker and tier, load."""
     with journal_errors():
         disk = open_journal(directory)

@@ -7,22 +7,24 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import click
 import msgspec
-import typer
 import zmq.auth
 
-from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.json_output import AsJson, print_json
+from poolgrid.cli.command_line import Group, as_json, print_json
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyFileError, Tenant
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import counted
 
-app = CommandLine(help="Make and look at API keys, tenants and CURVE keys.", no_args_is_help=True)
+file = click.argument("file", type=click.Path(path_type=Path), help="File of API keys and tenants (JSON).")
 
-KeyFile = Annotated[Path, typer.Argument(help="File of API keys and tenants (JSON).")]
+
+@click.group(cls=Group)
+def keys() -> None:
+    """Make and look at API keys, tenants and CURVE keys."""
 
 
 def _examined(path: Path) -> tuple[key_file.KeyDocument | None, list[str]]:
@@ -38,37 +40,43 @@ def _examined(path: Path) -> tuple[key_file.KeyDocument | None, list[str]]:
 def _read(path: Path) -> key_file.KeyDocument:
     document, problems = _examined(path)
     for problem in problems:
-        typer.echo(f"{path}: {problem}", err=True)
+        click.echo(f"{path}: {problem}", err=True)
     if document is None:
-        raise typer.Exit(1)
+        raise SystemExit(1)
     return document
 
 
-@app.command()
+@keys.command()
+@file
+@click.argument("tenant", help="Whose key it is; a new name makes a new tenant.")
+@click.option("--name", default="", help="What the key is for.")
+@click.option(
+    "--expires",
+    type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]),
+    metavar="TIME",
+    help="When it stops to be taken, in UTC: a date, or a time like 2027-01-31T14:00:00.",
+)
+@click.option("--requests-per-minute", type=click.IntRange(1), help="The tenant's request rate.")
+@click.option("--tokens-per-minute", type=click.IntRange(1), help="Its rate of prompt and output tokens.")
+@click.option("--concurrent-requests", type=click.IntRange(1), help="Its requests in flight.")
+@click.option("--priority-max", type=int, help="Highest priority that its requests get.")
+@click.option("--weight", type=click.FloatRange(1e-6, 1e6), help="Its share of a full queue.")
+@click.option("--model", multiple=True, help="A model that it may use; repeat for more. All by default.")
+@click.option("--operator/--no-operator", default=None, help="Whether it may see and change the router.")
+@as_json
 def create(
-    file: KeyFile,
-    tenant: Annotated[str, typer.Argument(help="Whose key it is; a new name makes a new tenant.")],
-    name: Annotated[str, typer.Option(help="What the key is for.")] = "",
-    expires: Annotated[
-        datetime | None,
-        typer.Option(
-            help="When it stops to be taken, in UTC: a date, or a time like 2027-01-31T14:00:00.",
-            metavar="TIME",
-            formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
-        ),
-    ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="The tenant's request rate.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Its rate of prompt and output tokens.")] = None,
-    concurrent_requests: Annotated[int | None, typer.Option(min=1, help="Its requests in flight.")] = None,
-    priority_max: Annotated[int | None, typer.Option(help="Highest priority that its requests get.")] = None,
-    weight: Annotated[float | None, typer.Option(min=1e-6, max=1e6, help="Its share of a full queue.")] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="A model that it may use; repeat for more. All by default.")
-    ] = None,
-    operator: Annotated[
-        bool | None, typer.Option("--operator/--no-operator", help="Whether it may see and change the router.")
-    ] = None,
-    as_json: AsJson = False,
+    file: Path,
+    tenant: str,
+    name: str,
+    expires: datetime | None,
+    requests_per_minute: int | None,
+    tokens_per_minute: int | None,
+    concurrent_requests: int | None,
+    priority_max: int | None,
+    weight: float | None,
+    model: tuple[str, ...],
+    operator: bool | None,
+    as_json: bool,
 ) -> None:
     """Add a new key to a tenant and print it, once: the file keeps its hash only. Options change the tenant."""
     document = _read(file) if file.exists() else key_file.new_document()
@@ -80,7 +88,7 @@ def create(
         "concurrent_requests": concurrent_requests,
         "priority_max": priority_max,
         "weight": weight,
-        "models": tuple(model) if model else None,
+        "models": model or None,
         "operator": operator,
     }
     there = document.tenants.get(tenant, Tenant())
@@ -95,22 +103,22 @@ def create(
         key_file.parse(msgspec.json.encode(document), str(file))
         key_file.write(file, document)
     except KeyFileError as error:
-        typer.echo(f"{error}; nothing was written", err=True)
-        raise typer.Exit(1) from None
+        click.echo(f"{error}; nothing was written", err=True)
+        raise SystemExit(1) from None
     except OSError as error:
-        typer.echo(f"writing {file}: {error.strerror}; nothing was written", err=True)
-        raise typer.Exit(1) from None
+        click.echo(f"writing {file}: {error.strerror}; nothing was written", err=True)
+        raise SystemExit(1) from None
     if as_json:
         print_json({"key": key, "id": changed.keys[-1].id, "tenant": tenant, "file": str(file)})
     else:
-        typer.echo(f"{key}")
-    typer.echo(f"key {changed.keys[-1].id} of tenant {tenant} is in {file}; it is not shown again", err=True)
+        click.echo(f"{key}")
+    click.echo(f"key {changed.keys[-1].id} of tenant {tenant} is in {file}; it is not shown again", err=True)
 
 
-@app.command()
-def revoke(
-    file: KeyFile, key_id: Annotated[str, typer.Argument(help="Short name of the key, as `list` shows it.")]
-) -> None:
+@keys.command()
+@file
+@click.argument("key_id", help="Short name of the key, as `list` shows it.")
+def revoke(file: Path, key_id: str) -> None:
     """Take a key away; running routers refuse it once they have read the file again. Its tenant stays."""
     document = _read(file)
     tenants = {
@@ -118,27 +126,29 @@ def revoke(
         for name, tenant in document.tenants.items()
     }
     if tenants == document.tenants:
-        typer.echo(f"{file} has no key {key_id!r}; nothing was written", err=True)
-        raise typer.Exit(1)
+        click.echo(f"{file} has no key {key_id!r}; nothing was written", err=True)
+        raise SystemExit(1)
     try:
         key_file.write(file, msgspec.structs.replace(document, tenants=tenants))
     except OSError as error:
-        typer.echo(f"writing {file}: {error.strerror}; nothing was written", err=True)
-        raise typer.Exit(1) from None
+        click.echo(f"writing {file}: {error.strerror}; nothing was written", err=True)
+        raise SystemExit(1) from None
 
 
-@app.command("hash")
+@keys.command("hash")
 def hash_command() -> None:
     """Print what a file keeps of the key on standard input (not of an argument: shells remember those)."""
     key = sys.stdin.readline().strip()
     if not key:
-        typer.echo("there is no key on standard input", err=True)
-        raise typer.Exit(1)
-    typer.echo(key_file.hash_key(key))
+        click.echo("there is no key on standard input", err=True)
+        raise SystemExit(1)
+    click.echo(key_file.hash_key(key))
 
 
-@app.command("list")
-def list_command(file: KeyFile, as_json: AsJson = False) -> None:
+@keys.command("list")
+@file
+@as_json
+def list_command(file: Path, as_json: bool) -> None:
     """Show every tenant with its limits, and the short names of its keys; never a key or its hash."""
     tenants = {name: _tenant_row(tenant) for name, tenant in _read(file).tenants.items()}
     if as_json:
@@ -146,10 +156,10 @@ def list_command(file: KeyFile, as_json: AsJson = False) -> None:
         return
     for name, row in tenants.items():
         limits = {field: value for field, value in row.items() if field != "keys"}
-        typer.echo(" ".join([name, *(f"{field}={_shown(value)}" for field, value in limits.items())]))
+        click.echo(" ".join([name, *(f"{field}={_shown(value)}" for field, value in limits.items())]))
         for key in row["keys"]:
             until = f"{'expired' if key['expired'] else 'expires'} {key['expires']}" if key["expires"] else ""
-            typer.echo(f"  {' '.join(word for word in (key['id'], key['name'], until) if word)}")
+            click.echo(f"  {' '.join(word for word in (key['id'], key['name'], until) if word)}")
 
 
 def _tenant_row(tenant: Tenant) -> dict[str, Any]:
@@ -171,42 +181,41 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
 
 
-@app.command()
-def check(
-    files: Annotated[list[Path], typer.Argument(help="Files of API keys and tenants (JSON).")], as_json: AsJson = False
-) -> None:
+@keys.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), help="Files of API keys (JSON).")
+@as_json
+def check(files: tuple[Path, ...], as_json: bool) -> None:
     """Find every problem of files, one a line. Status 1 when there is any."""
     rows: dict[str, dict[str, Any]] = {}
     for file in files:
         document, problems = _examined(file)
         tenants = document.tenants if document is not None else {}
-        keys = sum(len(tenant.keys) for tenant in tenants.values())
-        rows[str(file)] = {"tenants": len(tenants), "keys": keys, "problems": problems}
+        count = sum(len(tenant.keys) for tenant in tenants.values())
+        rows[str(file)] = {"tenants": len(tenants), "keys": count, "problems": problems}
         if as_json:
             continue
         for problem in problems:
-            typer.echo(f"{file}: {problem}", err=True)
+            click.echo(f"{file}: {problem}", err=True)
         if not problems:
-            typer.echo(f"{file}: {counted(len(tenants), 'tenant')} with {counted(keys, 'key')}")
+            click.echo(f"{file}: {counted(len(tenants), 'tenant')} with {counted(count, 'key')}")
     if as_json:
         print_json(rows)
-    raise typer.Exit(1 if any(row["problems"] for row in rows.values()) else 0)
+    raise SystemExit(1 if any(row["problems"] for row in rows.values()) else 0)
 
 
-@app.command()
-def curve(
-    directory: Annotated[Path, typer.Argument(help="Where the two files go; it is made if it is not there.")],
-    name: Annotated[str, typer.Option(help="Name of the key pair.")] = "poolgrid",
-    as_json: AsJson = False,
-) -> None:
+@keys.command()
+@click.argument("directory", type=click.Path(path_type=Path), help="Where the two files go; made if it is not there.")
+@click.option("--name", default="poolgrid", help="Name of the key pair. [default: poolgrid]")
+@as_json
+def curve(directory: Path, name: str, as_json: bool) -> None:
     """Make a CURVE key pair for the ZMQ planes: NAME.key_secret for --curve-key, NAME.key for everybody."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        typer.echo(f"--name is {name!r}: allowed are 1 to 64 letters, digits, '.', '_', '-'", err=True)
-        raise typer.Exit(2)
+        click.echo(f"--name is {name!r}: allowed are 1 to 64 letters, digits, '.', '_', '-'", err=True)
+        raise SystemExit(2)
     there = [path for path in (directory / f"{name}.key", directory / f"{name}.key_secret") if path.exists()]
     if there:
-        typer.echo(f"{there[0]} exists already; nothing was written", err=True)
-        raise typer.Exit(1)
+        click.echo(f"{there[0]} exists already; nothing was written", err=True)
+        raise SystemExit(1)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # The file is private from its first byte on.
@@ -217,10 +226,10 @@ def curve(
             os.umask(before)
         os.chmod(public, 0o644)
     except OSError as error:
-        typer.echo(f"writing to {directory}: {error.strerror}", err=True)
-        raise typer.Exit(1) from None
+        click.echo(f"writing to {directory}: {error.strerror}", err=True)
+        raise SystemExit(1) from None
     if as_json:
         print_json({"secret": str(secret), "public": str(public)})
         return
-    typer.echo(f"{secret}")
-    typer.echo(f"public key: {public}", err=True)
+    click.echo(f"{secret}")
+    click.echo(f"public key: {public}", err=True)

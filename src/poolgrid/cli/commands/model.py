@@ -3,95 +3,92 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.json_output import AsJson
+from poolgrid.cli.command_line import Group, as_json
 
-app = CommandLine(
-    help="Keep models in a directory of this machine: fetched once, whole or not there, checked by their sums.",
-    no_args_is_help=True,
+cache_dir = click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    envvar="POOLGRID_MODEL_CACHE_DIR",
+    help="Directory of the cache; by default $POOLGRID_MODEL_CACHE_DIR, else $XDG_CACHE_HOME/poolgrid/models, else "
+    "~/.cache/poolgrid/models.",
 )
 
-CacheDirectory = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache-dir",
-        help="Directory of the cache; by default $POOLGRID_MODEL_CACHE_DIR, else $XDG_CACHE_HOME/poolgrid/models, else "
-        "~/.cache/poolgrid/models.",
-        envvar="POOLGRID_MODEL_CACHE_DIR",
-    ),
-]
+
+@click.group(cls=Group)
+def model() -> None:
+    """Keep models in a directory of this machine: fetched once, whole or not there, checked by their sums."""
 
 
-@app.command(
+@model.command(
     epilog="HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT: as for huggingface_hub. "
     "HTTPS_PROXY, NO_PROXY: as for curl."
 )
+@click.argument(
+    "source",
+    help="Directory, or ORG/MODEL[@REVISION] on a hub.",
+)
+@cache_dir
+@click.option("--name", help="Name in the cache; by default that of the source, as ORG--MODEL.")
+@click.option("--exclude", multiple=True, help="Leave files out whose path is like this, as 'original/*'; repeatable.")
+@click.option("--check", is_flag=True, help="Read what is there already, and fetch again what is not what it was.")
+@click.option(
+    "--wait-s",
+    type=click.FloatRange(0, 604_800),
+    default=7200.0,
+    help="Wait so long for another process that fetches the same model. [default: 7200]",
+)
+@click.option(
+    "--max-size-gib",
+    type=click.FloatRange(0, 1_048_576),
+    default=4096.0,
+    help="Fetch nothing of a model that is larger, in 2^30 bytes. [default: 4096]",
+)
+@click.option("--progress-lines", is_flag=True, help="Print the progress to standard error as JSON lines.")
+@as_json
 def fetch(
-    source: Annotated[
-        str,
-        typer.Argument(help="Directory, or ORG/MODEL[@REVISION] on a hub."),
-    ],
-    cache_dir: CacheDirectory = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name in the cache; by default that of the source, as ORG--MODEL.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help="Leave files out whose path is like this, as 'original/*'; repeat for more."),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Read what is there already, and fetch again what is not what it was.")
-    ] = False,
-    wait_s: Annotated[
-        float,
-        typer.Option(min=0, max=604_800, help="Wait so long for another process that fetches the same model."),
-    ] = 7200.0,
-    max_size_gib: Annotated[
-        float, typer.Option(min=0, max=1_048_576, help="Fetch nothing of a model that is larger, in 2^30 bytes.")
-    ] = 4096.0,
-    progress_lines: Annotated[
-        bool, typer.Option("--progress-lines", help="Print the progress to standard error as JSON lines, for programs.")
-    ] = False,
-    as_json: AsJson = False,
+    source: str,
+    cache_dir: Path | None,
+    name: str | None,
+    exclude: tuple[str, ...],
+    check: bool,
+    wait_s: float,
+    max_size_gib: float,
+    progress_lines: bool,
+    as_json: bool,
 ) -> None:
     """Fetch a model into the cache unless it is there, and print its directory.
 
-    Of several processes that fetch the same model one does, and the others wait for it. Whole
-    files that were fetched when a process ended are kept, and the next one fetches the others. Until all is there,
-    nothing takes it for a model.
+    Of several processes that fetch the same model one does, and the others wait for it. Whole files fetched before a
+    process ended are kept, and the next one fetches the others. Until all is there, nothing takes it for a model.
     """
     from poolgrid.cli import model
 
     size_max = round(max_size_gib * 2**30)
-    raise typer.Exit(
-        model.fetch(source, name, cache_dir, tuple(exclude or ()), check, wait_s, size_max, progress_lines, as_json)
-    )
+    raise SystemExit(model.fetch(source, name, cache_dir, exclude, check, wait_s, size_max, progress_lines, as_json))
 
 
-@app.command()
-def verify(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Models, as `list` names them. All of the cache by default.")
-    ] = None,
-    cache_dir: CacheDirectory = None,
-    as_json: AsJson = False,
-) -> None:
+@model.command()
+@click.argument("names", nargs=-1, help="Models, as `list` names them. All of the cache by default.")
+@cache_dir
+@as_json
+def verify(names: tuple[str, ...], cache_dir: Path | None, as_json: bool) -> None:
     """Read every file of models and hold it against its sum; status 1 when one is wrong, which is named.
 
-    `poolgrid model fetch SOURCE --check` mends what is wrong.
+    `poolgrid model fetch SOURCE --check` repairs what is wrong.
     """
     from poolgrid.cli import model
 
-    raise typer.Exit(model.verify(names or [], cache_dir, as_json))
+    raise SystemExit(model.verify(list(names), cache_dir, as_json))
 
 
-@app.command("list")
-def list_command(cache_dir: CacheDirectory = None, as_json: AsJson = False) -> None:
+@model.command("list")
+@cache_dir
+@as_json
+def list_models(cache_dir: Path | None, as_json: bool) -> None:
     """Show the models of the cache, and those that are being fetched or were not fetched to their end."""
     from poolgrid.cli import model
 
-    raise typer.Exit(model.show(cache_dir, as_json))
+    raise SystemExit(model.show(cache_dir, as_json))

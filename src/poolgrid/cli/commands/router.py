@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
+from poolgrid.cli.command_line import LogChoice, command, log_options
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.router_group import serve_group
 from poolgrid.cli.service_process import run_service, say_ready
@@ -14,17 +13,15 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.settings import RouterSettings
 
-app = CommandLine()
 
-
-@app.command()
+@command()
 @with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings, from_file=True)
+@log_options
 def router(
     settings: RouterSettings,
     frontend: FrontendSettings,
     consolidator: ConsolidatorSettings,
-    log_level: LogLevel = "info",
-    log_format: LogFormat = None,
+    log_choice: LogChoice,
 ) -> None:
     """Run a router with an OpenAI HTTP API; without --feed-endpoint, the consolidator runs inside it."""
     from poolgrid.router.bootstrap import Endpoints, serve
@@ -35,12 +32,10 @@ def router(
         admin = [f"admin={endpoints.admin}"] if endpoints.admin else []
         say_ready(endpoints.http, *ingest, f"select={endpoints.select}", *ext_proc, *admin)
 
-    chosen = LogChoice(log_level, log_format)
-
     async def main(stop: asyncio.Event) -> None:
         if settings.http_workers > 1:
-            await serve_group(settings, frontend, consolidator, chosen, stop, say_ready)
+            await serve_group(settings, frontend, consolidator, log_choice, stop, say_ready)
         else:
             await serve(settings, frontend, consolidator, stop, ready, GroupPlace.from_environment())
 
-    run_service("router", chosen, main, router=settings.router_id)
+    run_service("router", log_choice, main, router=settings.router_id)

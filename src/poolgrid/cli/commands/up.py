@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import click
 
-import typer
-
-from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.command_line import command
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.up import run_up
 
-app = CommandLine()
 
-
-@app.command()
+@command()
 @with_settings(UpSettings)
-def up(
-    settings: UpSettings,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the plan as JSON.")] = False,
-) -> None:
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the plan as JSON.")
+def up(settings: UpSettings, as_json: bool) -> None:
     """Run a whole pool on this machine: a consolidator, a router and simulated workers, as separate processes."""
-    raise typer.Exit(run_up(settings, as_json))
+    raise SystemExit(run_up(settings, as_json))

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
+import click
 
-from poolgrid.cli.help_page import CommandLine, HelpedCommand
-from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
+from poolgrid.cli.command_line import Command, LogChoice, log_options
 from poolgrid.cli.options import with_chosen_settings
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
 from poolgrid.workers.ranks.settings import RankSettings
 from poolgrid.workers.ranks.task import TASK_VARIABLE
 from poolgrid.workers.settings import WorkerProcessSettings
-
-app = CommandLine()
 
 OF_ROUTERS = {"--allowed-local-media-path": "--allowed-local-media-path"}
 """Options that workers of other systems have, each with the option of our routers that does it."""
@@ -34,10 +30,10 @@ SHIPPED_MODEL = "tiny"
 """What a router serves that is not told otherwise."""
 
 
-class WorkerCommand(HelpedCommand):
+class WorkerCommand(Command):
     """The command, which knows what its options are called elsewhere."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Refuse options of routers by the name that they have there; read the others."""
         at = args.index(OF_SERVERS) if OF_SERVERS in args else len(args)
         args, of_server = args[:at], args[at + 1 :]
@@ -45,30 +41,29 @@ class WorkerCommand(HelpedCommand):
         for word in args:
             name, equals, value = word.partition("=")
             if name in OF_ROUTERS:
-                typer.echo(
+                click.echo(
                     f"{name}: it is the routers that read media, and which files of their machines are read is not "
                     f"for workers to say: give {OF_ROUTERS[name]} to poolgrid router",
                     err=True,
                 )
-                raise typer.Exit(2)
+                raise SystemExit(2)
             words.append(OTHER_NAMES.get(name, name) + equals + value)
         words += [f"--engine-argument={each}" for each in of_server]
         return super().parse_args(ctx, words)
 
 
-@app.command(cls=WorkerCommand)
+@click.command(cls=WorkerCommand)
 @with_chosen_settings(EngineChoice, {name: engine_definition(name).settings for name in engines()})
+@click.option(
+    "--print-engine-args",
+    is_flag=True,
+    help="Print what the engine would be started with, and where each value came from; start nothing.",
+)
+@log_options
 def worker(
     settings: WorkerProcessSettings,
-    print_engine_args: Annotated[
-        bool,
-        typer.Option(
-            "--print-engine-args",
-            help="Print what the engine would be started with, and where each value came from; start nothing.",
-        ),
-    ] = False,
-    log_level: LogLevel = "info",
-    log_format: LogFormat = None,
+    print_engine_args: bool,
+    log_choice: LogChoice,
 ) -> None:
     """Run one worker: with the simulated engine, with TensorRT-LLM, or with an engine's own server.
 
@@ -81,20 +76,20 @@ def worker(
 
     settings = with_shipped_tokenizer(settings)
     if print_engine_args:
-        raise typer.Exit(show_engine_arguments(settings))
+        raise SystemExit(show_engine_arguments(settings))
     if settings.chat_template is not None:
         check_template(settings.chat_template)
 
     if spans_nodes(settings):
         from poolgrid.cli.rank import keep
 
-        keep(settings, LogChoice(log_level, log_format))
+        keep(settings, log_choice)
         return
 
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, say_ready)
 
-    run_service(settings.worker_id, LogChoice(log_level, log_format), main, worker=settings.worker_id)
+    run_service(settings.worker_id, log_choice, main, worker=settings.worker_id)
 
 
 def spans_nodes(settings: WorkerProcessSettings) -> bool:
@@ -124,8 +119,8 @@ def check_template(path: Path) -> None:
     try:
         ChatTemplate(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, TemplateFailure) as error:
-        typer.echo(f"--chat-template: {path} cannot be used: {error}; nothing was started", err=True)
-        raise typer.Exit(2) from None
+        click.echo(f"--chat-template: {path} cannot be used: {error}; nothing was started", err=True)
+        raise SystemExit(2) from None
 
 
 def show_engine_arguments(settings: WorkerProcessSettings) -> int:
@@ -133,7 +128,7 @@ def show_engine_arguments(settings: WorkerProcessSettings) -> int:
     definition = engine_definition(settings.engine_name)
     if definition.start_plan is None:
         have = [name for name in engines() if engine_definition(name).start_plan is not None]
-        typer.echo(
+        click.echo(
             f"--print-engine-args: {definition.title} has no such arguments, give --engine {' or '.join(have)}",
             err=True,
         )
@@ -141,9 +136,9 @@ def show_engine_arguments(settings: WorkerProcessSettings) -> int:
     try:
         plan = definition.start_plan(settings)
     except ValueError as error:
-        typer.echo(str(error), err=True)
+        click.echo(str(error), err=True)
         return 1
     for warning in plan.warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    typer.echo(plan.text, nl=False)
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(plan.text, nl=False)
     return 0

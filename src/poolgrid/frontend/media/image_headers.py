@@ -25,7 +25,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from poolgrid.frontend.media.refusals import MediaRefused
-from poolgrid.process.interpreter_lock import breathe
+from poolgrid.process.tasks import breathe
 
 PIXELS_MAX = 50_000_000
 """Width times height of an image: a 48-megapixel photograph, which takes 150 MB decoded, whatever its file size."""

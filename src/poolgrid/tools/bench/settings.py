@@ -10,10 +10,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 
+ISL_DEFAULT = 1024
+OSL_DEFAULT = 64
+
 COMPARISON_ROUNDS = 3
 """Rounds of a comparison that was told no number: the least with a median."""
-
-PLOT_ENDINGS = (".png", ".svg", ".pdf")
 
 
 def _listed(value: Any) -> Any:
@@ -31,12 +32,13 @@ Levels = Annotated[
 class BenchSettings(Settings):
     """Load against any OpenAI endpoint: a closed loop, an open loop (``rate``) or a replay (``trace``)."""
 
-    url: str = Field("http://127.0.0.1:8000", description="Endpoint to measure, with or without a trailing /v1.")
-    model: str | None = Field(None, description="Model to ask for; by default the first that the endpoint lists.")
-    api_key: str | None = Field(None, description="Sent as a bearer token.")
-    against: Words = Field(
-        (), description="Further endpoints to compare it with: all get the same prompts, in turns, round after round."
+    url: Words = Field(
+        ("http://127.0.0.1:8000",),
+        min_length=1,
+        description="Endpoint to measure, with or without a trailing /v1. Several, separated by commas, are compared: "
+        "all get the same prompts, in turns, round after round.",
     )
+    model: str | None = Field(None, description="Model to ask for; by default the first that the endpoint lists.")
     policies: Words = Field(
         (),
         examples=list(policy_names()),
@@ -47,10 +49,11 @@ class BenchSettings(Settings):
     rounds: int | None = Field(
         None, ge=1, le=1000, description="How often everything is run; 3 in a comparison, otherwise 1."
     )
-    endpoint: Literal["completions", "chat"] | None = Field(
-        None, description="Which API to call; completions by default, and chat for conversations."
+    endpoint: Literal["completions", "text", "chat"] | None = Field(
+        None,
+        description="API to call: completions with token ids, completions with text for endpoints that take no token "
+        "arrays, or chat. By default completions, and chat for conversations.",
     )
-    text: bool = Field(False, description="Send words instead of token ids, for endpoints that take no token arrays.")
     ignore_eos: bool = Field(
         True, description="Ask for answers of exactly the wanted length (a field that OpenAI itself does not know)."
     )
@@ -60,11 +63,8 @@ class BenchSettings(Settings):
     length_scale: float = Field(
         1.0, ge=1 / 512, le=100, description="Replay: multiplies prompt and answer lengths; sharing stays the same."
     )
-    isl_max: int | None = Field(None, ge=1, le=2**22, description="Replay: longest prompt; longer ones are cut.")
-    osl_max: int | None = Field(None, ge=1, le=2**22, description="Replay: longest answer.")
 
     rate: float | None = Field(None, gt=0, le=1e6, description="Open loop: requests per second, come what may.")
-    arrivals: Literal["poisson", "fixed"] = Field("poisson", description="Open loop: how arrivals are spaced.")
 
     concurrency: Levels = Field(
         (8,), description="Closed loop: requests (or conversations) at a time; several (1,4,16) are run one by one."
@@ -79,13 +79,19 @@ class BenchSettings(Settings):
         0, ge=0, le=2**22, description="Tokens of a system prompt that requests share, before their isl."
     )
     shared_prefixes: int = Field(1, ge=1, le=10**6, description="Different system prompts; each request has one.")
-    isl: int = Field(
-        1024,
+    isl: int | None = Field(
+        None,
         ge=1,
         le=2**22,
-        description="Closed and open loop: prompt tokens; of conversations those of each question.",
+        description="Prompt tokens, by default 1024; of conversations those of each question. Of a replay the longest "
+        "prompt: longer ones are cut.",
     )
-    osl: int = Field(64, ge=1, le=2**22, description="Closed and open loop: tokens to generate.")
+    osl: int | None = Field(
+        None,
+        ge=1,
+        le=2**22,
+        description="Tokens to generate, by default 64. Of a replay the longest answer.",
+    )
 
     requests: int | None = Field(
         None, ge=1, le=10**9, description="Requests to send: 100 by default, all rows of a trace in a replay."
@@ -96,24 +102,8 @@ class BenchSettings(Settings):
         10.0, ge=0, le=86_400, description="How long to wait until the endpoint's /ready says that it can serve."
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Of arrivals and prompts; the same seed sends the same.")
-    max_in_flight: int = Field(
-        900,
-        ge=1,
-        le=65_536,
-        description="Open loop and replay: requests at once (below the usual limit of 1,024 open files); "
-        "a request beyond it waits, which is counted and part of its times.",
-    )
-    connect_timeout_s: float = Field(10.0, gt=0, le=3600, description="Seconds to wait for a connection.")
-    request_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Seconds to wait for a whole answer.")
-    token_id_min: int = Field(16, ge=0, le=2**31, description="Smallest token id in prompts (special ones lie below).")
-    token_id_max: int = Field(
-        255, ge=1, le=2**31, description="Largest token id in prompts; every byte-level vocabulary reaches this."
-    )
     as_json: bool = Field(False, description="Print the report to standard output as JSON, and no table.")
     out: Path | None = Field(None, description="Write the report to this file too, as JSON.")
-    plot: Path | None = Field(
-        None, description="Also draw what was measured over the concurrency: .png, .svg or .pdf; the extra `plots`."
-    )
     logs: Path | None = Field(
         None, description="Also write report, table, settings and a line for each request into this directory."
     )
@@ -122,24 +112,18 @@ class BenchSettings(Settings):
     def _consistent(self) -> BenchSettings:
         if self.trace is not None and self.rate is not None:
             raise ValueError("trace and rate are both given, allowed is one of them: a trace has its own arrival times")
-        if self.policies and self.against:
-            raise ValueError("policies and against are both given, allowed is one of them: policies start pools here")
+        if self.policies and "url" in self.model_fields_set:
+            raise ValueError("policies and url are both given, allowed is one of them: policies start pools here")
         if self.pool_options and not self.policies:
             raise ValueError("pool_options are of the pools that policies start: none are given")
         if self.turns > 1 and self.trace is not None:
             raise ValueError("trace and turns are both given, allowed is one of them: a trace has its own requests")
         if self.shared_prefix and self.trace is not None:
             raise ValueError("trace and shared_prefix are both given: a trace says itself what its requests share")
-        if self.turns > 1 and self.endpoint == "completions":
-            raise ValueError(f"turns is {self.turns} and endpoint is completions: conversations need chat")
+        if self.turns > 1 and self.endpoint in ("completions", "text"):
+            raise ValueError(f"turns is {self.turns} and endpoint is {self.endpoint}: conversations need chat")
         if len(self.concurrency) > 1 and self.mode != "closed":
             raise ValueError(f"concurrency has {len(self.concurrency)} values: only a closed loop has a concurrency")
-        if self.plot is not None and self.plot.suffix not in PLOT_ENDINGS:
-            raise ValueError(f"plot is {str(self.plot)!r}, allowed are names that end in {', '.join(PLOT_ENDINGS)}")
-        if self.token_id_max <= self.token_id_min:
-            raise ValueError(
-                f"token_id_max is {self.token_id_max}, allowed are values above token_id_min ({self.token_id_min})"
-            )
         return self
 
     @property
@@ -152,7 +136,15 @@ class BenchSettings(Settings):
     @property
     def api(self) -> str:
         """``completions`` or ``chat``."""
-        return self.endpoint or ("chat" if self.turns > 1 else "completions")
+        return "chat" if self.endpoint == "chat" or self.turns > 1 else "completions"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return ISL_DEFAULT if self.isl is None else self.isl
+
+    @property
+    def output_tokens(self) -> int:
+        return OSL_DEFAULT if self.osl is None else self.osl
 
     @property
     def converses(self) -> bool:
@@ -161,11 +153,11 @@ class BenchSettings(Settings):
     @property
     def writes_words(self) -> bool:
         """Whether prompts are words and not token ids."""
-        return self.text or self.api == "chat"
+        return self.endpoint == "text" or self.api == "chat"
 
     @property
     def compares(self) -> bool:
-        return bool(self.against) or len(self.policies) > 1
+        return len(self.url) > 1 or len(self.policies) > 1
 
     @property
     def rounds_run(self) -> int:

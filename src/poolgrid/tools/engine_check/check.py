@@ -23,6 +23,9 @@ SALT = "engine-check"
 BLOCK_SIZE_ASSUMED = 16
 """For the length of the first probes, where neither the server nor an option says; vLLM's default."""
 
+SETTLE_MS = 300
+"""The events of a probe are complete when none came for so long."""
+
 REPLAYED_BEFORE = 4
 """How many messages before the first that was heard are asked for too: they show that the replay goes back."""
 
@@ -45,13 +48,13 @@ def sources_of(facts: ServerFacts, settings: EngineCheckSettings) -> list[Source
     """Return where to listen: as the options say, else as the server does."""
     if not settings.events:
         return [
-            Source(each.dp_rank, each.endpoint, each.replay_endpoint, settings.topic or each.topic, each.doubt)
+            Source(each.dp_rank, each.endpoint, each.replay_endpoint, each.topic, each.doubt)
             for each in facts.sources
             if each.endpoint
         ]
     replays = settings.replay or ("",) * len(settings.events)
     return [
-        Source(rank, endpoint, replay, settings.topic)
+        Source(rank, endpoint, replay)
         for rank, (endpoint, replay) in enumerate(zip(settings.events, replays, strict=True))
     ]
 
@@ -77,9 +80,7 @@ async def gather_evidence(
     limits = PlanLimits(
         seed=f"{clock.wall_ms()}",
         block_size=told.block_size or BLOCK_SIZE_ASSUMED,
-        tokens_below=settings.token_ids_below,
-        prompt_tokens_max=settings.prompt_tokens_max,
-        salt=SALT if settings.salt else "",
+        salt=SALT,
         lora=settings.lora,
         ranks=tuple(range(told.ranks)) if told.ranks > 1 else (None,),
     )
@@ -88,7 +89,7 @@ async def gather_evidence(
         tell("connecting to the publishers")
         await listener.open()
         # ZMQ tells a subscriber that it is connected, not that the publisher has taken note of the subscription.
-        await listener.settle(settings.settle_ms)
+        await listener.settle(SETTLE_MS)
         exchanges = await _probe(limits, settings, server, told, listener, clock, tell)
         tell("asking for replays")
         replays = [
@@ -122,7 +123,7 @@ async def _probe(
         before = len(listener.heard)
         answer = await server.probe(probe, told)
         ended_ms = clock.monotonic_ms()
-        await listener.settle(settings.settle_ms)
+        await listener.settle(SETTLE_MS)
         exchanges[name] = Exchange(
             probe,
             before,

@@ -22,6 +22,15 @@ from poolgrid.tools.engine_check.server import EngineServer
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.engines.server.server_client import ServerError
 
+MEASURE_TIMEOUT_S = 600.0
+"""The measurement ends by then, with the points that it has."""
+
+LENGTHS = (16, 64, 256, 1024, 4096, 16_384)
+"""Prompt lengths whose prefill is measured; longer ones than the model takes are left out."""
+
+REPEATS = 5
+"""Prompts of each length."""
+
 DECODED_TOKENS = 48
 """Tokens of each request whose steps are timed: the median of them is steady, and they fill few blocks."""
 
@@ -54,8 +63,8 @@ class Measurement:
         self._model = model
         self._clock = clock
         self._tell = tell
-        self._deadline_ms = clock.monotonic_ms() + settings.measure_timeout_s * 1000
-        self._limits = PlanLimits(f"{clock.wall_ms()}", 1, settings.token_ids_below)
+        self._deadline_ms = clock.monotonic_ms() + MEASURE_TIMEOUT_S * 1000
+        self._limits = PlanLimits(f"{clock.wall_ms()}", 1)
         self._numbers = itertools.count()
         self.cut_short = False
         """Whether time was over before all points were measured."""
@@ -66,8 +75,7 @@ class Measurement:
         self._tell("warming up")
         await self._together(1, min(WARM_UP_TOKENS, longest), 4)
         overhead_ms = median([await self._server.round_trip_ms() for _ in range(OVERHEAD_SAMPLES)])
-        lengths = sorted({int(length) for length in self._settings.lengths})
-        prefill = await self._prefill([length for length in lengths if length <= longest and length <= kv_tokens])
+        prefill = await self._prefill([length for length in LENGTHS if length <= longest and length <= kv_tokens])
         decode = await self._decode(kv_tokens, longest)
         return Measured(overhead_ms, tuple(prefill), tuple(decode))
 
@@ -75,10 +83,10 @@ class Measurement:
         samples = []
         for length in lengths:
             times: list[float] = []
-            for number in range(self._settings.repeats):
+            for number in range(REPEATS):
                 if self._is_over():
                     break
-                self._tell(f"prefill of {length:,} tokens, {number + 1} of {self._settings.repeats}")
+                self._tell(f"prefill of {length:,} tokens, {number + 1} of {REPEATS}")
                 sent_ms, arrivals = await self._server.stream(self._model, self._fresh(length), 1)
                 times.append(arrivals[0] - sent_ms)
             samples.append(PrefillSample(length, tuple(times)))

@@ -31,21 +31,11 @@ class EngineCheckSettings(Settings):
     replay: tuple[ZmqEndpoint, ...] = Field(
         (), max_length=SOURCES_MAX, description="ZMQ endpoint of the replays, likewise."
     )
-    topic: Name = Field("", description="What the topics of the events begin with; empty takes all.")
     model: Name = Field("", description="Model to ask for; empty takes the first that the server names.")
     block_size: int | None = Field(
         None, ge=1, le=65_536, description="Tokens in a KV block; without it the server is asked, or its events are."
     )
-    salt: bool = Field(True, description="Send probes with a cache_salt too.")
     lora: Name = Field("", description="Also send probes to this LoRA adapter, which the server must know.")
-    prompt_tokens_max: int = Field(2048, ge=16, le=1_048_576, description="Longest prompt of a probe.")
-    token_ids_below: int = Field(
-        4000, ge=512, le=2**31, description="Probes are made of token ids from 256 up to below this."
-    )
-    timeout_s: float = Field(60.0, gt=0, le=3600, description="How long an answer may take.")
-    settle_ms: int = Field(
-        300, ge=10, le=60_000, description="The events of a probe are complete when none came for so long."
-    )
     record: Path | None = Field(
         None, description="Write all that was sent and heard to this file, for --recorded and for reports of errors."
     )
@@ -58,12 +48,6 @@ class EngineCheckSettings(Settings):
         description="Instead of checking events, measure the server's step times and write a table for "
         "--timing-table to this file.",
     )
-    lengths: tuple[Name, ...] = Field(
-        ("16", "64", "256", "1024", "4096", "16384"),
-        max_length=64,
-        description="Prompt lengths whose prefill is measured; longer ones than the model takes are left out.",
-    )
-    repeats: int = Field(5, ge=1, le=1000, description="Prompts of each length.")
     concurrency: int = Field(
         32, ge=1, le=4096, description="Most requests that decode together while steps are measured."
     )
@@ -72,9 +56,6 @@ class EngineCheckSettings(Settings):
         ge=1,
         description="Tokens that the server's KV blocks hold, of which a table gives shares; without it the server's "
         "metrics are asked.",
-    )
-    measure_timeout_s: float = Field(
-        600.0, gt=0, le=86_400, description="The measurement ends by then, with the points that it has."
     )
 
     @model_validator(mode="after")
@@ -86,7 +67,4 @@ class EngineCheckSettings(Settings):
                 f"replay is given {len(self.replay)} times and events {len(self.events)} times: give one for each, in "
                 "the same order"
             )
-        for length in self.lengths:
-            if not length.isdecimal() or not 1 <= int(length) <= 4_194_304:
-                raise ValueError(f"lengths has {length!r}, allowed are whole numbers from 1 to 4194304")
         return self

@@ -33,8 +33,7 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policy_loading import make_retention
-from poolgrid.tools.simulation.ttft_targets import TtftTargets
-from poolgrid.tools.simulation.worker_speeds import WorkerSpeeds, changing
+from poolgrid.tools.simulation.conditions import TtftTargets, WorkerSpeeds, changing
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (

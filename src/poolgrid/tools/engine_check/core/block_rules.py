@@ -10,10 +10,8 @@ from poolgrid.kv_events.pub import TIERS
 from poolgrid.process.figures import counted
 from poolgrid.tools.engine_check.core.evidence import Evidence
 from poolgrid.tools.engine_check.core.finding import Finding, Kind, fault, note, warning
-from poolgrid.tools.engine_check.core.paths import ExpectedPath
-from poolgrid.tools.engine_check.core.said import SaidMessage, SaidStored
-from poolgrid.tools.engine_check.core.streams import RankStream
-from poolgrid.tools.engine_check.core.views import ChainView, RouterView
+from poolgrid.tools.engine_check.core.said import RankStream, SaidMessage, SaidStored
+from poolgrid.tools.engine_check.core.views import ChainView, ExpectedPath, RouterView
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from poolgrid.tools.engine_check.core.evidence import Contact, Evidence, Source
 from poolgrid.tools.engine_check.core.finding import Finding, Kind, fault, warning
-from poolgrid.tools.engine_check.core.streams import RankStream
+from poolgrid.tools.engine_check.core.said import RankStream
 
 EVENTS_OPTION = (
     "--kv-events-config "

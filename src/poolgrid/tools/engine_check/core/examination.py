@@ -11,10 +11,9 @@ from poolgrid.tools.engine_check.core.contact_rules import contact_findings
 from poolgrid.tools.engine_check.core.evidence import Evidence
 from poolgrid.tools.engine_check.core.finding import RANK, Finding, Kind, Severity, fault, warning
 from poolgrid.tools.engine_check.core.message_rules import message_findings
-from poolgrid.tools.engine_check.core.paths import ExpectedPath, expected_paths
 from poolgrid.tools.engine_check.core.reuse_rules import ReuseFigures, compare, reuse_findings
-from poolgrid.tools.engine_check.core.streams import RankStream, read_streams
-from poolgrid.tools.engine_check.core.views import ChainView, RouterView
+from poolgrid.tools.engine_check.core.said import RankStream, read_streams
+from poolgrid.tools.engine_check.core.views import ChainView, ExpectedPath, RouterView, expected_paths
 
 CONSEQUENCES = frozenset({Kind.BLOCKS_MISSING, Kind.NOT_TAKEN_IN, Kind.CACHED_TOKENS_DIFFER})
 """What follows from other faults, and is a finding of its own only where no other fault explains it."""

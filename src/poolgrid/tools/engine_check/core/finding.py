@@ -19,45 +19,55 @@ class Severity(Enum):
 
 
 class Kind(Enum):
-    """What can be wrong with an engine's events. The order is that of the report: causes before what follows."""
+    """What can be wrong with an engine's events, and the area it belongs to. The order is that of the report: causes
+    before what follows."""
 
-    EVENTS_OFF = "events off"
-    PUBLISHER_CONNECTS = "publisher connects"
-    ENDPOINT_REFUSED = "endpoint refused"
-    NO_PUBLISHER = "no publisher"
-    PORTS_COLLIDE = "ports collide"
-    RANK_WITHOUT_SOURCE = "rank without source"
-    RANK_SILENT = "rank silent"
-    WRONG_RANK = "wrong rank"
-    WRONG_TOPIC = "wrong topic"
-    MESSAGE_SHAPE = "message shape"
-    UNDECODABLE = "undecodable"
-    FORMS_MIXED = "forms mixed"
-    UNKNOWN_EVENTS = "unknown events"
-    RESTARTED = "restarted"
-    SEQUENCE_JUMPS = "sequence jumps"
-    REPLAY_MISSING = "replay missing"
-    REPLAY_SILENT = "replay silent"
-    REPLAY_DIFFERS = "replay differs"
-    BLOCK_SIZE = "block size"
-    TOKENS_MISSING = "tokens missing"
-    TOKENS_AND_HASHES = "tokens and hashes"
-    PARENT_UNKNOWN = "parent unknown"
-    WINDOWS = "windows"
-    GROUPS_UNNAMED = "groups unnamed"
-    SALT_MISSING = "salt missing"
-    SALT_IGNORED = "salt ignored"
-    LORA_UNNAMED = "LoRA unnamed"
-    KEYS_ORDER = "order of keys"
-    KEYS_UNKNOWN = "keys unknown"
-    OTHER_MEDIUM = "other medium"
-    CACHING_OFF = "caching off"
-    BLOCKS_MISSING = "blocks missing"
-    BLOCKS_TOO_MANY = "blocks too many"
-    NOT_TAKEN_IN = "not taken in"
-    CACHED_TOKENS_UNSAID = "cached tokens unsaid"
-    CACHED_TOKENS_DIFFER = "cached tokens differ"
-    PROBE_FAILED = "probe failed"
+    def __new__(cls, name: str, area: str) -> Kind:
+        """Have the name as value."""
+        kind = object.__new__(cls)
+        kind._value_ = name
+        kind.area = area
+        return kind
+
+    area: str
+
+    EVENTS_OFF = ("events off", "publishers")
+    PUBLISHER_CONNECTS = ("publisher connects", "publishers")
+    ENDPOINT_REFUSED = ("endpoint refused", "publishers")
+    NO_PUBLISHER = ("no publisher", "publishers")
+    PORTS_COLLIDE = ("ports collide", "publishers")
+    RANK_WITHOUT_SOURCE = ("rank without source", "publishers")
+    RANK_SILENT = ("rank silent", "publishers")
+    WRONG_RANK = ("wrong rank", "messages")
+    WRONG_TOPIC = ("wrong topic", "messages")
+    MESSAGE_SHAPE = ("message shape", "messages")
+    UNDECODABLE = ("undecodable", "messages")
+    FORMS_MIXED = ("forms mixed", "messages")
+    UNKNOWN_EVENTS = ("unknown events", "messages")
+    RESTARTED = ("restarted", "messages")
+    SEQUENCE_JUMPS = ("sequence jumps", "messages")
+    REPLAY_MISSING = ("replay missing", "replay")
+    REPLAY_SILENT = ("replay silent", "replay")
+    REPLAY_DIFFERS = ("replay differs", "replay")
+    BLOCK_SIZE = ("block size", "blocks")
+    TOKENS_MISSING = ("tokens missing", "blocks")
+    TOKENS_AND_HASHES = ("tokens and hashes", "blocks")
+    PARENT_UNKNOWN = ("parent unknown", "blocks")
+    WINDOWS = ("windows", "blocks")
+    GROUPS_UNNAMED = ("groups unnamed", "blocks")
+    SALT_MISSING = ("salt missing", "salts and adapters")
+    SALT_IGNORED = ("salt ignored", "salts and adapters")
+    LORA_UNNAMED = ("LoRA unnamed", "salts and adapters")
+    KEYS_ORDER = ("order of keys", "salts and adapters")
+    KEYS_UNKNOWN = ("keys unknown", "salts and adapters")
+    OTHER_MEDIUM = ("other medium", "blocks")
+    CACHING_OFF = ("caching off", "reuse")
+    BLOCKS_MISSING = ("blocks missing", "blocks")
+    BLOCKS_TOO_MANY = ("blocks too many", "blocks")
+    NOT_TAKEN_IN = ("not taken in", "blocks")
+    CACHED_TOKENS_UNSAID = ("cached tokens unsaid", "reuse")
+    CACHED_TOKENS_DIFFER = ("cached tokens differ", "reuse")
+    PROBE_FAILED = ("probe failed", "probes")
 
 
 RANK = {kind: number for number, kind in enumerate(Kind)}

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from poolgrid.process.figures import counted
 from poolgrid.tools.engine_check.core.evidence import Contact, Evidence, Replay, Source
 from poolgrid.tools.engine_check.core.finding import Finding, Kind, fault, note, warning
-from poolgrid.tools.engine_check.core.said import SaidOther
-from poolgrid.tools.engine_check.core.streams import RankStream
+from poolgrid.tools.engine_check.core.said import RankStream, SaidOther
 
 REPLAY_REMEDY = '"replay_endpoint": "tcp://*:5657" in --kv-events-config'
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from poolgrid.process.figures import counted
 from poolgrid.tools.engine_check.core.finding import Finding, Kind, fault, warning
-from poolgrid.tools.engine_check.core.paths import ExpectedPath
-from poolgrid.tools.engine_check.core.streams import RankStream
-from poolgrid.tools.engine_check.core.views import RouterView
+from poolgrid.tools.engine_check.core.said import RankStream
+from poolgrid.tools.engine_check.core.views import ExpectedPath, RouterView
 
 CACHED_TOKENS_OPTION = "--enable-prompt-tokens-details (vLLM), --enable-cache-report (SGLang)"
 CACHING_OPTION = "--enable-prefix-caching (vLLM); no --disable-radix-cache (SGLang); enable_block_reuse (TensorRT-LLM)"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import click
 from pydantic import ValidationError
 
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan
-from poolgrid.cli.options import option_name
+from poolgrid.cli.options import option_name, parsed_options
 from poolgrid.cli.part import PartFailed
 from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
 
@@ -51,35 +51,16 @@ async def open_pools(policies: Sequence[str], options: str) -> AsyncIterator[dic
 def settings_of(options: str) -> UpSettings:
     """Return the settings that options of ``poolgrid up`` make; raises ``PoolsFailed``."""
     try:
-        return UpSettings.model_validate(_given(shlex.split(options)))
+        given = parsed_options(UpSettings, shlex.split(options))
+        if own := sorted(set(given) & set(OWN)):
+            raise ValueError(f"{option_name(own[0])} is no option of these pools")
+        return UpSettings(**given)
     except ValidationError as error:
         fault = error.errors()[0]
-        place = option_name(str(fault["loc"][0]), {}) if fault["loc"] else "options"
+        place = option_name(str(fault["loc"][0])) if fault["loc"] else "options"
         said = f"{place}: {fault['msg'].removeprefix('Value error, ')}"
+    except click.ClickException as error:
+        said = error.format_message()
     except ValueError as error:
         said = str(error)
     raise PoolsFailed(f"reading --pool-options {options!r}: {said}; nothing was started")
-
-
-def _given(words: list[str]) -> dict[str, str]:
-    """Return what options say, by the names of settings; raises ``ValueError``."""
-    by_option = {option_name(name, {}): name for name in UpSettings.model_fields if name not in OWN}
-    given: dict[str, str] = {}
-    left = iter(words)
-    for word in left:
-        option, has_value, value = word.partition("=")
-        name = by_option.get(option.replace("--no-", "--", 1))
-        if name is None:
-            near = difflib.get_close_matches(option, by_option, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{option} is no option of these pools{hint}")
-        if UpSettings.model_fields[name].annotation is bool:
-            given[name] = str(not option.startswith("--no-"))
-        elif has_value:
-            given[name] = value
-        else:
-            following = next(left, None)
-            if following is None:
-                raise ValueError(f"{option} has no value")
-            given[name] = following
-    return given

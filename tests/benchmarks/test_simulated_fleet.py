@@ -7,11 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.trace import TraceRow, read_trace
-from poolgrid.tools.simulation.fleet import (
+from lab.benchmarks.simulated_fleet import (
     FleetPool,
     FleetResult,
     GridPools,
@@ -27,6 +23,10 @@ from poolgrid.tools.simulation.fleet import (
     fleet_report,
     round_robin,
 )
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.router.policy_loading import make_policy
+from poolgrid.tools.bench.trace import TraceRow, read_trace
 from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.workers.core.timing import TableTiming

@@ -1,26 +1,61 @@
-"""Where a router is that a command is given by name: ``--url dyn://namespace.router.http``.
+"""How commands reach a router: its address, also by name, the API key that they show, and what a refusal says.
 
-Commands find it as processes do, by ``POOLGRID_NAMES`` and what goes with it in the environment. The name is looked
-up when they start, and by those that go on also when who was found no longer answers. Of several processes the one
-that began last is taken, of those that can be connected to: one that was killed has its name until its lease ends.
+A router is given by name as ``--url dyn://namespace.router.http``. Commands find it as processes do, by
+``POOLGRID_NAMES`` and what goes with it in the environment. The name is looked up when they start; a command that
+continues looks it up again when the router it found no longer answers. Of several processes the one that began last is
+taken, of those that can be connected to: one that was killed has its name until its lease ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import typer
+import click
 
 from poolgrid.cli.options import environment_name
 from poolgrid.wire.names import is_name, parse_name
 
 if TYPE_CHECKING:
     from poolgrid.discovery.settings import DiscoverySettings
+
+API_KEY_VARIABLE = "POOLGRID_API_KEY"
+
+KEY_NOTE = f"A router that takes API keys asks for one here too: put an operator's key into {API_KEY_VARIABLE}."
+"""What the help of commands says that ask a router."""
+
+
+def api_key_headers() -> dict[str, str]:
+    """Return the headers of a request to a router; none without ``POOLGRID_API_KEY``."""
+    key = os.environ.get(API_KEY_VARIABLE, "")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def key_hint(status: int) -> str:
+    """Return what to do about a refusal with ``status``, to be added to it; empty when no key would help."""
+    if status == 401:
+        had = "the key in it is not one of the router's" if api_key_headers() else "it is not set"
+        return f": the router takes API keys; put an operator's key into {API_KEY_VARIABLE} ({had})"
+    if status == 403:
+        return (
+            f": the key in {API_KEY_VARIABLE} is no operator's (poolgrid keys create FILE TENANT --operator makes one)"
+        )
+    return ""
+
+
+def refusal(status: int, body: bytes) -> str:
+    """Return why a router refused a request, in its own words where it has any, and what to do about it."""
+    try:
+        words = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        words = body[:200].decode(errors="replace").strip()
+    return (words or f"status {status}") + key_hint(status)
+
 
 CONNECT_TIMEOUT_S = 1.0
 """How long one of several that have a name may take to take a connection; on the same network it takes milliseconds."""
@@ -32,13 +67,13 @@ SETTINGS_OF = {"directory": ("names_dir",), "nats": ("nats_",), "kubernetes": ("
 
 
 def found_url(url: str) -> str:
-    """Return a URL as it is, or that of a name; raises ``typer.BadParameter``."""
+    """Return a URL as it is, or that of a name; raises ``click.BadParameter``."""
     if not is_name(url):
         return url
     try:
         return asyncio.run(url_of(url))
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(f"url is {url}: {error}") from None
+        raise click.BadParameter(f"url is {url}: {error}") from None
 
 
 async def url_of(url: str) -> str:

@@ -14,8 +14,9 @@ import zmq
 from rich.console import Console
 from rich.text import Text
 
-from poolgrid.cli.api_key import API_KEY_VARIABLE, api_key_headers
-from poolgrid.cli.json_output import cannot_write, json_text, print_json
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.router_client import API_KEY_VARIABLE, api_key_headers
 from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds
@@ -24,65 +25,27 @@ from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.tools.engine_check.check import gather_evidence
 from poolgrid.tools.engine_check.core.evidence import Evidence, RecordError
 from poolgrid.tools.engine_check.core.examination import Examination, examine
-from poolgrid.tools.engine_check.core.finding import Finding, Kind, Severity
+from poolgrid.tools.engine_check.core.finding import Finding, Severity
 from poolgrid.tools.engine_check.core.timing_points import timing_table
-from poolgrid.tools.engine_check.measuring import Measurement
+from poolgrid.tools.engine_check.measuring import MEASURE_TIMEOUT_S, REPEATS, Measurement
 from poolgrid.tools.engine_check.server import EngineServer
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.engines.server.server_client import ServerError
 
-AREAS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
-    (
-        "publishers",
-        (
-            Kind.EVENTS_OFF,
-            Kind.PUBLISHER_CONNECTS,
-            Kind.ENDPOINT_REFUSED,
-            Kind.NO_PUBLISHER,
-            Kind.PORTS_COLLIDE,
-            Kind.RANK_WITHOUT_SOURCE,
-            Kind.RANK_SILENT,
-        ),
-    ),
-    (
-        "messages",
-        (
-            Kind.WRONG_RANK,
-            Kind.WRONG_TOPIC,
-            Kind.MESSAGE_SHAPE,
-            Kind.UNDECODABLE,
-            Kind.FORMS_MIXED,
-            Kind.UNKNOWN_EVENTS,
-            Kind.RESTARTED,
-            Kind.SEQUENCE_JUMPS,
-        ),
-    ),
-    ("replay", (Kind.REPLAY_MISSING, Kind.REPLAY_SILENT, Kind.REPLAY_DIFFERS)),
-    (
-        "blocks",
-        (
-            Kind.BLOCK_SIZE,
-            Kind.TOKENS_MISSING,
-            Kind.TOKENS_AND_HASHES,
-            Kind.PARENT_UNKNOWN,
-            Kind.WINDOWS,
-            Kind.GROUPS_UNNAMED,
-            Kind.OTHER_MEDIUM,
-            Kind.BLOCKS_MISSING,
-            Kind.BLOCKS_TOO_MANY,
-            Kind.NOT_TAKEN_IN,
-        ),
-    ),
-    (
-        "salts and adapters",
-        (Kind.SALT_MISSING, Kind.SALT_IGNORED, Kind.LORA_UNNAMED, Kind.KEYS_ORDER, Kind.KEYS_UNKNOWN),
-    ),
-    ("reuse", (Kind.CACHING_OFF, Kind.CACHED_TOKENS_UNSAID, Kind.CACHED_TOKENS_DIFFER)),
-    ("probes", (Kind.PROBE_FAILED,)),
-)
-"""The rows of the table: which findings belong to which."""
+AREAS = ("publishers", "messages", "replay", "blocks", "salts and adapters", "reuse", "probes")
+"""The rows of the table: areas of findings."""
+
+TIMEOUT_S = 60.0
+"""How long an answer may take."""
 
 STYLES = {Severity.FAULT: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+
+
+@command()
+@with_settings(EngineCheckSettings, renamed={"as_json": "--json"})
+def engine_check(settings: EngineCheckSettings) -> None:
+    """Check an engine server's cache events, or measure its step times."""
+    raise SystemExit(run_engine_check(settings))
 
 
 def run_engine_check(settings: EngineCheckSettings) -> int:
@@ -122,7 +85,7 @@ async def _ask(settings: EngineCheckSettings, errors: Console) -> int:
             errors.print(Text(words, style="dim"))
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=settings.concurrency)
-    async with httpx.AsyncClient(timeout=settings.timeout_s, headers=api_key_headers(), limits=limits) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=api_key_headers(), limits=limits) as client:
         context = zmq.Context()
         server = None
         try:
@@ -163,15 +126,14 @@ async def _measure(
     source = (
         f"Measured by poolgrid engine-check over HTTP: {facts.kind} {facts.version}, model {facts.model}, "
         f"{kv_tokens:,} tokens of KV, up to {settings.concurrency} requests at a time; prefill is the median time to "
-        f"the first token of {settings.repeats} prompts less {measured.overhead_ms:.2f} ms for a request without work, "
+        f"the first token of {REPEATS} prompts less {measured.overhead_ms:.2f} ms for a request without work, "
         "decode the median over requests of the mean time between tokens."
     )
     table = timing_table(measured, source)
     _keep(path, json_text(table).encode())
     if measurement.cut_short:
         errors.print(
-            f"measuring: --measure-timeout-s {settings.measure_timeout_s:g} was over; the table has the points until "
-            "then",
+            f"measuring: {MEASURE_TIMEOUT_S:g} s were over; the table has the points until then",
             markup=False,
         )
     if settings.as_json:
@@ -223,8 +185,8 @@ def check_table(evidence: Evidence, found: Examination) -> TerminalTable:
     told = evidence.told
     title = " ".join(word for word in (told.kind, told.version, told.model) if word)
     table = TerminalTable([Heading("what", False), Heading("result", False), Heading("seen", False)], title)
-    for area, kinds in AREAS:
-        of_area = [each for each in found.findings if each.kind in kinds]
+    for area in AREAS:
+        of_area = [each for each in found.findings if each.kind.area == area]
         severities = {each.severity for each in of_area}
         worst = next((each for each in Severity if each in severities), None)
         seen = _seen(area, evidence, found)

@@ -7,27 +7,38 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
 from poolgrid.cli.journal_directory import STREAM_SCHEMES, UsageError, journal_errors
-from poolgrid.cli.json_output import cannot_write, json_text, print_json
-from poolgrid.cli.recording import Stage, load_recording, load_trace
-from poolgrid.cli.what_if import difference_table, report_of
+from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted
 from poolgrid.process.terminal_table import terminal
-from poolgrid.tools.simulation.recorded import part_of
+from poolgrid.tools.simulation.recording import Stage, load_recording, load_trace
 from poolgrid.tools.simulation.settings import TuneSettings
 from poolgrid.tools.simulation.tuning import WORTHWHILE, Objective, Trial, best_of, search
 from poolgrid.tools.simulation.variants import Variant, VariantResult, run_variant
-from poolgrid.tools.simulation.workload import Workload
+from poolgrid.tools.simulation.what_if_command import difference_table, report_of
+from poolgrid.tools.simulation.workload import Workload, part_of
+
+SEARCH_SHARE = 0.6
+"""Share of the requests, the earliest, to search on; the rest is held back."""
 
 REQUESTS_MIN = 20
 """Fewer requests in either part say nothing about a 99th percentile, or about anything."""
 
 
-def tune(source: str, decisions: str | None, settings: TuneSettings) -> int:
+@command()
+@with_settings(TuneSettings, renamed={"as_json": "--json", "config_out": "--config"})
+@click.argument("source", help="A data_dir with recorded decisions, nats://HOST:PORT/POOL, or a Mooncake-format trace.")
+def tune(settings: TuneSettings, source: str) -> None:
+    """Search cost weights for an objective, and justify them on traffic that the search did not see."""
+    raise SystemExit(run_tune(source, settings))
+
+
+def run_tune(source: str, settings: TuneSettings) -> int:
     """Search, compare with the defaults on held-back traffic, print and write what was found; return the status."""
     console = terminal()
     with journal_errors("tuning"):
@@ -35,11 +46,11 @@ def tune(source: str, decisions: str | None, settings: TuneSettings) -> int:
             if fault := cannot_write(out):
                 raise UsageError(f"{name}: {fault}; nothing was searched")
         if source.startswith(STREAM_SCHEMES) or Path(source).is_dir():
-            stage = load_recording(source, decisions, settings)
+            stage = load_recording(source, settings.decisions, settings)
         else:
             stage = load_trace(Path(source), settings, settings.block_size)
         count = len(stage.workload.requests)
-        cut = int(count * settings.search_share)
+        cut = int(count * SEARCH_SHARE)
         if cut < REQUESTS_MIN or count - cut < REQUESTS_MIN:
             raise UsageError(
                 f"{counted(count, 'request')}, of which {cut:,} to search on: both parts need at least {REQUESTS_MIN}; "
@@ -57,7 +68,7 @@ def tune(source: str, decisions: str | None, settings: TuneSettings) -> int:
         chosen = best.variant if accepted else Variant("default")
         verdict = _verdict(objective, best, trials[0], found, default, gain, accepted)
         for remark in stage.remarks:
-            typer.echo(remark, err=True)
+            click.echo(remark, err=True)
         shown = {"default": default.report}
         if found is not default:
             shown["tuned"] = found.report
@@ -72,7 +83,7 @@ def tune(source: str, decisions: str | None, settings: TuneSettings) -> int:
             settings.out.write_text(json_text(answer), encoding="utf-8")
         if settings.config_out is not None:
             settings.config_out.write_text(config_text(stage, settings, chosen, verdict), encoding="utf-8")
-            typer.echo(f"try it: poolgrid up --settings-file {settings.config_out}", err=settings.as_json)
+            click.echo(f"try it: poolgrid up --settings-file {settings.config_out}", err=settings.as_json)
     return 0
 
 
@@ -163,7 +174,7 @@ def config_text(stage: Stage, settings: TuneSettings, chosen: Variant, verdict: 
         f"# {verdict}",
         f"# poolgrid tune {stage.name}: {counted(count, 'request')} on {counted(stage.workers, 'simulated worker')}, "
         f"objective {settings.objective}, {counted(settings.trials, 'trial')}, seed {settings.seed};",
-        f"# searched on the first {settings.search_share:.0%}, compared on the rest. Engines are a model: measure it.",
+        f"# searched on the first {SEARCH_SHARE:.0%}, compared on the rest. Engines are a model: measure it.",
     ]
     # How long blocks stay was not searched, and is the router's own affair.
     chosen_settings = {name: value for name, value in chosen.settings().items() if name != "retention"}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,30 +19,36 @@ import httpx
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from poolgrid.cli.bench_pools import PoolsFailed, open_pools
-from poolgrid.cli.json_output import cannot_write, json_text, print_json
-from poolgrid.cli.named_url import url_of
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.router_client import API_KEY_VARIABLE, api_key_headers, url_of
 from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import unless
 from poolgrid.process.terminal_table import terminal
-from poolgrid.tools.bench import schedule
 from poolgrid.tools.bench.client import Client, RequestFailed, Target
-from poolgrid.tools.bench.conversations import ConversationShape, plan_conversations
+from poolgrid.tools.bench.conversations import ConversationShape, plan_conversations, poisson, synthetic, until
+from poolgrid.tools.bench.pools import PoolsFailed, open_pools
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
-from poolgrid.tools.bench.run_logs import RunLogs
-from poolgrid.tools.bench.runner import Planned, RequestShape, Result, Verify, run
-from poolgrid.tools.bench.series import Point, Series, with_ratios
+from poolgrid.tools.bench.runner import Planned, RequestShape, Result, Verify, measure_word_scale, run
+from poolgrid.tools.bench.series import Point, RunLogs, Series, with_ratios
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.bench.statistics import Measurements, Report, report
-from poolgrid.tools.bench.sweep_plot import PlottingUnavailable, check_plotting, write_sweep_plot
 from poolgrid.tools.bench.table import report_table, series_table
 from poolgrid.tools.bench.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
-from poolgrid.tools.bench.word_scale import measure_word_scale
 from poolgrid.wire.hashing import stable_u64
 
 REQUESTS_DEFAULT = 100
 """Requests of a closed or open loop that was told neither a number nor a duration."""
+
+CONNECT_TIMEOUT_S = 10.0
+
+IN_FLIGHT_MAX = 900
+"""Requests of an open loop or a replay at once, below the usual limit of 1,024 open files; a request beyond it waits,
+which is counted and part of its times."""
+
+TOKEN_ID_MIN, TOKEN_ID_MAX = 16, 255
+"""Token ids in prompts: special ones lie below, and every byte-level vocabulary reaches the last."""
 
 READY_INTERVAL_S = 0.2
 """Between two looks at an endpoint that is not ready."""
@@ -59,7 +66,7 @@ async def until_ready(target: Target, settings: BenchSettings) -> None:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + settings.ready_timeout_s
     url = f"{target.url}/ready"
-    async with _http(settings) as client:
+    async with _http() as client:
         while True:
             try:
                 answer = await client.get(url)
@@ -80,7 +87,7 @@ async def detect_model(target: Target, settings: BenchSettings) -> str:
     """Return the model to ask for, having made sure that the endpoint answers; raise ``BenchError`` otherwise."""
     url = f"{target.url}/v1/models"
     try:
-        async with _http(settings) as client:
+        async with _http() as client:
             answer = await client.get(url)
     except httpx.HTTPError as error:
         raise BenchError(f"asking {url}: {error}; is the endpoint running, and is --url right?") from None
@@ -98,9 +105,8 @@ async def detect_model(target: Target, settings: BenchSettings) -> str:
     return model
 
 
-def _http(settings: BenchSettings) -> httpx.AsyncClient:
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    return httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(30.0, connect=settings.connect_timeout_s))
+def _http() -> httpx.AsyncClient:
+    return httpx.AsyncClient(headers=api_key_headers(), timeout=httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S))
 
 
 def plan(settings: BenchSettings, seed: int | None = None) -> tuple[Iterable[Planned], int | None]:
@@ -115,8 +121,8 @@ def plan(settings: BenchSettings, seed: int | None = None) -> tuple[Iterable[Pla
             rows,
             speed=settings.speed,
             length_scale=settings.length_scale,
-            isl_max=settings.isl_max,
-            osl_max=settings.osl_max,
+            isl_max=settings.isl,
+            osl_max=settings.osl,
         )
         _check_ids_differ(planned, settings)
         if settings.duration_s is not None:
@@ -130,25 +136,23 @@ def plan(settings: BenchSettings, seed: int | None = None) -> tuple[Iterable[Pla
     if settings.rate is None:
         times = itertools.repeat(None)
     else:
-        arrivals = (
-            schedule.fixed(settings.rate) if settings.arrivals == "fixed" else schedule.poisson(settings.rate, seed)
-        )
-        times = arrivals if settings.duration_s is None else schedule.until(arrivals, settings.duration_s * 1000.0)
+        arrivals = poisson(settings.rate, seed)
+        times = arrivals if settings.duration_s is None else until(arrivals, settings.duration_s * 1000.0)
     if settings.converses:
         conversations = plan_conversations(times, _conversation_shape(settings), seed)
         if count is None:
             return conversations, None
         number = -(-count // settings.turns)
         return itertools.islice(conversations, number), number * settings.turns
-    requests = schedule.synthetic(times, isl=settings.isl, osl=settings.osl, seed=seed)
+    requests = synthetic(times, isl=settings.prompt_tokens, osl=settings.output_tokens, seed=seed)
     return (requests if count is None else itertools.islice(requests, count)), count
 
 
 def _conversation_shape(settings: BenchSettings) -> ConversationShape:
     return ConversationShape(
         settings.turns,
-        settings.isl,
-        settings.osl,
+        settings.prompt_tokens,
+        settings.output_tokens,
         settings.shared_prefix,
         settings.shared_prefixes,
         settings.think_time_s,
@@ -157,7 +161,7 @@ def _conversation_shape(settings: BenchSettings) -> ConversationShape:
 
 def _check_ids_differ(planned: list[PlannedRequest], settings: BenchSettings) -> None:
     """Refuse a scale at which blocks are too short to tell the trace's ids apart."""
-    base = len(WORDS) if settings.writes_words else settings.token_id_max - settings.token_id_min + 1
+    base = len(WORDS) if settings.writes_words else TOKEN_ID_MAX - TOKEN_ID_MIN + 1
     largest = max(max(request.block_ids) for request in planned)
     needed = digits_of(largest, base)
     if planned[0].block_tokens < needed:
@@ -221,7 +225,7 @@ class _Bench:
             self._bar.update(task, description=f"starting pools: {', '.join(settings.policies)}")
             urls = await opened.enter_async_context(open_pools(settings.policies, settings.pool_options))
         else:
-            urls = {url: await url_of(url) for url in (settings.url, *settings.against)}
+            urls = {url: await url_of(url) for url in settings.url}
         self._bar.update(task, description="waiting until all are ready")
         endpoints = []
         for name, url in urls.items():
@@ -259,21 +263,16 @@ class _Bench:
                 raise BenchError(f"asking {url} what a word is in tokens: {error}; nothing was measured") from None
             finally:
                 client.close()
-        return _Endpoint(name, target, model, PromptMaker(settings.token_id_min, settings.token_id_max, scale))
+        return _Endpoint(name, target, model, PromptMaker(TOKEN_ID_MIN, TOKEN_ID_MAX, scale))
 
     def _client(self, target: Target) -> Client:
-        settings = self._settings
         return Client(
-            target,
-            self._clock,
-            api_key=settings.api_key,
-            connect_timeout_s=settings.connect_timeout_s,
-            request_timeout_s=settings.request_timeout_s,
+            target, self._clock, api_key=os.environ.get(API_KEY_VARIABLE), connect_timeout_s=CONNECT_TIMEOUT_S
         )
 
     def _shape(self, model: str) -> RequestShape:
         settings = self._settings
-        return RequestShape(model, settings.api, settings.text, settings.ignore_eos)
+        return RequestShape(model, settings.api, settings.writes_words, settings.ignore_eos)
 
     async def _round(self, rounds: _Rounds, number: int, seed: int, task: TaskID, stop: asyncio.Event) -> None:
         settings = self._settings
@@ -320,7 +319,7 @@ class _Bench:
             planned,
             self._clock,
             concurrency=level,
-            in_flight_max=settings.max_in_flight,
+            in_flight_max=IN_FLIGHT_MAX,
             duration_s=settings.duration_s if task is not None else None,
             stop=stop,
             verify=self._verify,
@@ -378,14 +377,12 @@ def measure(
 ) -> Series:
     """Measure everything that the settings ask for.
 
-    Raises ``BenchError``, ``PoolsFailed``, ``PlottingUnavailable``, ``TraceError``, ``OSError`` or ``ValueError`` when
+    Raises ``BenchError``, ``PoolsFailed``, ``TraceError``, ``OSError`` or ``ValueError`` when
     it cannot start.
     """
-    if settings.plot is not None:
-        check_plotting(settings.plot)
     logs = None
     if settings.logs is not None:
-        logs = RunLogs(settings.logs, settings.model_dump_json(indent=2, exclude={"api_key"}).encode() + b"\n")
+        logs = RunLogs(settings.logs, settings.model_dump_json(indent=2).encode() + b"\n")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -406,21 +403,29 @@ def measure(
     return made.series()
 
 
-def bench(settings: BenchSettings, *, verify: Verify | None = None, progress_console: Console | None = None) -> Report:
+def measure_one(
+    settings: BenchSettings, *, verify: Verify | None = None, progress_console: Console | None = None
+) -> Report:
     """Measure one endpoint at one concurrency and return the report; raises what ``measure`` raises."""
     return measure(settings, verify=verify, progress_console=progress_console).points[0].report
+
+
+@command(epilog=f"An endpoint that takes API keys gets the one in {API_KEY_VARIABLE}.")
+@with_settings(BenchSettings, renamed={"as_json": "--json"})
+def bench(settings: BenchSettings) -> None:
+    """Measure any OpenAI endpoint: closed loop, open loop (--rate), or the replay of a trace (--trace)."""
+    raise SystemExit(run_bench(settings))
 
 
 def run_bench(settings: BenchSettings) -> int:
     """Run ``poolgrid bench`` and return its exit code: 0, or 1 when the run could not start or nothing succeeded."""
     errors = Console(stderr=True, highlight=False)
-    for option, wanted in (("--out", settings.out), ("--plot", settings.plot)):
-        if fault := cannot_write(wanted):
-            errors.print(f"poolgrid bench: {option}: {fault}; nothing was sent", markup=False, soft_wrap=True)
-            return 2
+    if fault := cannot_write(settings.out):
+        errors.print(f"poolgrid bench: --out: {fault}; nothing was sent", markup=False, soft_wrap=True)
+        return 2
     try:
         found = measure(settings)
-    except (BenchError, PoolsFailed, PlottingUnavailable, TraceError, ValueError, OSError) as error:
+    except (BenchError, PoolsFailed, TraceError, ValueError, OSError) as error:
         errors.print(f"poolgrid bench: {error}", markup=False, soft_wrap=True)
         return 1
     several = len(settings.concurrency) > 1 or settings.compares
@@ -431,7 +436,7 @@ def run_bench(settings: BenchSettings) -> int:
     else:
         terminal().print(shown)
     try:
-        _write(settings, found.points, shown, json_text(answer))
+        _write(settings, shown, json_text(answer))
     except OSError as error:
         errors.print(f"poolgrid bench: writing {error.filename}: {error.strerror}", markup=False, soft_wrap=True)
         return 1
@@ -439,15 +444,10 @@ def run_bench(settings: BenchSettings) -> int:
     return 0 if succeeded or found.interrupted else 1
 
 
-def _write(settings: BenchSettings, points: Sequence[Point], shown: RenderableType, content: str) -> None:
+def _write(settings: BenchSettings, shown: RenderableType, content: str) -> None:
     """Write what the settings ask for; raises ``OSError``."""
     if settings.out is not None:
         _write_file(settings.out, content)
-    title = f"{points[0].report.model}: {settings.isl} + {settings.osl} tokens"
-    if settings.turns > 1:
-        title += f", {settings.turns} turns"
-    if settings.plot is not None:
-        write_sweep_plot(title, points, settings.plot)
     if settings.logs is not None:
         logs = settings.logs
         _write_file(logs / "report.json", content)

@@ -12,12 +12,12 @@ from poolgrid import __version__
 from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture, Row
+from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
-from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.answers import QueueRow, RequestExplanation

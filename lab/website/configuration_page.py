@@ -1,6 +1,6 @@
 """Writes what the pages say of settings: ``docs/configuration.md``, and the marked tables of other pages.
 
-``python -m poolgrid.cli.configuration_page`` writes them; a test fails while a committed page differs. A table stands
+``python -m lab.website.configuration_page`` writes them; a test fails while a committed page differs. A table stands
 between ``<!-- settings: Model OtherModel -->`` and ``<!-- /settings -->``, and holds the settings that these models
 declare.
 """
@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import typer
 from pydantic.fields import FieldInfo
-from typer.core import TyperGroup
 
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
@@ -28,8 +26,7 @@ from poolgrid.http.http_settings import HttpSettings, ServerSettings
 from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.settings import Settings
 from poolgrid.process.tracing.settings import TraceSettings
-from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
-from poolgrid.router.settings import RouterSettings
+from poolgrid.router.settings import EndpointPickerSettings, RouterSettings
 from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
@@ -38,7 +35,7 @@ from poolgrid.transport.security import SecuritySettings
 from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
 from poolgrid.workers.settings import WorkerProcessSettings
 
-SOURCE_ROOT = Path(__file__).resolve().parents[3]
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
 DOCS = SOURCE_ROOT / "docs"
 
 BOUNDS = (
@@ -174,7 +171,7 @@ MODELS: Mapping[str, type[Settings]] = {model.__name__: model for section in SEC
 HEAD = """\
 # Configuration
 
-<!-- Generated: python -m poolgrid.cli.configuration_page -->
+<!-- Generated: python -m lab.website.configuration_page -->
 
 These are the settings of every command, made from the code that reads them. `poolgrid COMMAND --help` lists the same
 options.
@@ -275,8 +272,9 @@ def _top() -> str:
         if parameter.name == "help":
             continue
         variable = f"`{parameter.envvar}`" if parameter.envvar else "none"
-        default = "off" if parameter.default is False else f"`{parameter.default}`"
-        lines.append(f"| `{parameter.opts[0]}` | {variable} | {default} | {parameter.help} |")
+        default = f"`{parameter.default}`" if parameter.to_info_dict()["default"] else "off"
+        text = parameter.help.partition(" [default:")[0]
+        lines.append(f"| `{parameter.opts[0]}` | {variable} | {default} | {text} |")
     return "\n".join([*lines, ""])
 
 
@@ -290,9 +288,7 @@ def command_options(command: str) -> dict[str, str]:
 
 
 def _parameters(command: str) -> list[Any]:
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup), "the application has commands"
-    return list(group.commands[command].params)
+    return list(app.commands[command].params)
 
 
 def shown_default(field: FieldInfo) -> str:

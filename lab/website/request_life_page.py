@@ -1,4 +1,4 @@
-"""Writes ``docs/request_life.md`` from the routers' own table: ``python -m poolgrid.cli.request_life_page``."""
+"""Writes ``docs/request_life.md`` from the routers' own table: ``python -m lab.website.request_life_page``."""
 
 from __future__ import annotations
 

@@ -5,34 +5,56 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any, get_args
 
-import typer
+import click
 
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
 from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
-from poolgrid.cli.json_output import cannot_write, json_text, print_json
-from poolgrid.cli.recording import Stage, load_recording
+from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.tools.simulation.pool import Retention
+from poolgrid.tools.simulation.recording import Stage, load_recording
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
-from poolgrid.tools.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
 from poolgrid.tools.simulation.variants import Variant, run_variant
 
 VARIANTS_MAX = 64
 """Simulations of one command; more of them nobody compares by eye."""
+
+FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
+    (100.0, ("cached_token_ratio",)),
+    (1.0, ("ttft_ms", "mean")),
+    (1.0, ("ttft_ms", "p99")),
+    (1.0, ("itl_ms", "mean")),
+    (1.0, ("itl_ms", "p99")),
+    (1.0, ("worker_tokens_max_over_mean",)),
+)
+"""Factor of each column of the table, and the place of its figure in a report."""
 
 _RETENTIONS: tuple[Retention, ...] = get_args(Retention)
 
 _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
 
 
-def what_if(directory: str, decisions: str | None, settings: WhatIfSettings) -> int:
+@command()
+@with_settings(WhatIfSettings, renamed={"as_json": "--json"})
+@click.argument(
+    "directory", help="Directory of the pool's journal with decisions (a data_dir), or nats://HOST:PORT/POOL."
+)
+def what_if(settings: WhatIfSettings, directory: str) -> None:
+    """Play recorded traffic on simulated engines under the recorded settings and under others, and compare."""
+    raise SystemExit(run_what_if(directory, settings))
+
+
+def run_what_if(directory: str, settings: WhatIfSettings) -> int:
     """Play recorded traffic under each variant; return the exit status."""
     with journal_errors("trying other settings"):
-        _check_outputs(settings)
-        stage = load_recording(directory, decisions, settings)
+        if fault := cannot_write(settings.out):
+            raise UsageError(f"--out: {fault}; nothing was simulated")
+        stage = load_recording(directory, settings.decisions, settings)
         variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
         for variant in variants:
@@ -40,7 +62,7 @@ def what_if(directory: str, decisions: str | None, settings: WhatIfSettings) -> 
                 result = run_variant(stage.workload, variant, stage.workers, stage.limits, stage.timing, on_progress)
             reports[variant.name] = result.report
         for remark in stage.remarks:
-            typer.echo(remark, err=True)
+            click.echo(remark, err=True)
         report = report_of(stage, settings.speed, reports)
         if settings.as_json:
             print_json(report)
@@ -48,27 +70,7 @@ def what_if(directory: str, decisions: str | None, settings: WhatIfSettings) -> 
             terminal().print(difference_table(stage, reports))
         if settings.out is not None:
             settings.out.write_text(json_text(report), encoding="utf-8")
-        if settings.plot is not None:
-            count = counted(len(stage.workload.requests), "request")
-            write_plot(f"What if: {stage.name}, {count}", reports, settings.plot)
     return 0
-
-
-def _check_outputs(settings: WhatIfSettings) -> None:
-    for name, out in (("--out", settings.out), ("--plot", settings.plot)):
-        if fault := cannot_write(out):
-            raise UsageError(f"{name}: {fault}; nothing was simulated")
-    if settings.plot is not None:
-        if settings.plot.suffix not in (".html", ".png"):
-            raise UsageError(f"--plot {settings.plot}: its ending must be .html or .png; nothing was simulated")
-        if settings.plot.suffix == ".png":
-            try:
-                import matplotlib  # type: ignore[import-not-found,unused-ignore] # noqa: F401
-            except ImportError:
-                raise PlottingUnavailable(
-                    "drawing a PNG: matplotlib is not installed; pip install matplotlib (or the extra `plots`), or "
-                    "draw to .html; nothing was simulated"
-                ) from None
 
 
 def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
@@ -170,16 +172,20 @@ def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> 
         "milliseconds; spread: prompt tokens of the busiest worker over the mean",
     )
     if stage.measured is not None:
-        then = (number(factor * figures(stage.measured, keys)) for _, _, factor, keys in PANELS)
+        then = map(number, _figures(stage.measured))
         table.add("measured then", *then, style="dim")
     base: list[float] = []
     for name, report in reports.items():
-        values = [factor * figures(report, keys) for _, _, factor, keys in PANELS]
+        values = _figures(report)
         table.add(name, *map(number, values))
         if base:
             table.add("  compared", *(_change(value, before) for value, before in zip(values, base, strict=True)))
         base = base or values
     return table
+
+
+def _figures(report: Mapping[str, Any]) -> list[float]:
+    return [factor * float(reduce(lambda part, key: part[key], keys, report)) for factor, keys in FIGURES]  # type: ignore[arg-type]
 
 
 def _change(value: float, before: float) -> str:

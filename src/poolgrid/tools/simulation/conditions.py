@@ -1,4 +1,4 @@
-"""How fast each simulated worker is, and when that changes: what a router has to find out by itself.
+"""Conditions of a simulation that a router has to find out by itself: how fast each worker is, and what clients expect.
 
 A speed divides all step times: 1 is what the worker's card says, 0.25 a quarter of it. A change holds for the steps
 that begin in its time.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from poolgrid.wire.hashing import stable_u64
 from poolgrid.workers.core.timing import SPEEDUP_MAX, TimingModel
 
 SPEED_FORM = f"above 0 to {SPEEDUP_MAX:g}"
@@ -37,12 +38,9 @@ class WorkerSpeeds:
     changes: tuple[SpeedChange, ...] = ()
 
     @classmethod
-    def parse(cls, pattern: str, changes: str, workers: int) -> WorkerSpeeds:
-        """Return the speeds of ``1,1,0.33`` and changes ``WORKER:FROM_S:TO_S:SPEED,...``; raises ``SpeedError``."""
-        return cls(
-            tuple(_speed(each, f"worker_speeds[{at}]") for at, each in enumerate(pattern.split(","))),
-            tuple(_change(each, f"slowdowns[{at}]", workers) for at, each in enumerate(changes.split(",")) if each),
-        )
+    def parse(cls, pattern: str) -> WorkerSpeeds:
+        """Return the speeds of ``1,1,0.33``; raises ``SpeedError``."""
+        return cls(tuple(_speed(each, f"worker_speeds[{at}]") for at, each in enumerate(pattern.split(","))))
 
     def at(self, worker: int, now_ms: float) -> float:
         """Return the speed with which a worker begins a step; of changes that overlap the last named one holds."""
@@ -93,16 +91,13 @@ def _speed(text: str, place: str) -> float:
     return speed
 
 
-def _change(text: str, place: str, workers: int) -> SpeedChange:
-    parts = text.split(":")
-    try:
-        worker, from_s, to_s = int(parts[0]), float(parts[1]), float(parts[2])
-    except (ValueError, IndexError):
-        raise SpeedError(f"{place} is {text!r}, must be WORKER:FROM_S:TO_S:SPEED") from None
-    if len(parts) != 4:
-        raise SpeedError(f"{place} is {text!r}, must be WORKER:FROM_S:TO_S:SPEED")
-    if not 0 <= worker < workers:
-        raise SpeedError(f"{place} is about worker {worker}, allowed are 0 to {workers - 1}")
-    if not 0.0 <= from_s < to_s:
-        raise SpeedError(f"{place} is from {parts[1]} to {parts[2]} s, allowed are times from 0, the second later")
-    return SpeedChange(worker, 1000.0 * from_s, 1000.0 * to_s, _speed(parts[3], place))
+@dataclass(frozen=True, slots=True)
+class TtftTargets:
+    """TTFT targets in milliseconds, each as likely as the others; drawn by the request's id, for every policy alike."""
+
+    values_ms: tuple[float, ...]
+    told: bool = True
+    """Whether requests say their target to the router."""
+
+    def of(self, request_id: str) -> float:
+        return self.values_ms[stable_u64(f"ttft target of {request_id}") % len(self.values_ms)]

@@ -12,11 +12,10 @@ from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.process.figures import counted
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
 from poolgrid.tools.bench.trace import TraceError, read_trace
-from poolgrid.tools.simulation.recorded import RecordedRequest, recorded_workload
 from poolgrid.tools.simulation.report import latency_summary
 from poolgrid.tools.simulation.settings import EngineSettings
 from poolgrid.tools.simulation.variants import roomy_limits
-from poolgrid.tools.simulation.workload import Workload, build_workload
+from poolgrid.tools.simulation.workload import RecordedRequest, Workload, build_workload, recorded_workload
 from poolgrid.wire.identifiers import Role
 from poolgrid.workers.core.shipped_timing import timing_model
 from poolgrid.workers.core.timing import (

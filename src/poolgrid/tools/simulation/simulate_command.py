@@ -1,0 +1,116 @@
+"""`poolgrid simulate`: a trace under several policies, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
+from poolgrid.cli.options import with_settings
+from poolgrid.process.figures import number, percent
+from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.policy import Policy
+from poolgrid.router.policy_loading import PolicyError, make_policy
+from poolgrid.tools.simulation.conditions import SpeedError, WorkerSpeeds
+from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
+from poolgrid.tools.simulation.recording import load_trace
+from poolgrid.tools.simulation.report import policy_report
+from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
+
+
+@command()
+@with_settings(SimulationSettings, renamed={"as_json": "--json"})
+@click.argument("trace", type=click.Path(path_type=Path), help="Mooncake-format trace (JSON lines).")
+def simulate(settings: SimulationSettings, trace: Path) -> None:
+    """Play a trace through the router core and simulated engines in virtual time, per policy."""
+    with journal_errors("simulating"):
+        _simulate(trace, settings)
+
+
+def _simulate(trace: Path, settings: SimulationSettings) -> None:
+    """Simulate each policy on a trace; raises ``UsageError``."""
+    policies = _policies(settings)
+    if fault := cannot_write(settings.out):
+        raise UsageError(f"--out: {fault}; nothing was simulated")
+    stage = load_trace(trace, settings, settings.block_size)
+    workload = stage.workload
+    try:
+        speeds = WorkerSpeeds.parse(settings.worker_speeds)
+    except SpeedError as error:
+        raise UsageError(str(error)) from None
+    routers = RouterFleet(settings.routers, settings.event_delay_ms, retention=settings.retention)
+    reports = {}
+    for name, policy in policies.items():
+        pool = SimulatedPool(
+            workload,
+            policy,
+            stage.workers,
+            stage.limits,
+            stage.timing,
+            routers=routers,
+            speeds=None if speeds == WorkerSpeeds() else speeds,
+        )
+        with progress_bar(name, len(workload.requests), as_bytes=False) as on_progress:
+            reports[name] = policy_report(pool.run(on_progress), stage.workers)
+    report = {
+        "trace": trace.name,
+        "requests": len(workload.requests),
+        "workers": stage.workers,
+        "routers": settings.routers,
+        "event_delay_ms": settings.event_delay_ms,
+        "retention": settings.retention,
+        "speed": settings.speed,
+        "block_size": settings.block_size,
+        "blocks_per_worker": stage.limits.total_kv_blocks,
+        "ideal_cached_token_ratio": workload.ideal_cached_token_ratio,
+        "policies": reports,
+    }
+    if settings.as_json:
+        print_json(report)
+    else:
+        terminal().print(result_table(workload.ideal_cached_token_ratio, reports))
+    if settings.out is not None:
+        settings.out.write_text(json_text(report), encoding="utf-8")
+
+
+def _policies(settings: SimulationSettings) -> dict[str, Policy]:
+    weights = CostWeights(queue_weight=settings.queue_weight, decode_weight=settings.decode_weight)
+    policies: dict[str, Policy] = {}
+    for name in [each.strip() for each in settings.policy.split(",") if each.strip()] or [""]:
+        if name not in SIMULATED_POLICIES and ":" not in name:
+            allowed = f"{', '.join(SIMULATED_POLICIES)}, or module:Class"
+            raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}")
+        try:
+            policies[name] = make_policy(name, weights, settings.temperature)
+        except PolicyError as error:
+            raise UsageError(str(error)) from None
+    return policies
+
+
+def result_table(ideal: float, policies: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
+    """Return the policies side by side."""
+    names = ("cached", "of ideal", "TTFT mean", "p99", "ITL mean", "p99", "busy", "spread")
+    table = TerminalTable(
+        [Heading("policy", numeric=False), *map(Heading, names)],
+        f"an infinite shared cache would reuse {percent(ideal)} of the prompt tokens",
+        "times in ms; spread: prompt tokens of the busiest worker over the mean",
+    )
+    for name, report in policies.items():
+        ttft, itl = report["ttft_ms"], report["itl_ms"]
+        table.add(
+            name,
+            percent(report["cached_token_ratio"]),
+            percent(report["cached_token_ratio"] / ideal if ideal else None),
+            number(ttft["mean"], 0),
+            number(ttft["p99"], 0),
+            number(itl["mean"], 1),
+            number(itl["p99"], 1),
+            percent(report["busy_ratio"], 0),
+            number(report["worker_tokens_max_over_mean"]),
+        )
+    return table

@@ -1,0 +1,89 @@
+"""Plug-in folders: without one of them everything else starts, and what is absent is refused by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import poolgrid
+
+PACKAGE = Path(poolgrid.__file__).parent
+
+PROCESSES = (
+    "poolgrid.router.bootstrap",
+    "poolgrid.global_router.bootstrap",
+    "poolgrid.consolidator.bootstrap",
+    "poolgrid.workers.bootstrap",
+    "poolgrid.workers.engines.simulated.opening",
+    "poolgrid.cli.up",
+)
+"""Modules that start each process."""
+
+
+class Plugin(NamedTuple):
+    """A folder, and a command that needs it with the words that refuse it."""
+
+    folder: str
+    command: tuple[str, ...] = ()
+    words: str = ""
+
+
+PLUGINS = (
+    Plugin("fleet_page"),
+    Plugin("router/endpoint_picker", ("router", "--ext-proc-port", "0"), "poolgrid.router.endpoint_picker cannot be"),
+    Plugin("tools", ("bench",), "bench: not installed"),
+    Plugin("tools/bench", ("bench",), "bench: not installed"),
+    Plugin("tools/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
+    Plugin("tools/simulation", ("tune", "trace"), "tune: not installed"),
+)
+
+
+def package_without(folder: str, place: Path) -> Path:
+    """Make a package of links that lacks a folder; return the directory to import it from."""
+    made, source = place / "poolgrid", PACKAGE
+    parts = folder.split("/")
+    for part in parts:
+        made.mkdir(parents=True)
+        for child in source.iterdir():
+            if child.name not in (part, "__pycache__"):
+                (made / child.name).symlink_to(child.resolve())
+        made, source = made / part, source / part
+    return place
+
+
+def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin", "HOME": str(place)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: str(plugin.folder))
+def test_everything_else_starts_without_a_plugin_that_is_refused_by_name(plugin: Plugin, tmp_path: Path) -> None:
+    place = package_without(plugin.folder, tmp_path)
+    program = f"""
+import sys, importlib, poolgrid
+assert poolgrid.__file__.startswith({str(place)!r}), poolgrid.__file__
+for module in {PROCESSES!r}:
+    importlib.import_module(module)
+from poolgrid.cli.main import app
+app(["--help"], standalone_mode=False)
+"""
+    done = python(place, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert "Commands:" in done.stdout
+
+    if plugin.command:
+        refused = python(place, "-m", "poolgrid", *plugin.command)
+        assert refused.returncode == 2, refused
+        assert plugin.words in " ".join(refused.stderr.split())
