@@ -149,7 +149,8 @@ class HttpConnections:
 
     def is_idle(self) -> bool:
         """Return whether no connection is open and no request in flight."""
-        return not self.open and not self.tasks
+        # A task that is cancelled before its first step is over, and still there.
+        return not self.open and all(task.done() for task in self.tasks)
 
     def set_date(self, wall_s: float) -> None:
         self.date_line = b"date: %b\r\n" % formatdate(wall_s, usegmt=True).encode()

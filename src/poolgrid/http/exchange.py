@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http import HTTPStatus
 from typing import Any, Final, cast
 
@@ -52,8 +52,8 @@ _FAILED: Final[tuple[Message, ...]] = (
 class _Done:
     """An awaitable that has nothing to wait for."""
 
-    def __await__(self) -> Iterator[None]:
-        return iter(())
+    __await__ = ().__iter__
+    """Of C: a function here would be called for each part of a stream."""
 
 
 _DONE: Final = cast("Awaitable[None]", _Done())
@@ -157,8 +157,11 @@ class HttpExchange:
 
     # -- the application -----------------------------------------------------------------------------------------------
 
-    async def run(self, app: Application, scope: Scope) -> None:
-        """Call the application; answer 500 if it fails before it has begun its answer."""
+    async def run(self, app: Application, scope: Scope, tasks: set[asyncio.Task[None]]) -> None:
+        """Call the application; answer 500 if it fails before it has begun its answer.
+
+        This task takes itself out of ``tasks``: a callback at its end would be one more turn of the loop.
+        """
         scope["extensions"] = {ON_DISCONNECT: self._register}
         try:
             await app(scope, self.receive, self.send)
@@ -173,6 +176,10 @@ class HttpExchange:
                 return
             for message in _FAILED:
                 await self.send(message)
+        finally:
+            task = asyncio.current_task()
+            assert task is not None, "the parser starts it as one"
+            tasks.discard(task)
 
     def _register(self, on_disconnect: Callable[[], None]) -> None:
         if self.is_disconnected:

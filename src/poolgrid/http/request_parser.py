@@ -74,7 +74,6 @@ class RequestParser:
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._expects_continue = False
         self._refusal: RequestRefusedError | None = None
         """What a head is refused with, once httptools has returned."""
         self.head_bytes = 0
@@ -177,33 +176,35 @@ class RequestParser:
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers = []
-        self._expects_continue = False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self._expects_continue = True
-        self._headers.append((name, value))
+        self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Check the whole head, then begin its request."""
         # Trailers go to whatever list is here, long after the head was checked.
         headers, self._headers = self._headers, []
-        self._refusal = self._refused(headers)
-        opened = self._open
-        if self._refusal is not None or opened is None:
-            return
-        self.head_bytes = self.payload_bytes = self._wire_bytes = 0
-        self.in_body = True
         announced: int | None = 0
+        expects_continue = False
+        host: bytes | None = None
         for name, value in headers:
             if name == b"content-length":
                 announced = int(value)  # httptools has checked it
             elif name == b"transfer-encoding":
                 announced = None
+            elif name == b"host":
+                host = value if host is None else host
+            elif name == b"expect" and value.lower() == b"100-continue":
+                expects_continue = True
+        self._refusal = self._refused(headers, b"localhost" if host is None else host)
+        opened = self._open
+        if self._refusal is not None or opened is None:
+            return
+        self.head_bytes = self.payload_bytes = self._wire_bytes = 0
+        self.in_body = True
         self.body_left = announced
         version = self._parser.get_http_version()
         keep_alive = version != "1.0" and self._parser.should_keep_alive()
@@ -216,9 +217,9 @@ class RequestParser:
             scope["method"],
             version,
             keep_alive,
-            self._expects_continue,
+            expects_continue,
         )
-        if self._expects_continue or (announced or 0) > BODY_BUFFER_BYTES:
+        if expects_continue or (announced or 0) > BODY_BUFFER_BYTES:
             self._call(self.exchange)
 
     def on_body(self, body: bytes) -> None:
@@ -250,9 +251,8 @@ class RequestParser:
         """Call the application, once for each request."""
         scope, self._scope = self._scope, None
         if scope is not None:
-            task = owned(exchange.run(self._table.app, scope), "request", self._loop)
-            self._table.tasks.add(task)
-            task.add_done_callback(self._table.tasks.discard)
+            tasks = self._table.tasks
+            tasks.add(owned(exchange.run(self._table.app, scope, tasks), "request", self._loop))
 
     def _scope_of(self, version: str, headers: list[tuple[bytes, bytes]], common: Scope) -> Scope:
         raw_path, _, query = self._url.partition(b"?")
@@ -273,7 +273,7 @@ class RequestParser:
             **common,
         }
 
-    def _refused(self, headers: list[tuple[bytes, bytes]]) -> RequestRefusedError | None:
+    def _refused(self, headers: list[tuple[bytes, bytes]], host: bytes) -> RequestRefusedError | None:
         """Return what is wrong with a head."""
         limits = self._limits
         if len(headers) > limits.headers:
@@ -286,14 +286,7 @@ class RequestParser:
                 message = f"reading a request: a line of its head has {longest} bytes, allowed are"
                 return RequestRefusedError(431, "head_too_large", f"{message} {limits.header_line_bytes}")
         hosts = self._table.hosts
-        if hosts is not None:
-            host = b"localhost"
-            for name, value in headers:
-                if name == b"host":
-                    host = value
-                    break
-            if host == self._allowed_host:
-                return None
+        if hosts is not None and host != self._allowed_host:
             if hosts.allow(host):
                 self._allowed_host = host
             else:
