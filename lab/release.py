@@ -58,8 +58,8 @@ def build() -> None:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         subprocess.run([Path(folder, "bin", "pip"), "install", "-q", wheel], check=True)
-        command = [sys.executable, "-m", "cyclonedx_py", "environment", Path(folder, "bin", "python")]
-        subprocess.run([*command, "--output-reproducible", "-o", OUTPUT / "sbom.json"], check=True)
+        command = [sys.executable, "-m", "cyclonedx_py", "environment", str(Path(folder, "bin", "python"))]
+        subprocess.run([*command, "--output-reproducible", "-o", str(OUTPUT / "sbom.json")], check=True)
     (OUTPUT / "NOTES.md").write_text(notes(__version__, (ROOT / "CHANGELOG.md").read_text()))
     files = sorted(path for path in OUTPUT.iterdir())
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]

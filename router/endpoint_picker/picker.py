@@ -32,7 +32,7 @@ from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
-from poolgrid.router.view import RouterView
+from poolgrid.router.service import RouterService
 from poolgrid.wire.identifiers import Role, WorkerKey
 from poolgrid.wire.request_ids import dispatch_id
 
@@ -143,7 +143,7 @@ class Picker:
 
     def __init__(
         self,
-        router: RouterView,
+        router: RouterService,
         state: RouterState,
         reader: PromptReader,
         path_of: Callable[[InferenceRequest], Sequence[int]],

@@ -24,7 +24,7 @@ from poolgrid.router.endpoint_picker.picker import Picker
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.policy_loading import make_policy
-from poolgrid.router.view import RouterView
+from poolgrid.router.service import RouterService
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import WorkerDraining, WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerKey
@@ -85,7 +85,7 @@ class Gateway:
         )
         selector = self.pool.selector(make_policy("kv", CostWeights(), 0.0))
         self.picker = Picker(
-            cast(RouterView, self.view),
+            cast(RouterService, self.view),
             RouterState(selector),
             cast(PromptReader, OnePrompt()),
             lambda request: PATH,

@@ -15,12 +15,13 @@ from poolgrid.wire.requests import Generate
 from poolgrid.wire.tensors import TensorDescriptor, TensorList
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
+from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 from tests.workers.builders import make_request
 
 PICTURE = np.ones(4, np.float16)
 
 
-class Source:
+class Source(TensorTransfer):
     """Gives each tensor what it is told to give, and keeps those waiting about which it is told nothing."""
 
     kind = "zmq"
