@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
+from poolgrid.http.exchange import ON_DISCONNECT
 from poolgrid.inference.stream_delta import StreamDelta
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application
 
 
 class Exchange:
-    """One request to the application; ``writable`` cleared makes the server's write wait, as a slow reader does."""
+    """One request to the application, from our server: it reports a client that leaves by a scope extension.
+
+    ``writable`` cleared makes the server's write wait, as a slow reader does.
+    """
 
     def __init__(self, app: FastAPI, **fields: Any) -> None:
         self._app = app
@@ -27,6 +33,7 @@ class Exchange:
         self.writable = asyncio.Event()
         self.writable.set()
         self.broken = False
+        self.on_disconnect: Callable[[], None] = lambda: None
         self.sent: list[dict[str, Any]] = []
 
     async def receive(self) -> dict[str, Any]:
@@ -46,10 +53,14 @@ class Exchange:
         if self.broken:
             raise OSError("the connection is closed")
 
+    def _register(self, on_disconnect: Callable[[], None]) -> None:
+        self.on_disconnect = on_disconnect
+
     async def run(self) -> None:
         headers = [(b"content-type", b"application/json")]
+        extensions = {ON_DISCONNECT: self._register}
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-        await self._app(scope, self.receive, self.send)
+        await self._app({**scope, "extensions": extensions}, self.receive, self.send)
 
 
 def test_headers_are_sent_once_the_worker_is_known_before_any_token() -> None:
@@ -102,8 +113,9 @@ def test_a_client_that_leaves_while_it_is_written_to_frees_its_worker(broken: bo
             exchange.broken = True
             exchange.writable.set()
         else:
-            exchange.left.set()
-        await task
+            exchange.on_disconnect()
+        with suppress(OSError):  # of the server, which logs it
+            await task
 
         assert backend.streams[0].cancels == 1
 
