@@ -40,10 +40,7 @@ BASELINE_INTERVAL_S = 0.3
 WARM_ROUNDS = 6
 
 ROUTER_BOUNDS = {
-    "decision-log-length": 1000,
     "tokenization-cache-bytes": 2 * MIB,
-    "path-cache-bytes": 2 * MIB,
-    "reuse-sketch-bytes": 2 * MIB,
 }
 JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB}
 STOP_ORDER = {"router": 0, "consolidator": 2}

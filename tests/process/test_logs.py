@@ -349,9 +349,9 @@ def test_levels_are_of_all_and_of_those_that_are_named() -> None:
         "warning",
         {"poolgrid.router": "debug", "starlette.routing": "info"},
     )
-    assert read_levels("poolgrid.serving.worker_link=debug,poolgrid=error", "warning") == (
+    assert read_levels("poolgrid.serving.links=debug,poolgrid=error", "warning") == (
         "warning",
-        {"poolgrid.serving.worker_link": "debug", "poolgrid": "error"},
+        {"poolgrid.serving.links": "debug", "poolgrid": "error"},
     )
 
 
