@@ -66,7 +66,10 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/simulation_testing",
         "docs/decisions/README",
     ),
-    "Project": ("CONTRIBUTING", "CHANGELOG", "SECURITY", "RELEASING", "MAINTAINERS", "CODE_OF_CONDUCT", "tests/data/README"),
+    "Project": (
+        *("CONTRIBUTING", "CHANGELOG", "SECURITY", "RELEASING", "MAINTAINERS", "CODE_OF_CONDUCT"),
+        "tests/data/README",
+    ),
 }
 """Pages by heading, as paths from the root of the repository, without the ``.md``."""
 

@@ -299,7 +299,7 @@ PLANTED: dict[str, Planted] = {
         "a replay that begins at a checkpoint knows nothing of the router's own choices for stale workers",
         "lossy-network",
         ApproximateIndex,
-        "restore",
+        "restore_beliefs",
         _believe_nothing,
         from_seed=330,
     ),

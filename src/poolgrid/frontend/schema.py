@@ -76,10 +76,9 @@ class KvCacheRetention(Struct, frozen=True):
     """How long a request's blocks stay cached, in TensorRT-LLM's words."""
 
     token_range_retention_configs: Annotated[
-        list[TokenRangeRetention],
-        Meta(max_length=RETAINED_RANGES_MAX),
+        Annotated[list[TokenRangeRetention], Meta(max_length=RETAINED_RANGES_MAX)] | None,
         allowed(f"a list of up to {RETAINED_RANGES_MAX} ranges"),
-    ] = []
+    ] = None
     decode_retention_priority: RetentionPriority = RETENTION_DEFAULT
     decode_duration_ms: Count | None = None
     transfer_mode: Annotated[Any, allowed("null: operators say where KV is offloaded to")] = None

@@ -37,7 +37,7 @@ def check_retention(asked: KvCacheRetention) -> KvRetention:
             raise unsupported(
                 f"{PARAM}.{name}", f"where KV is offloaded to is for operators to say (got {quoted(value)})"
             )
-    ranges = sorted(asked.token_range_retention_configs, key=lambda each: each.token_start)
+    ranges = sorted(asked.token_range_retention_configs or (), key=lambda each: each.token_start)
     made = KvRetention(
         tuple(RetainedTokens(each.token_start, each.token_end, each.priority, each.duration_ms) for each in ranges),
         asked.decode_retention_priority,
