@@ -1,5 +1,5 @@
-"""How many leading blocks of a prompt each worker of a group holds, by tier: from the index, from prompts computed of
-late, and from the router's own choices where a worker's events are not believed."""
+"""How many leading blocks of a prompt each worker of a group holds, by tier: from the index, from prompts that were
+just computed, and from the router's own choices where a worker's events are not trusted."""
 
 from __future__ import annotations
 

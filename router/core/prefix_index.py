@@ -427,10 +427,6 @@ class PrefixIndex:
         """Return every worker that has a bit, in order of arrival."""
         return tuple(self._slots)
 
-    @property
-    def live_mask(self) -> int:
-        return self._live
-
     def __len__(self) -> int:
         """Return how many blocks are resident; one that some hold in reach and others out of reach counts twice."""
         return self._reach.blocks + self._orphans.entries

@@ -24,7 +24,7 @@ def _former(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_former_option_is_refused_by_its_name(words: list[str]) -> None:
     done = RUNNER.invoke(app, ["router", *words])
 
-    assert (done.exit_code, done.stderr) == (2, "--old-limit: removed, use --new-limit.\n")
+    assert (done.exit_code, done.stderr) == (2, "--old-limit: removed. Use --new-limit.\n")
 
 
 def test_a_former_variable_is_refused_by_its_name() -> None:
@@ -32,7 +32,7 @@ def test_a_former_variable_is_refused_by_its_name() -> None:
 
     assert (done.exit_code, done.stderr) == (
         2,
-        "--old-limit (POOLGRID_OLD_LIMIT): removed, use --new-limit.\n",
+        "--old-limit (POOLGRID_OLD_LIMIT): removed. Use --new-limit.\n",
     )
 
 
@@ -43,14 +43,14 @@ def test_a_former_name_in_a_settings_file_is_refused(tmp_path: Path) -> None:
     done = RUNNER.invoke(app, ["router", "--settings-file", str(file)])
 
     assert done.exit_code == 2
-    assert "--old-limit: removed, use --new-limit." in done.stderr
+    assert "--old-limit: removed. Use --new-limit." in done.stderr
 
 
 def test_an_option_that_one_command_lost_is_refused_there_only() -> None:
     of_bench = RUNNER.invoke(app, ["bench", "--old-pause=3"])
     of_router = RUNNER.invoke(app, ["router", "--old-pause=3"])
 
-    assert of_bench.stderr == "--old-pause: removed, it is 5 s.\n"
+    assert of_bench.stderr == "--old-pause: removed. It is 5 s.\n"
     assert "removed" not in of_router.stderr
 
 

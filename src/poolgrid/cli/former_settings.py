@@ -192,13 +192,13 @@ def former_setting(command: str, words: Iterable[str], environment: Mapping[str,
             break
         option = word.partition("=")[0]
         if reason := _reason(command, option):
-            return f"{option}: removed, {reason}"
+            return _refusal(option, reason)
     for entry in FORMER_SETTINGS:
         of_command, _, option = entry.rpartition(" ")
         variable = "POOLGRID_" + option[2:].replace("-", "_").upper()
         # The variable of an option that one command lost may be meant for another command.
         if not of_command and variable in environment:
-            return f"{option} ({variable}): removed, {FORMER_SETTINGS[entry]}"
+            return _refusal(f"{option} ({variable})", FORMER_SETTINGS[entry])
     return ""
 
 
@@ -206,7 +206,11 @@ def former_name(command: str, name: str) -> str:
     """Return the line that refuses a name in a settings file; empty when it never was a setting."""
     option = "--" + name.replace("_", "-")
     reason = _reason(command, option)
-    return f"{option}: removed, {reason}" if reason else ""
+    return _refusal(option, reason) if reason else ""
+
+
+def _refusal(given: str, reason: str) -> str:
+    return f"{given}: removed. {reason[0].upper()}{reason[1:]}"
 
 
 def _reason(command: str, option: str) -> str:

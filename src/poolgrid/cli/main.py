@@ -40,7 +40,7 @@ MODULES = {
 app = LateGroup(
     MODULES,
     name=PROGRAM,
-    help="An event-sourced, KV-cache-aware router in front of TensorRT-LLM workers.",
+    help="Route LLM requests by KV cache and load to vLLM, SGLang and TensorRT-LLM workers.",
     epilog="Begin with: poolgrid up",
     no_args_is_help=True,
 )

@@ -53,17 +53,6 @@ class _Instrument(Collector):
             child = self._children[values] = self._child()
         return child
 
-    def first_or_other(self, most: int, *values: str) -> Self:
-        """Return the child with these label values, of which the last comes from requests.
-
-        The first ``most`` combinations have children of their own; later ones share the one whose last value is
-        ``OTHER``, and the series stay bounded whatever clients send.
-        """
-        child = self._children.get(values)
-        if child is None:
-            child = self.labels(*(values if len(self._children) < most else (*values[:-1], OTHER)))
-        return child
-
     def retain(self, stays: Callable[[tuple[str, ...]], bool]) -> None:
         """Drop the children whose label values are not to stay: what they stand for is gone."""
         for values in [values for values in self._children if not stays(values)]:

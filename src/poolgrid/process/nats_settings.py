@@ -53,8 +53,8 @@ class NatsSettings(Settings):
         1,
         ge=1,
         le=5,
-        description="Servers that keep a copy of what this process makes on NATS: 1, or 3 of a cluster, which goes on "
-        "while 2 of them live.",
+        description="Copies that NATS keeps of streams and buckets which this process creates: 1, or 3 in a cluster, "
+        "which then works while 2 servers run.",
     )
 
     @model_validator(mode="after")
