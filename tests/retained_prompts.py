@@ -55,7 +55,7 @@ def played(trace: Path, retention: str) -> Report:
     options = ("--retention", retention, "--blocks-per-worker", str(WORKER_BLOCKS))
     with running_pool(*options, workers=2) as up:
         settings = BenchSettings(url=up.url, trace=trace)
-        verify = Verifier(settings)
+        verify = Verifier()
         report = measure_one(settings, verify=verify)
         assert_unharmed(report)
         assert verify.checked == report.requests

@@ -27,7 +27,7 @@ def load_while(url: str, disturb: Callable[[], None], requests: int = 400, vocab
     No two loads share a prompt: those of an earlier one would all go to the workers that still hold them.
     """
     settings = BenchSettings(url=url, concurrency=(16,), isl=500, osl=100, requests=requests, seed=next(_seeds))
-    verify = Verifier(settings, vocabulary)
+    verify = Verifier(vocabulary)
     tokens_before = metric(url, "poolgrid_frontend_output_tokens_total")
     disturbed = threading.Event()
 

@@ -8,7 +8,6 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.tools.bench.command import TOKEN_ID_MAX, TOKEN_ID_MIN
 from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
-from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
@@ -30,7 +29,7 @@ def expected_text(prompt: bytes, max_tokens: int, seed: int | None = None, vocab
 class Verifier:
     """Checks every response of a bench run."""
 
-    def __init__(self, settings: BenchSettings, vocabulary: Vocabulary = SPOKEN) -> None:
+    def __init__(self, vocabulary: Vocabulary = SPOKEN) -> None:
         self._vocabulary = vocabulary
         self._prompts = PromptMaker(TOKEN_ID_MIN, TOKEN_ID_MAX)
         self.checked = 0

@@ -163,7 +163,7 @@ def test_mixed_load_with_cancels_and_kills_is_right_to_the_last_token_and_leaves
     pool: DisaggregatedPool,
 ) -> None:
     settings = BenchSettings(url=pool.url, concurrency=(24,), isl=700, osl=60, requests=1000)
-    verify = Verifier(settings, PLAIN)
+    verify = Verifier(PLAIN)
     tokens = metric(pool.url, "poolgrid_frontend_output_tokens_total")
     done = threading.Event()
 

@@ -49,7 +49,7 @@ def pool() -> Iterator[Process]:
 def test_the_trace_runs_with_every_text_right_and_far_more_reuse_than_round_robin(pool: Process) -> None:
     def replay(url: str) -> Report:
         settings = BenchSettings(url=url, trace=TRACE, requests=TRACE_REQUESTS, speed=40, length_scale=0.25, osl=48)
-        return measure_one(settings, verify=Verifier(settings))
+        return measure_one(settings, verify=Verifier())
 
     aware = replay(pool.url)
     with running_pool("--policy", "round-robin", workers=3) as blind_pool:
@@ -147,7 +147,7 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
             worker.wait_ready()
             eventually("the worker is reachable", lambda: ready_workers(first.url) == ["w"])
             settings = BenchSettings(url=first.url, concurrency=(8,), isl=900, osl=40, requests=60)
-            assert_unharmed(measure_one(settings, verify=Verifier(settings, PLAIN)))
+            assert_unharmed(measure_one(settings, verify=Verifier(PLAIN)))
             eventually("the index is true", lambda: index_equals_workers(first.url))
             held = httpx.get(f"{first.url}/v1/workers/w/blocks").text
             assert held.count("\n") > 60 * 28
@@ -159,7 +159,7 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
                 eventually("the worker is reachable", lambda: ready_workers(second.url) == ["w"])
                 assert httpx.get(f"{second.url}/ready").status_code == 200
                 again = BenchSettings(url=second.url, concurrency=(8,), isl=900, osl=40, requests=60)
-                report = measure_one(again, verify=Verifier(again, PLAIN))
+                report = measure_one(again, verify=Verifier(PLAIN))
 
                 assert_unharmed(report)
                 assert report.cached_token_ratio is not None

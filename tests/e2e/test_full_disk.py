@@ -28,7 +28,7 @@ def let_files_grow(process: psutil.Process, to_bytes: int) -> None:
 
 def verified_load(url: str) -> None:
     settings = BenchSettings(url=url, concurrency=(8,), isl=400, osl=20, requests=40)
-    assert_unharmed(measure_one(settings, verify=Verifier(settings)))
+    assert_unharmed(measure_one(settings, verify=Verifier()))
 
 
 def test_a_full_disk_stops_no_request_is_said_and_is_caught_up(tmp_path: Path) -> None:

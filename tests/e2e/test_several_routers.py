@@ -69,7 +69,7 @@ def run_bench(url: str) -> subprocess.Popen[bytes]:
 def test_two_routers_share_the_load_and_end_with_the_same_true_index(routers: list[Process]) -> None:
     other = run_bench(routers[1].url)
     settings = BenchSettings(url=routers[0].url, trace=TRACE, requests=REQUESTS, speed=40, length_scale=0.25, osl=32)
-    report = measure_one(settings, verify=Verifier(settings, PLAIN))
+    report = measure_one(settings, verify=Verifier(PLAIN))
     assert other.wait(WAIT_TIMEOUT_S) == 0, "every request through the other router was served"
 
     assert_unharmed(report)

@@ -120,7 +120,7 @@ def _load_until(done: threading.Event, url: str) -> tuple[int, int]:
     requests = verified = 0
     while not done.is_set():
         settings = BenchSettings(url=url, requests=REQUESTS, concurrency=(8,), isl=600, osl=48)
-        verifier = Verifier(settings)
+        verifier = Verifier()
         report = measure_one(settings, verify=verifier)
         assert_unharmed(report)
         requests += report.requests

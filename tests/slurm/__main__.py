@@ -96,7 +96,7 @@ def the_router_reads_the_model_that_was_fetched(cluster: Cluster, pool: Job) -> 
 
 def a_killed_worker_costs_nothing_and_is_started_again(pool: Job) -> None:
     settings = BenchSettings(url=pool.url, concurrency=(8,), isl=300, osl=80, requests=150)
-    verify = Verifier(settings, SPOKEN)
+    verify = Verifier(SPOKEN)
     epoch = worker_rows(pool.url)["aggregated-n2-0"]["epoch"]
 
     def kill() -> None:
