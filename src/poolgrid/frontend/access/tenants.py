@@ -11,7 +11,7 @@ Rules
     4. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
        tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
     5. Limits hold for one process; processes that share a port allow an equal part of them each. Several routers of a
-       pool each allow the whole of them, unless each has a share (``poolgrid.frontend.access.shared_meter``).
+       pool each allow the whole of them, unless each has a share (``poolgrid.nats.shared_meter``).
 
 Nothing here waits or knows of HTTP; times are arguments.
 """
