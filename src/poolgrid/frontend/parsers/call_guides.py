@@ -258,3 +258,17 @@ def _with_definitions(schema: Mapping[str, Any], inner: Any) -> Any:
     if not isinstance(inner, Mapping):
         return inner if isinstance(inner, bool) else {}
     return {**{group: schema[group] for group in ("$defs", "definitions") if group in schema}, **inner}
+
+
+CALL_GUIDES: Mapping[str, CallsGuide] = {
+    "hermes": hermes,
+    "mistral": mistral,
+    "pythonic": pythonic,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": kimi_k2,
+    "qwen3_coder": qwen3_coder,
+    "glm45": glm45,
+    "granite": granite,
+    "harmony": harmony,
+}
+"""Those of ``llama3_json`` are JSON and have no marker."""

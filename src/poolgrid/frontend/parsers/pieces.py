@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class PieceKind(Enum):
@@ -68,3 +68,27 @@ def joined_pieces(pieces: Iterable[AnswerPiece]) -> list[AnswerPiece]:
             else:
                 result.append(piece)
     return result
+
+
+class StatefulParser:
+    """A parser with a buffer, and the state that takes from it next.
+
+    A state takes something from the buffer and returns True, or returns False when it needs more text. It is a
+    function of the class and no bound method, which would be a circle that waits for the collector.
+    """
+
+    def __init__(self, state: Callable[[Any], bool]) -> None:
+        self._state = state
+        self._buffer = ""
+        self._out: list[AnswerPiece] = []
+
+    def feed(self, text: str) -> list[AnswerPiece]:
+        """Take new text and return what is certain now."""
+        self._buffer += text
+        while self._buffer and self._state(self):
+            pass
+        return self._taken()
+
+    def _taken(self) -> list[AnswerPiece]:
+        out, self._out = self._out, []
+        return joined_pieces(out)

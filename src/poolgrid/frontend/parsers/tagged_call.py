@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, declared_name
-from poolgrid.frontend.parsers.json_value import JsonValue, json_of, strict_json
+from poolgrid.frontend.parsers.json_value import json_of, strict_json
 from poolgrid.frontend.parsers.markers import first_marker, held_length
 
 GAP_CHARS_MAX = 64
@@ -323,13 +323,10 @@ def as_json(text: str, types: frozenset[str] | None) -> str:
         stripped = text.strip()
         never_text = types is not None and "string" not in types
         written = _PYTHON_NAMES.get(stripped.capitalize() if never_text else stripped, stripped)
-        value = JsonValue(python=never_text)
-        if written and value.feed(written) == len(written):
-            value.end()
-            if value.done:
-                found = _fitting(strict_json(written) if never_text else written, types)
-                if found is not None:
-                    return found
+        value = strict_json(written, python=never_text)
+        found = None if value is None else _fitting(value, types)
+        if found is not None:
+            return found
     return json_of(text)
 
 
