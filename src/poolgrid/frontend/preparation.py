@@ -22,7 +22,7 @@ from poolgrid.frontend.prompts import check_vocabulary, count_prompts
 from poolgrid.frontend.responses_api.conversation import Items
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
 from poolgrid.frontend.responses_api.kept import ResponsesForm
-from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
+from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import (
     ChatBody,
     CompletionBody,
@@ -54,7 +54,7 @@ _counted_decoder: Final = msgspec.json.Decoder(CountedBody)
 def parse_responses(raw: bytes) -> ResponsesBody:
     """Parse the body of a Responses request; raises ``RequestError``."""
     body = parse(_responses_decoder, raw)
-    refuse(body, REFUSED_RESPONSES)
+    refuse(body)
     if body.include and "message.output_text.logprobs" in body.include:
         raise unsupported("include", "use /v1/chat/completions for log probabilities")
     return body
@@ -89,7 +89,7 @@ class Preparation:
     def messages(self, raw: bytes) -> PreparedRequest:
         """Check the body of a Messages request; raises ``RequestError``."""
         body = parse(_messages_decoder, raw)
-        refuse(body, {})
+        refuse(body)
         job = self.chat_job(chat_of_messages(body))
         job.form = MessagesForm(body)
         return job
@@ -97,7 +97,7 @@ class Preparation:
     def counted_messages(self, raw: bytes) -> PreparedRequest:
         """Check the body of a request to count the tokens of messages; raises ``RequestError``."""
         body = parse(_counted_decoder, raw)
-        refuse(body, {})
+        refuse(body)
         return self.chat_job(chat_of_messages(body))
 
     def chat_job(self, body: ChatBody) -> PreparedRequest:
