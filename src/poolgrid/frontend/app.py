@@ -49,7 +49,7 @@ from poolgrid.frontend.request_body import BodyReader
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses_api.endpoints import add_kept_response_endpoints
 from poolgrid.frontend.responses_api.kept import KeptResponses, Store, owner
-from poolgrid.frontend.responses_api.store import ResponseStore
+from poolgrid.frontend.responses_api.store import TTL_S, ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
@@ -349,7 +349,7 @@ def _kept_responses(
     elif settings.response_store_bytes:
         directory = data_dir if data_dir is not None else None if place is None else place.directory
         path = None if directory is None else directory / RESPONSES_FILE
-        limits = (settings.response_store_bytes, settings.response_store_ttl_s)
+        limits = (settings.response_store_bytes, TTL_S)
         try:
             store = ResponseStore(path, *limits, clock)
         except OSError as error:

@@ -32,7 +32,7 @@ from poolgrid.frontend.dialects import OPENAI, ApiDialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inflation import GZIP_BYTES_MIN, BodyInflation, accepts_gzip, compressed
-from poolgrid.frontend.keep_alive import KeepAlive
+from poolgrid.frontend.keep_alive import KEEP_ALIVE_S, KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.media_cache import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
@@ -394,8 +394,7 @@ class _Exchange:
                 return
             await self._write(await head.before(body))
 
-        interval_s = self._endpoint._settings.keep_alive_interval_s
-        keep_alive = KeepAlive(comment, interval_s) if interval_s else None
+        keep_alive = KeepAlive(comment, KEEP_ALIVE_S)
         try:
             await self._events(job, prompts, encoder, pumps, head, keep_alive)
         finally:

@@ -68,7 +68,6 @@ class RouterProcess:
             frontend.model_name,
             chat_template=frontend.chat_template,
             tokenization_cache_bytes=frontend.tokenization_cache_bytes,
-            fast_tokenizer=frontend.fast_tokenizer,
             word_cache=frontend.word_cache,
         )
         self.clock = SystemClock()

@@ -21,7 +21,15 @@ from poolgrid.frontend.media.media_cache import MediaBudget, MediaCache, MediaLe
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, decode_data_url, shown
 from poolgrid.frontend.media.refusals import MediaRefused
-from poolgrid.frontend.media.settings import CACHE_TTL_MS, FETCHES_MAX, MEGABYTE, REQUEST_BYTES_MAX, MediaSettings
+from poolgrid.frontend.media.settings import (
+    CACHE_BYTES,
+    CACHE_TTL_MS,
+    FETCH_TIMEOUT_MS,
+    FETCHES_MAX,
+    MEGABYTE,
+    REQUEST_BYTES_MAX,
+    MediaSettings,
+)
 from poolgrid.inference.cache_domain import CacheDomain
 from poolgrid.process.caches import TenantCaches
 from poolgrid.process.clock import Clock
@@ -41,8 +49,14 @@ class MediaLoader:
     """Loads media; ``close`` ends its connections and threads."""
 
     def __init__(
-        self, settings: MediaSettings, metrics: MediaMetrics, clock: Clock, resolver: Resolver | None = None
+        self,
+        settings: MediaSettings,
+        metrics: MediaMetrics,
+        clock: Clock,
+        resolver: Resolver | None = None,
+        fetch_timeout_ms: int = FETCH_TIMEOUT_MS,
     ) -> None:
+        self._fetch_timeout_ms = fetch_timeout_ms
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
@@ -52,7 +66,7 @@ class MediaLoader:
         self._fetcher: MediaFetcher | None = None
         path = settings.allowed_local_media_path
         self._files = LocalFiles(path) if path is not None else None
-        self._caches = TenantCaches(settings.media_cache_mb * MEGABYTE, self._new_cache)
+        self._caches = TenantCaches(CACHE_BYTES, self._new_cache)
         self._budget = MediaBudget(settings.media_memory_mb * MEGABYTE)
         self._turn = asyncio.Semaphore(FETCHES_MAX)
         self._threads: ThreadPoolExecutor | None = None
@@ -198,19 +212,19 @@ class MediaLoader:
         return MediaFetcher(
             self._policy,
             schemes=self._settings.media_allowed_schemes,
-            timeout_ms=self._settings.media_fetch_timeout_ms,
+            timeout_ms=self._fetch_timeout_ms,
             resolver=self._resolver or resolve,
         )
 
     async def _take_turn(self) -> None:
         try:
-            async with asyncio.timeout(self._settings.media_fetch_timeout_ms / 1000):
+            async with asyncio.timeout(self._fetch_timeout_ms / 1000):
                 await self._turn.acquire()
         except TimeoutError:
             raise MediaRefused(
                 "media_busy",
                 f"{FETCHES_MAX} media are being fetched, the limit, and none ended "
-                f"within {self._settings.media_fetch_timeout_ms} ms; try again",
+                f"within {self._fetch_timeout_ms} ms; try again",
             ) from None
 
     async def _in_thread(self, work: Callable[[], Medium]) -> Medium | MediaRefused:

@@ -1,7 +1,7 @@
 """What a content part refers to: where a medium is, and what it is said to be.
 
 Parts of type ``image_url`` (``{"image_url": {"url": ...}}``, or the URL alone) name an image; a URL or path that ends
-in ``.pt``, ``.pth`` or ``.safetensors`` names precomputed embeddings.
+in ``.safetensors`` names precomputed embeddings, and so does one in ``.pt`` or ``.pth``, which is refused.
 """
 
 from __future__ import annotations
