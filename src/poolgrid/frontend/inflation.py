@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.tokenization import TokenizationPool
@@ -49,92 +51,39 @@ class ClientLeft(Exception):
     """Nobody waits for the body any more."""
 
 
-class Inflation:
-    """One body of gzip members, in steps."""
+def inflate(body: bytes, limits: InflationLimits) -> Iterator[bytes]:
+    """Yield what a body of gzip members inflates to, a step at a time.
 
-    def __init__(self, body: bytes, limits: InflationLimits, monotonic_ms: Callable[[], float]) -> None:
-        self._body = memoryview(body)
-        self._limits = limits
-        self._monotonic_ms = monotonic_ms
-        self._parts: list[bytes] = []
-        self._room = limits.output_bytes
-        self._ratio_room = max(RATIO_FREE_BYTES, int(len(body) * limits.ratio))
-        self._at = 0
-        self._members = 0
-        self._member = zlib.decompressobj(_GZIP)
-        self._spent_ms = 0.0
-
-    def result(self) -> bytes:
-        return b"".join(self._parts)
-
-    def advance(self, steps: int | None = None, left: Callable[[], bool] = lambda: False) -> bool:
-        """Do so many steps, or all that is left; return whether it is whole.
-
-        Raises ``RequestError`` 413 beyond a limit, 400 for what is not gzip; ``ClientLeft`` when ``left`` says so.
-        """
-        began_ms = self._monotonic_ms() - self._spent_ms
-        done = 0
-        try:
-            while not self._step():
-                if left():
-                    raise ClientLeft
-                self._spent_ms = self._monotonic_ms() - began_ms
-                if self._spent_ms > self._limits.time_ms:
+    Raises ``RequestError`` 413 beyond a limit, 400 for what is not gzip.
+    """
+    view, at = memoryview(body), 0
+    room, ratio_room = limits.output_bytes, max(RATIO_FREE_BYTES, int(len(body) * limits.ratio))
+    try:
+        for _ in range(limits.members):
+            member = zlib.decompressobj(_GZIP)
+            while not member.eof:
+                given = view[at : at + STEP_INPUT_BYTES]
+                part = member.decompress(given, min(STEP_OUTPUT_BYTES, room + 1))
+                at += len(given) - len(member.unconsumed_tail) - len(member.unused_data)
+                if not part and not member.eof and not given:
+                    raise zlib.error("it ends too early")
+                room -= len(part)
+                ratio_room -= len(part)
+                if room < 0:
+                    what = f"inflated it has more than {limits.output_bytes} bytes, the limit (setting max_body_bytes)"
+                    raise _refused(what, "body_too_large")
+                if ratio_room < 0:
                     raise _refused(
-                        f"inflating it takes longer than {self._limits.time_ms:g} ms, the limit",
+                        f"inflated it is more than {limits.ratio:g} times as long, the limit beyond {RATIO_FREE_BYTES} "
+                        "bytes"
                     )
-                done += 1
-                if done == steps:
-                    return False
-        except zlib.error as error:
-            raise RequestError(
-                400,
-                "invalid_encoding",
-                f"reading the request body: it is not valid gzip: {error}",
-                param="content-encoding",
-            ) from None
-        return True
-
-    def _step(self) -> bool:
-        """Inflate a little; return whether the body is whole."""
-        member = self._member
-        given = self._body[self._at : self._at + STEP_INPUT_BYTES]
-        part = member.decompress(given, min(STEP_OUTPUT_BYTES, self._room + 1))
-        self._at += len(given) - len(member.unconsumed_tail) - len(member.unused_data)
-        if part:
-            self._parts.append(part)
-            self._room -= len(part)
-            self._ratio_room -= len(part)
-            self._check_output()
-        elif not member.eof and not given:
-            raise zlib.error("it ends too early")
-        if not member.eof:
-            return False
-        if self._at == len(self._body):
-            return True
-        self._members += 1
-        if self._members >= self._limits.members:
-            raise _refused(
-                f"it has more than {self._limits.members} gzip members, the limit",
-            )
-        self._member = zlib.decompressobj(_GZIP)
-        return False
-
-    def _check_output(self) -> None:
-        if self._room < 0:
-            limit = self._limits.output_bytes
-            raise RequestError(
-                413,
-                "body_too_large",
-                f"reading the request body: inflated it has more than {limit} bytes, the limit (setting "
-                "max_body_bytes)",
-                headers=_CLOSE,
-            )
-        if self._ratio_room < 0:
-            raise _refused(
-                f"inflated it is more than {self._limits.ratio:g} times as long, the limit beyond {RATIO_FREE_BYTES} "
-                "bytes",
-            )
+                yield part
+            if at == len(view):
+                return
+    except zlib.error as error:
+        message = f"reading the request body: it is not valid gzip: {error}"
+        raise RequestError(400, "invalid_encoding", message, param="content-encoding") from None
+    raise _refused(f"it has more than {limits.members} gzip members, the limit")
 
 
 class BodyInflation:
@@ -162,17 +111,24 @@ class BodyInflation:
             )
         if not body:
             return body
-        inflation = Inflation(body, self._limits, self._clock.monotonic_ms)
-        if not inflation.advance(STEPS_ON_LOOP):
-            await self._threads.run_in_thread(lambda: inflation.advance(left=left))
-        return inflation.result()
+        steps = inflate(body, self._limits)
+        parts = list(islice(steps, STEPS_ON_LOOP))
+        if len(parts) == STEPS_ON_LOOP:
+            await self._threads.run_in_thread(partial(self._go_on, steps, parts, left))
+        return b"".join(parts)
+
+    def _go_on(self, steps: Iterator[bytes], parts: list[bytes], left: Callable[[], bool]) -> None:
+        until_ms = self._clock.monotonic_ms() + self._limits.time_ms
+        for part in steps:
+            parts.append(part)
+            if left():
+                raise ClientLeft
+            if self._clock.monotonic_ms() > until_ms:
+                raise _refused(f"inflating it takes longer than {self._limits.time_ms:g} ms, the limit")
 
 
-_CLOSE = ((b"connection", b"close"),)
-
-
-def _refused(why: str) -> RequestError:
-    return RequestError(413, "inflation_refused", f"reading the request body: {why}", headers=_CLOSE)
+def _refused(why: str, code: str = "inflation_refused") -> RequestError:
+    return RequestError(413, code, f"reading the request body: {why}", headers=((b"connection", b"close"),))
 
 
 LEVEL = 1
