@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.inflation import (
+from poolgrid.frontend.request_body import (
     RATIO_FREE_BYTES,
     STEP_INPUT_BYTES,
     STEP_OUTPUT_BYTES,
@@ -134,7 +134,7 @@ def test_nobody_works_for_a_client_that_has_left(path: str, monkeypatch: pytest.
                 assert noticed.wait(30)
             yield part
 
-    monkeypatch.setattr("poolgrid.frontend.inflation.inflate", counted)
+    monkeypatch.setattr("poolgrid.frontend.request_body.inflate", counted)
     registry = CollectorRegistry()
     body = gzip.compress(noise(100 * STEP_INPUT_BYTES), 1)
 

@@ -29,30 +29,26 @@ from poolgrid import __version__
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import PAGE_FOLDER, AccessGate, GateKeys, caller_of, is_path_of_tenants
 from poolgrid.frontend.access.key_file import KeyDocument
-from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
-from poolgrid.frontend.access.tenants import Caller, Tenants
-from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
+from poolgrid.frontend.access.meter import LIMIT_HEADERS, limit_headers
+from poolgrid.frontend.access.tenants import Caller, Tenants, WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, line_of
-from poolgrid.frontend.inflation import BodyInflation, InflationLimits
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.openapi import describe_inference
 from poolgrid.frontend.preparation import Preparation, model_not_found, parse_responses
 from poolgrid.frontend.prepared_request import PreparedRequest
-from poolgrid.frontend.prompt_counts import add_count_endpoints
 from poolgrid.frontend.prompt_model import PromptModels
-from poolgrid.frontend.request_body import BodyReader
+from poolgrid.frontend.request_body import BodyInflation, BodyReader, InflationLimits
 from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.frontend.responses_api.endpoints import add_kept_response_endpoints
-from poolgrid.frontend.responses_api.kept import KeptResponses, Store, owner
+from poolgrid.frontend.responses_api.kept import KeptResponses, Store, add_kept_response_endpoints, owner
 from poolgrid.frontend.responses_api.store import TTL_S, ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
+from poolgrid.frontend.tokenizer_endpoints import add_count_endpoints, add_tokenizer_endpoints
 from poolgrid.frontend.traffic import Traffic
 from poolgrid.http.browser_requests import SAFE_METHODS, foreign_origin
 from poolgrid.inference.ports import InferenceBackend, Refused, ServedModel

@@ -29,8 +29,8 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.structured_output.guide_grammar import NOTHING_KEEPS_TO_IT, error_of, matcher
 from poolgrid.structured_output.guide_limits import objection
+from poolgrid.structured_output.structural_tags import NOTHING_KEEPS_TO_IT, error_of, matcher
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.requests import Sampling
 

@@ -25,31 +25,36 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import caller_of
-from poolgrid.frontend.access.limit_headers import limit_headers
+from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
 from poolgrid.frontend.dialects import OPENAI, ApiDialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.inflation import GZIP_BYTES_MIN, BodyInflation, accepts_gzip, compressed
-from poolgrid.frontend.keep_alive import KEEP_ALIVE_S, KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.media_cache import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.parsed_answers import encoder_of
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompts import look_up, tokenize
-from poolgrid.frontend.request_body import check_announced, receive_body
+from poolgrid.frontend.request_body import (
+    GZIP_BYTES_MIN,
+    SHORT_BYTES,
+    BodyInflation,
+    accepts_gzip,
+    check_announced,
+    check_shape,
+    compressed,
+    receive_body,
+)
 from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.frontend.request_span import tell_request
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.stream_head import StreamHead
+from poolgrid.frontend.stream_head import KEEP_ALIVE_S, KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
-from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic
+from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.exchange import ON_DISCONNECT
 from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused

@@ -10,12 +10,13 @@ from fastapi import FastAPI
 
 from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.frontend.openapi_answers import ANSWERS
-from poolgrid.frontend.prompt_counts import MESSAGES_COUNT_PATH, RESPONSES_COUNT_PATH
-from poolgrid.frontend.responses_api.endpoints import ITEMS_PATH, RESPONSE_PATH
+from poolgrid.frontend.responses_api.kept import ITEMS_PATH, RESPONSE_PATH
 from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import ChatBody, CompletionBody
 from poolgrid.frontend.tokenizer_endpoints import (
     DETOKENIZE_PATH,
+    MESSAGES_COUNT_PATH,
+    RESPONSES_COUNT_PATH,
     TOKENIZE_PATH,
     DetokenizeBody,
     Detokenized,

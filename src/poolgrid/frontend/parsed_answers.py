@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
@@ -19,7 +18,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.request_ids import base_name
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
-from poolgrid.frontend.tools import custom_text
+from poolgrid.frontend.tools import CallIds, custom_text
 
 _encode: Final = msgspec.json.Encoder().encode
 

@@ -14,11 +14,11 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
+from poolgrid.frontend.tools import CallIds
 
 Event = TypeVar("Event")
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.guides import Guide
 from poolgrid.frontend.media.references import MediaReference
 from poolgrid.frontend.parsers.formats import OutputFormat, ToolUse
@@ -15,7 +14,7 @@ from poolgrid.frontend.prompt_encoder import Lookup
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.schema import ChatBody, CompletionBody, InferenceBody
-from poolgrid.frontend.tools import NO_TOOLS, Tools
+from poolgrid.frontend.tools import NO_TOOLS, CallIds, Tools
 from poolgrid.inference.cache_domain import CacheDomain
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.hashing import TOKEN_BYTES

@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
-from poolgrid.frontend.media.references import MediaReference, read_reference
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaReference, MediaRefused, read_reference
 from poolgrid.frontend.media.settings import FETCH_TIMEOUT_MS, MediaSettings
 from poolgrid.inference.cache_domain import EVERYBODY, CacheDomain
 from poolgrid.process.clock import SystemClock

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from poolgrid.frontend.media.local_files import LocalFiles
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.frontend.media.settings import MediaSettings
 from tests.frontend.media.loading import loading
 from tests.frontend.media.samples import exploit_pickle, png, png_bomb, safetensors

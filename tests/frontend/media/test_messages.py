@@ -17,7 +17,7 @@ from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.conversation import with_media
 from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.frontend.template_capabilities import ContentForm
 from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.inference.inference_request import InferenceRequest

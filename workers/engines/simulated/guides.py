@@ -13,8 +13,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poolgrid.structured_output.guide_grammar import error_of, matcher
 from poolgrid.structured_output.guide_limits import objection
+from poolgrid.structured_output.structural_tags import error_of, matcher
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary

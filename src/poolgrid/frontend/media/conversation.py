@@ -13,8 +13,13 @@ import msgspec
 
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.frontend.media.references import IMAGE_PARTS, MediaReference, decode_data_url, read_reference
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import (
+    IMAGE_PARTS,
+    MediaReference,
+    MediaRefused,
+    decode_data_url,
+    read_reference,
+)
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.schema import ContentPart, Message, PlacedPart
 from poolgrid.frontend.template_capabilities import ContentForm, shape_content, text_part

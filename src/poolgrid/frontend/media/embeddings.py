@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused
 
 SAFETENSORS = "application/x-safetensors"
 

@@ -19,8 +19,7 @@ from poolgrid.frontend.media.image_headers import check_image
 from poolgrid.frontend.media.local_files import LocalFiles
 from poolgrid.frontend.media.media_cache import MediaBudget, MediaCache, MediaLease, Medium
 from poolgrid.frontend.media.metrics import MediaMetrics
-from poolgrid.frontend.media.references import MediaReference, decode_data_url, shown
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaReference, MediaRefused, decode_data_url, shown
 from poolgrid.frontend.media.settings import (
     CACHE_BYTES,
     CACHE_TTL_MS,

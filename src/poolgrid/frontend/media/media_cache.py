@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.process.caches import BudgetedLru
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, owned

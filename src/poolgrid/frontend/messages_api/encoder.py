@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.dialects import ANTHROPIC
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.conversation import parsed_input
@@ -20,6 +19,7 @@ from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder, escape_line_ends
+from poolgrid.frontend.tools import CallIds
 from poolgrid.wire.request_ids import name_of
 
 _encode: Final = msgspec.json.Encoder().encode

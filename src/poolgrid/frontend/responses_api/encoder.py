@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
@@ -19,7 +18,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import escape_line_ends
 from poolgrid.frontend.responses_api.calls import FORMS, CallItem
 from poolgrid.frontend.responses_api.schema import ResponsesBody
-from poolgrid.frontend.tools import ClientTool
+from poolgrid.frontend.tools import CallIds, ClientTool
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 _encode: Final = msgspec.json.Encoder().encode

@@ -1,16 +1,19 @@
-"""Requests that go on from an earlier response, and responses that are kept: between the endpoint and the store."""
+"""Requests that go on from an earlier response, and responses that are kept: between the endpoint and the store.
+
+Responses that are kept, asked for by their id: show one, forget it, list what it was asked with.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+from fastapi import FastAPI, Query, Request, Response
 
 from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.parsers.pieces import OutputParser
 from poolgrid.frontend.prompt_model import PromptModel
@@ -18,7 +21,7 @@ from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.frontend.responses_api.schema import ITEMS_MAX, ResponsesBody
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner, Part
-from poolgrid.frontend.tools import NO_TOOLS, Tools
+from poolgrid.frontend.tools import NO_TOOLS, CallIds, Tools
 from poolgrid.wire.request_ids import SECRET_BYTES, name_of
 
 Item = dict[str, Any]
@@ -273,3 +276,91 @@ def decoded(items: bytes) -> list[Item]:
 
 _INPUT = "in_"
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+RESPONSE_PATH = "/v1/responses/{response_id}"
+ITEMS_PATH = "/v1/responses/{response_id}/input_items"
+COMPACT_PATH = "/v1/responses/compact"
+
+PAGE_MAX = 100
+"""Items that one answer lists at most; OpenAI's own limit."""
+
+
+def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Callable[[Request], Owner | None]) -> None:
+    """Add the endpoints to an application."""
+
+    @app.get(RESPONSE_PATH, tags=["responses"])
+    async def get_response(request: Request, response_id: str) -> Response:
+        """Return a response that is kept."""
+        owner = owner_of(request)
+        found = None if kept.store is None or owner is None else await kept.store.response(owner, response_id)
+        if found is None:
+            raise _not_found(response_id)
+        return Response(found, media_type="application/json")
+
+    @app.delete(RESPONSE_PATH, tags=["responses"])
+    async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+        """Forget a response; conversations can no longer go on from it, or from what followed it."""
+        owner = owner_of(request)
+        if kept.store is None or owner is None or not await kept.store.forget(owner, response_id):
+            raise _not_found(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.get(ITEMS_PATH, tags=["responses"])
+    async def list_input_items(
+        request: Request,
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=PAGE_MAX)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """List what a response was asked with: its own input, and before it the conversation that it went on from."""
+        owner = owner_of(request)
+        conversation = (
+            None if kept.store is None or owner is None else await kept.store.conversation(owner, response_id)
+        )
+        if conversation is None:
+            raise _not_found(response_id)
+        items: list[Item] = []
+        for entry in conversation:
+            items += decoded(entry.input)
+            if entry is not conversation[-1]:
+                items += decoded(entry.output)
+        return Response(msgspec.json.encode(_page(items, limit, order, after)), media_type="application/json")
+
+    @app.post(COMPACT_PATH, include_in_schema=False)
+    async def compact() -> None:
+        """Refuse: the path would be taken for the id of a response otherwise."""
+        raise RequestError(
+            404,
+            "not_found",
+            f"POST {COMPACT_PATH}: conversations are not compacted here; ask the model for a summary with "
+            "/v1/responses and go on from that",
+        )
+
+
+def _page(items: list[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        at = next((index for index, item in enumerate(items) if item.get("id") == after), None)
+        if at is None:
+            raise invalid("after", f"after is {quoted(after)}: allowed is the id of an item of the list")
+        items = items[at + 1 :]
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
+
+
+def _not_found(response_id: str) -> RequestError:
+    return RequestError(
+        404,
+        "not_found",
+        f"no response {quoted(response_id)} is kept here: it never was, it was deleted, or there was no more room",
+        param="response_id",
+    )
