@@ -203,7 +203,7 @@ def inflate(body: bytes, limits: InflationLimits) -> Iterator[bytes]:
                 ratio_room -= len(part)
                 if room < 0:
                     what = f"inflated it has more than {limits.output_bytes} bytes, the limit (setting max_body_bytes)"
-                    raise _refused(what, "body_too_large")
+                    raise RequestError(413, "body_too_large", f"reading the request body: {what}", headers=_CLOSE)
                 if ratio_room < 0:
                     raise _refused(
                         f"inflated it is more than {limits.ratio:g} times as long, the limit beyond {RATIO_FREE_BYTES} "
@@ -259,8 +259,11 @@ class BodyInflation:
                 raise _refused(f"inflating it takes longer than {self._limits.time_ms:g} ms, the limit")
 
 
-def _refused(why: str, code: str = "inflation_refused") -> RequestError:
-    return RequestError(413, code, f"reading the request body: {why}", headers=((b"connection", b"close"),))
+_CLOSE = ((b"connection", b"close"),)
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(413, "inflation_refused", f"reading the request body: {why}", headers=_CLOSE)
 
 
 LEVEL = 1
