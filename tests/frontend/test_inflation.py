@@ -24,7 +24,7 @@ from poolgrid.frontend.request_body import (
     STEP_INPUT_BYTES,
     STEP_OUTPUT_BYTES,
     STEPS_ON_LOOP,
-    BodyInflation,
+    BodyReader,
     ClientLeft,
     InflationLimits,
     inflate,
@@ -100,17 +100,17 @@ def test_a_short_body_needs_no_thread_and_a_long_one_is_given_up_when_its_client
     async def scenario() -> None:
         threads = TokenizationPool(1, 0, 0)
         threads.close()  # what would go to a thread would fail
-        bodies = BodyInflation(LIMITS, threads, SystemClock())
+        bodies = BodyReader(LIMITS, 0, threads, SystemClock())
         assert await bodies.inflated(gzip.compress(b"abc"), "gzip", lambda: True) == b"abc"
         assert await bodies.inflated(b"abc", "identity", lambda: True) == b"abc"
         threads = TokenizationPool(1, 0, 0)
-        bodies = BodyInflation(LIMITS, threads, SystemClock())
+        bodies = BodyReader(LIMITS, 0, threads, SystemClock())
         long = gzip.compress(noise(2 * STEPS_ON_LOOP * STEP_OUTPUT_BYTES))
         try:
             assert len(await bodies.inflated(long, "gzip", lambda: False)) == 2 * STEPS_ON_LOOP * STEP_OUTPUT_BYTES
             with pytest.raises(ClientLeft):
                 await bodies.inflated(long, "gzip", lambda: True)
-            hurried = BodyInflation(replace(LIMITS, time_ms=0), threads, SystemClock())
+            hurried = BodyReader(replace(LIMITS, time_ms=0), 0, threads, SystemClock())
             with pytest.raises(RequestError, match="takes longer than"):
                 await hurried.inflated(long, "gzip", lambda: False)
         finally:
@@ -173,7 +173,7 @@ def test_what_was_refused_does_not_wait_for_the_collector() -> None:
 
     async def scenario() -> int:
         threads = TokenizationPool(1, 4, 0)
-        bodies = BodyInflation(replace(LIMITS, ratio=1e6), threads, SystemClock())
+        bodies = BodyReader(replace(LIMITS, ratio=1e6), 0, threads, SystemClock())
         refusals = 0
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(4):

@@ -42,7 +42,7 @@ from poolgrid.frontend.openapi import describe_inference
 from poolgrid.frontend.preparation import Preparation, model_not_found, parse_responses
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModels
-from poolgrid.frontend.request_body import BodyInflation, BodyReader, InflationLimits
+from poolgrid.frontend.request_body import BodyReader, InflationLimits
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses_api.kept import KeptResponses, Store, add_kept_response_endpoints, owner
 from poolgrid.frontend.responses_api.store import TTL_S, ResponseStore
@@ -258,8 +258,7 @@ def create_app(
     preparation = Preparation(backend, models, settings)
     metrics.tokenizers.show(backend, preparation.forms)
     domains = CacheDomains(settings.isolate_tenants, settings.tenant_header)
-    inflation = BodyInflation(InflationLimits(settings.max_body_bytes), tokenization, clock)
-    bodies = BodyReader(inflation, tokenization, settings.max_body_bytes, settings.max_body_values)
+    bodies = BodyReader(InflationLimits(settings.max_body_bytes), settings.max_body_values, tokenization, clock)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
     app.state.bodies = bodies
@@ -293,7 +292,7 @@ def create_app(
             prepare=prepare,
             backend=backend,
             tokenization=tokenization,
-            inflation=inflation,
+            bodies=bodies,
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,

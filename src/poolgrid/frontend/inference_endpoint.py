@@ -39,7 +39,7 @@ from poolgrid.frontend.prompts import look_up, tokenize
 from poolgrid.frontend.request_body import (
     GZIP_BYTES_MIN,
     SHORT_BYTES,
-    BodyInflation,
+    BodyReader,
     accepts_gzip,
     check_announced,
     check_shape,
@@ -110,7 +110,7 @@ class InferenceEndpoint:
         prepare: Prepare,
         backend: InferenceBackend,
         tokenization: TokenizationPool,
-        inflation: BodyInflation,
+        bodies: BodyReader,
         request_ids: RequestIds,
         metrics: FrontendMetrics,
         settings: FrontendSettings,
@@ -128,7 +128,7 @@ class InferenceEndpoint:
         self._dialect = dialect
         self._backend = backend
         self._tokenization = tokenization
-        self._inflation = inflation
+        self._bodies = bodies
         self._request_ids = request_ids
         self._metrics = metrics
         self._in_flight = metrics.in_flight.labels(self.name)
@@ -319,7 +319,7 @@ class _Exchange:
 
     async def _inflate(self, body: bytes) -> bytes:
         encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
-        return await self._endpoint._inflation.inflated(body, encoding, lambda: self.left)
+        return await self._endpoint._bodies.inflated(body, encoding, lambda: self.left)
 
     async def _tokenize(self, job: PreparedRequest, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
@@ -540,7 +540,8 @@ class _Exchange:
             end = await pool.run_in_thread(complete, is_due=True)
         else:
             end = complete()
-        await form.keep(encoder)
+        if form.keep is not None:
+            await form.keep(encoder)
         return end
 
     def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
@@ -868,15 +869,16 @@ def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
 
 
 def _generation_failed(output: SequenceOutput) -> RequestError:
-    if output.retry_after_s is not None:
-        return refused(Refused(429, "busy", f"generating choice {output.index}: {output.error}", output.retry_after_s))
-    if output.unknown_model:
-        return RequestError(404, "model_not_found", f"generating choice {output.index}: {output.error}", param="model")
-    if output.unsupported:
-        return RequestError(400, "unsupported_by_worker", f"generating choice {output.index}: {output.error}")
-    if output.poison:
+    failure, what = output.failure, f"generating choice {output.index}: {output.error}"
+    if failure.retry_after_s is not None:
+        return refused(Refused(429, "busy", what, failure.retry_after_s))
+    if failure.unknown_model:
+        return RequestError(404, "model_not_found", what, param="model")
+    if failure.unsupported:
+        return RequestError(400, "unsupported_by_worker", what)
+    if failure.poison:
         # Not a 5xx, which client libraries send again by themselves: each time it would cost workers.
-        return RequestError(422, "workers_lost", f"generating choice {output.index}: {output.error}")
-    if output.shutdown:
-        return RequestError(503, "not_ready", f"generating choice {output.index}: {output.error}")
-    return RequestError(500, "generation_failed", f"generating choice {output.index}: {output.error}")
+        return RequestError(422, "workers_lost", what)
+    if failure.shutdown:
+        return RequestError(503, "not_ready", what)
+    return RequestError(500, "generation_failed", what)

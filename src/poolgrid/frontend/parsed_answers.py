@@ -13,7 +13,7 @@ import msgspec
 
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.parsers.tool_calls import CustomCalls
-from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
+from poolgrid.frontend.prepared_request import AnswerStart, PreparedRequest, Prompt
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.request_ids import base_name
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
@@ -175,7 +175,8 @@ def encoder_of(
     call_ids = CallIds(request_id, "" if job.output_format is None else job.output_format.tools, job.earlier_calls)
     if job.form is not None:
         parser = None if job.output_format is None else _parser(job, prompts[0])
-        return job.form.encoder(request_ids, created_s, prompts[0].isl, job.output_model, parser, call_ids)
+        isl = prompts[0].isl
+        return job.form.encoder(AnswerStart(request_ids, created_s, isl, job.output_model, parser, call_ids, job.tools))
     options = job.body.stream_options
     include_usage = options is not None and options.include_usage
     if job.output_format is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -12,16 +13,15 @@ from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.media.conversation import find_media
 from poolgrid.frontend.message_adaptation import write_as_tool_calls
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
-from poolgrid.frontend.messages_api.encoder import MessagesForm
+from poolgrid.frontend.messages_api.encoder import MessagesEncoder
 from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.frontend.model_forms import ModelForm, ModelForms, template_source
 from poolgrid.frontend.parsers.formats import ToolUse
-from poolgrid.frontend.prepared_request import PreparedRequest
+from poolgrid.frontend.prepared_request import AnswerForm, PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.prompts import check_vocabulary, count_prompts
 from poolgrid.frontend.responses_api.conversation import Items
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
-from poolgrid.frontend.responses_api.kept import ResponsesForm
 from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import (
     ChatBody,
@@ -78,12 +78,10 @@ class Preparation:
             return self._job(body, chat=True, logprobs=None, prompts=1, is_plain=True)
         return self.chat_job(body)
 
-    def responses(self, body: ResponsesBody, earlier: Items, form: ResponsesForm | None = None) -> PreparedRequest:
+    def responses(self, body: ResponsesBody, earlier: Items, form: AnswerForm | None = None) -> PreparedRequest:
         """Check a Responses request that was parsed, with the items that it goes on from; raises ``RequestError``."""
         job = self.chat_job(chat_of_responses(body, earlier))
-        if form is not None:
-            form.tools = job.tools
-            job.form = form
+        job.form = form
         return job
 
     def messages(self, raw: bytes) -> PreparedRequest:
@@ -91,7 +89,7 @@ class Preparation:
         body = parse(_messages_decoder, raw)
         refuse(body)
         job = self.chat_job(chat_of_messages(body))
-        job.form = MessagesForm(body)
+        job.form = AnswerForm(partial(MessagesEncoder, body))
         return job
 
     def counted_messages(self, raw: bytes) -> PreparedRequest:

@@ -218,13 +218,44 @@ def inflate(body: bytes, limits: InflationLimits) -> Iterator[bytes]:
     raise _refused(f"it has more than {limits.members} gzip members, the limit")
 
 
-class BodyInflation:
-    """Inflates the bodies of one HTTP surface, long ones in the tokenizer threads."""
+@dataclass(frozen=True, slots=True)
+class BodyReader:
+    """Reads bodies within the limits of one HTTP surface; long work goes to the tokenizer threads."""
 
-    def __init__(self, limits: InflationLimits, threads: TokenizationPool, clock: Clock) -> None:
-        self._limits = limits
-        self._threads = threads
-        self._clock = clock
+    limits: InflationLimits
+    values_max: int
+    threads: TokenizationPool
+    clock: Clock
+
+    async def read(self, request: Request) -> bytes:
+        """Return the body of a request to an endpoint that is no inference endpoint, of a size and shape that may be
+        parsed. An inference endpoint watches its client over the whole request and not for the body alone.
+
+        Raises ``RequestError``: 415, 413, 400 for what is no gzip or whose client left, 429 when the threads have too
+        much to do.
+        """
+        body = await self._whole(request)
+        await check_shape(body, self.values_max, self.threads)
+        return body
+
+    async def _whole(self, request: Request) -> bytes:
+        headers, limit = request.headers, self.limits.output_bytes
+        content_type, content_length = (headers.get(name, "").encode() for name in ("content-type", "content-length"))
+        check_announced(content_type, content_length, limit, headers.raw)
+        raw = await receive_body(request.receive, limit)
+        if raw is None:
+            raise _client_left()
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if not encoding:
+            return raw
+        # After the body only the end of the connection is left to come.
+        end = owned(_next_message(request), "end of the connection")
+        try:
+            return await self.inflated(raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect")
+        except ClientLeft:
+            raise _client_left() from None
+        finally:
+            end.cancel()
 
     async def inflated(self, body: bytes, encoding: str, left: Callable[[], bool]) -> bytes:
         """Return the body behind ``content-encoding``; it is given up when ``left`` says that the client has.
@@ -243,20 +274,20 @@ class BodyInflation:
             )
         if not body:
             return body
-        steps = inflate(body, self._limits)
+        steps = inflate(body, self.limits)
         parts = list(islice(steps, STEPS_ON_LOOP))
         if len(parts) == STEPS_ON_LOOP:
-            await self._threads.run_in_thread(partial(self._go_on, steps, parts, left))
+            await self.threads.run_in_thread(partial(self._go_on, steps, parts, left))
         return b"".join(parts)
 
     def _go_on(self, steps: Iterator[bytes], parts: list[bytes], left: Callable[[], bool]) -> None:
-        until_ms = self._clock.monotonic_ms() + self._limits.time_ms
+        until_ms = self.clock.monotonic_ms() + self.limits.time_ms
         for part in steps:
             parts.append(part)
             if left():
                 raise ClientLeft
-            if self._clock.monotonic_ms() > until_ms:
-                raise _refused(f"inflating it takes longer than {self._limits.time_ms:g} ms, the limit")
+            if self.clock.monotonic_ms() > until_ms:
+                raise _refused(f"inflating it takes longer than {self.limits.time_ms:g} ms, the limit")
 
 
 _CLOSE = ((b"connection", b"close"),)
@@ -286,52 +317,6 @@ def accepts_gzip(accept_encoding: bytes) -> bool:
 def compressed(body: bytes) -> bytes:
     """Return ``body`` as gzip; the same bytes for the same body, for there is no time in it."""
     return gzip.compress(body, LEVEL, mtime=0)
-
-
-class BodyReader:
-    """Reads the bodies of endpoints that are no inference endpoints, within the limits of those.
-
-    An inference endpoint reads its own: it watches its client over the whole request and not for the body alone.
-    """
-
-    def __init__(
-        self, inflation: BodyInflation, tokenization: TokenizationPool, max_body_bytes: int, max_body_values: int
-    ) -> None:
-        self._inflation = inflation
-        self._tokenization = tokenization
-        self._max_body_bytes = max_body_bytes
-        self._max_body_values = max_body_values
-
-    async def read(self, request: Request) -> bytes:
-        """Return the body, inflated, of a size and shape that may be parsed.
-
-        Raises ``RequestError``: 415, 413, 400 for what is no gzip or whose client left, 429 when the threads have too
-        much to do.
-        """
-        body = await self._whole(request)
-        await check_shape(body, self._max_body_values, self._tokenization)
-        return body
-
-    async def _whole(self, request: Request) -> bytes:
-        headers, limit = request.headers, self._max_body_bytes
-        content_type, content_length = (headers.get(name, "").encode() for name in ("content-type", "content-length"))
-        check_announced(content_type, content_length, limit, headers.raw)
-        raw = await receive_body(request.receive, limit)
-        if raw is None:
-            raise _client_left()
-        encoding = headers.get("content-encoding", "").strip().lower()
-        if not encoding:
-            return raw
-        # After the body only the end of the connection is left to come.
-        end = owned(_next_message(request), "end of the connection")
-        try:
-            return await self._inflation.inflated(
-                raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect"
-            )
-        except ClientLeft:
-            raise _client_left() from None
-        finally:
-            end.cancel()
 
 
 async def _next_message(request: Request) -> Message:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from poolgrid.frontend.detokenization import Detokenizer
 from poolgrid.frontend.prompt_model import PromptModel
@@ -96,41 +96,11 @@ class PlacedLogprobs(NamedTuple):
     text_offset: int
 
 
+_NO_FAILURE: Final = StreamDelta(b"")
+
+
 class SequenceOutput:
     """State of one choice: what the client has not been sent yet, and the counts for ``usage``."""
-
-    __slots__ = (
-        "_collected",
-        "_detokenizer",
-        "_logprobs",
-        "_min_tokens",
-        "_model",
-        "_prompt_logprobs_due",
-        "_prompt_only",
-        "_simple",
-        "_stop_token_ids",
-        "_stops",
-        "cached_tokens",
-        "completion_tokens",
-        "error",
-        "finish_reason",
-        "first_token_at_ms",
-        "first_tokens",
-        "index",
-        "last_token_at_ms",
-        "new_logprobs",
-        "poison",
-        "request",
-        "retry_after_s",
-        "shutdown",
-        "started",
-        "stopped_here",
-        "stream",
-        "text",
-        "text_length",
-        "unknown_model",
-        "unsupported",
-    )
 
     def __init__(
         self,
@@ -156,12 +126,8 @@ class SequenceOutput:
         self.finish_reason: str | None = None
         """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
         self.error: str | None = None
-        self.unsupported = self.unknown_model = False
-        """With the finish reason ``error``: whether it is the request that no worker can do."""
-        self.retry_after_s: float | None = None
-        self.poison = False
-        self.shutdown = False
-        """Likewise: whether workers were lost with it."""
+        self.failure = _NO_FAILURE
+        """With the finish reason ``error``: what the router said of it."""
         self.started = False
         """Whether a chunk of this choice has been written."""
         self.last_token_at_ms: float | None = None
@@ -306,11 +272,7 @@ class SequenceOutput:
             self._fail(delta.error or "the request was cancelled by the server")
         else:
             self._fail(delta.error or f"the engine ended the request with {reason}")
-            self.unsupported = delta.unsupported
-            self.unknown_model = delta.unknown_model
-            self.retry_after_s = delta.retry_after_s
-            self.poison = delta.poison
-            self.shutdown = delta.shutdown
+            self.failure = delta
 
     def _fail(self, message: str) -> None:
         self.finish_reason = "error"

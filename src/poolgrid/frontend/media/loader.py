@@ -17,7 +17,7 @@ from poolgrid.frontend.media.addresses import AddressPolicy
 from poolgrid.frontend.media.embeddings import check_embeddings
 from poolgrid.frontend.media.image_headers import check_image
 from poolgrid.frontend.media.local_files import LocalFiles
-from poolgrid.frontend.media.media_cache import MediaBudget, MediaCache, MediaLease, Medium
+from poolgrid.frontend.media.media_cache import MediaBudget, MediaCache, MediaLease
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, MediaRefused, decode_data_url, shown
 from poolgrid.frontend.media.settings import (
@@ -139,18 +139,11 @@ class MediaLoader:
             return self._error(reference.param, refusal)
         self._metrics.loaded.labels(reference.source, reference.kind.value).inc()
         self._metrics.loaded_bytes.labels(reference.source).inc(len(medium.data))
-        return MediaItem(
-            reference.kind,
-            medium.data,
-            medium.media_type,
-            medium.media_hash,
-            width=medium.width,
-            height=medium.height,
-        )
+        return medium
 
     async def _medium(
         self, reference: MediaReference, domain: CacheDomain | None, bytes_max: int
-    ) -> Medium | MediaRefused:
+    ) -> MediaItem | MediaRefused:
         if reference.source == "file":
             if self._files is None:
                 raise MediaRefused(
@@ -179,7 +172,7 @@ class MediaLoader:
 
         return MediaCache(bytes_max, CACHE_TTL_MS, self._clock, note)
 
-    async def _fetch(self, reference: MediaReference, bytes_max: int) -> Medium | MediaRefused:
+    async def _fetch(self, reference: MediaReference, bytes_max: int) -> MediaItem | MediaRefused:
         """Fetch and check one URL, on the budget while it is under way."""
         transit = self._budget.lease(bytes_max)
         try:
@@ -226,8 +219,8 @@ class MediaLoader:
                 f"within {self._fetch_timeout_ms} ms; try again",
             ) from None
 
-    async def _in_thread(self, work: Callable[[], Medium]) -> Medium | MediaRefused:
-        def done() -> Medium | MediaRefused:
+    async def _in_thread(self, work: Callable[[], MediaItem]) -> MediaItem | MediaRefused:
+        def done() -> MediaItem | MediaRefused:
             try:
                 return work()
             except MediaRefused as refusal:
@@ -237,17 +230,18 @@ class MediaLoader:
             self._threads = ThreadPoolExecutor(THREADS, "media")
         return await asyncio.get_running_loop().run_in_executor(self._threads, done)
 
-    def _read_file(self, files: LocalFiles, reference: MediaReference, bytes_max: int) -> Medium:
+    def _read_file(self, files: LocalFiles, reference: MediaReference, bytes_max: int) -> MediaItem:
         return self._check(reference, files.read(reference.url, bytes_max))
 
-    def _read_data(self, reference: MediaReference, bytes_max: int) -> Medium:
+    def _read_data(self, reference: MediaReference, bytes_max: int) -> MediaItem:
         return self._check(reference, decode_data_url(reference.url, bytes_max))
 
-    def _check(self, reference: MediaReference, data: bytes) -> Medium:
+    def _check(self, reference: MediaReference, data: bytes) -> MediaItem:
         if reference.kind is MediaKind.EMBEDDINGS:
-            return Medium(data, check_embeddings(data), digest_media(data))
+            return MediaItem(reference.kind, data, check_embeddings(data), digest_media(data))
         image = check_image(data)
-        return Medium(data, image.media_type, digest_media(data), image.width, image.height)
+        hashed = digest_media(data)
+        return MediaItem(reference.kind, data, image.media_type, hashed, width=image.width, height=image.height)
 
     def note_places(self, items: Sequence[MediaItem]) -> None:
         """Count the media of a request whose tokens nobody can count: routing goes by what stands before them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -15,13 +16,10 @@ from fastapi import FastAPI, Query, Request, Response
 
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.parsers.pieces import OutputParser
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.responses import AnswerEncoder
+from poolgrid.frontend.prepared_request import AnswerForm, AnswerStart
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.frontend.responses_api.schema import ITEMS_MAX, ResponsesBody
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner, Part
-from poolgrid.frontend.tools import NO_TOOLS, CallIds, Tools
 from poolgrid.wire.request_ids import SECRET_BYTES, name_of
 
 Item = dict[str, Any]
@@ -148,12 +146,26 @@ class KeptResponses:
                 )
         body.input = items
 
-    def form(self, body: ResponsesBody, owner: Owner | None) -> ResponsesForm:
+    def form(self, body: ResponsesBody, owner: Owner | None) -> AnswerForm:
         """Return the form of the answer, which keeps it if it may; raises ``RequestError``."""
-        can = self.store is not None and owner is not None
-        if body.store and not can:
+        if body.store and (self.store is None or owner is None):
             raise unsupported("store", f"{self._why_not(owner)}; send store: false, or leave it out")
-        return ResponsesForm(body, self if can and body.store is not False else None, owner)
+        if self.store is None or owner is None or body.store is False:
+            return AnswerForm(partial(_encoder, body, False), counts_reasoning=True)
+        return AnswerForm(partial(_encoder, body, True), partial(self._keep, self.store, body, owner), True)
+
+    async def _keep(self, store: Store, body: ResponsesBody, owner: Owner, encoder: ResponsesEncoder) -> None:
+        """Keep a complete answer, before its client can ask for it."""
+        response = encoder.response
+        encode = msgspec.json.encode
+        entry = KeptResponse(
+            id=response["id"],
+            previous=body.previous_response_id,
+            input=encode(input_items(body, response["id"])),
+            output=encode(response["output"]),
+            response=encode(response),
+        )
+        self.count("kept" if await store.keep(owner, entry) else "lost")
 
     def _why_not(self, owner: Owner | None) -> str:
         if self.store is None:
@@ -161,59 +173,9 @@ class KeptResponses:
         return "this server keeps no responses without API keys, which tell clients apart (setting isolate_tenants)"
 
 
-@dataclass(slots=True)
-class ResponsesForm:
-    """``AnswerForm`` of a Responses request. ``kept``: where its answer goes; ``None`` = nowhere."""
-
-    body: ResponsesBody
-    kept: KeptResponses | None
-    owner: Owner | None
-    tools: Tools = NO_TOOLS
-    """What the calls of the answer are calls of; set once the request is read."""
-
-    @property
-    def counts_reasoning(self) -> bool:
-        return True
-
-    def encoder(
-        self,
-        request_ids: Sequence[str],
-        created_s: int,
-        isl: int,
-        model: PromptModel,
-        parser: OutputParser | None,
-        call_ids: CallIds,
-    ) -> ResponsesEncoder:
-        """Return the encoder of the answer."""
-        name = name_of(request_ids[0])
-        secret = f"_{secrets.token_hex(SECRET_BYTES)}" if self.kept is not None else ""
-        return ResponsesEncoder(
-            self.body,
-            request_id=name,
-            response_id=f"resp_{name}{secret}",
-            stored=self.kept is not None,
-            created_s=created_s,
-            model=model,
-            parser=parser,
-            call_ids=call_ids,
-            client_tools=self.tools.client_tools,
-        )
-
-    async def keep(self, encoder: AnswerEncoder) -> None:
-        """Keep a complete answer, before its client can ask for it."""
-        if self.kept is None or self.kept.store is None or self.owner is None:
-            return
-        assert isinstance(encoder, ResponsesEncoder), "made above"
-        response = encoder.response
-        encode = msgspec.json.encode
-        entry = KeptResponse(
-            id=response["id"],
-            previous=self.body.previous_response_id,
-            input=encode(input_items(self.body, response["id"])),
-            output=encode(response["output"]),
-            response=encode(response),
-        )
-        self.kept.count("kept" if await self.kept.store.keep(self.owner, entry) else "lost")
+def _encoder(body: ResponsesBody, stored: bool, start: AnswerStart) -> ResponsesEncoder:
+    secret = f"_{secrets.token_hex(SECRET_BYTES)}" if stored else ""
+    return ResponsesEncoder(body, start, f"resp_{name_of(start.request_ids[0])}{secret}", stored)
 
 
 def references(items: str | Sequence[Item]) -> Iterator[tuple[str, tuple[int, str]]]:
