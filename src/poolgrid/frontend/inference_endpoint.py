@@ -745,18 +745,11 @@ def line_of(exchange: _Exchange) -> EndedRequest:
 
 def tell(trace: TraceRecord, exchange: _Exchange) -> str:
     """Put what is known of a request that is over on its span; return its error in a word, for one that failed here."""
-    tell_request(
-        trace,
-        endpoint=exchange._endpoint.name,
-        name=str(exchange._wanted_id),
-        model=exchange.model,
-        status=exchange.status,
-        error=exchange.error or ("client_left" if exchange.status == CLIENT_LEFT else ""),
-        streaming=exchange.streaming,
-        tenant=exchange._caller.tenant if exchange._caller is not None else "",
-        outputs=[output for output in exchange._outputs if output.stream is not None],
-        first_token_ms=exchange.first_token_ms,
-    )
+    ended = line_of(exchange)
+    if not ended.error and exchange.status == CLIENT_LEFT:
+        ended = ended._replace(error="client_left")
+    outputs = [output for output in exchange._outputs if output.stream is not None]
+    tell_request(trace, ended, outputs, exchange.first_token_ms)
     return exchange.error if exchange.status >= 500 else ""
 
 

@@ -14,7 +14,6 @@ import msgspec
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.prepared_request import AnswerStart, PreparedRequest, Prompt
-from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.request_ids import base_name
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
@@ -57,23 +56,13 @@ class ParsedChatEncoder(AnswerEncoder):
     def __init__(
         self,
         *,
-        request_id: str,
         new_parser: Callable[[], OutputParser],
         call_ids: CallIds,
-        model_name: str,
-        created_s: int,
-        model: PromptModel,
-        include_usage: bool,
         custom: Collection[str] = (),
+        **common: Any,
     ) -> None:
-        super().__init__(
-            chat=True,
-            include_usage=include_usage,
-            request_id=request_id,
-            model_name=model_name,
-            created_s=created_s,
-            model=model,
-        )
+        """``common`` is what every encoder is told."""
+        super().__init__(chat=True, **common)
         self._new_parser = new_parser
         self._call_ids = call_ids
         self._custom = custom
@@ -178,26 +167,17 @@ def encoder_of(
         isl = prompts[0].isl
         return job.form.encoder(AnswerStart(request_ids, created_s, isl, job.output_model, parser, call_ids, job.tools))
     options = job.body.stream_options
-    include_usage = options is not None and options.include_usage
+    common: dict[str, Any] = {
+        "request_id": request_id,
+        "model_name": job.body.model,
+        "created_s": created_s,
+        "model": job.output_model,
+        "include_usage": options is not None and options.include_usage,
+    }
     if job.output_format is None:
-        return AnswerEncoder(
-            chat=job.chat,
-            request_id=request_id,
-            model_name=job.body.model,
-            created_s=created_s,
-            model=job.output_model,
-            include_usage=include_usage,
-        )
-    return ParsedChatEncoder(
-        request_id=request_id,
-        new_parser=partial(_parser, job, prompts[0]),
-        call_ids=call_ids,
-        model_name=job.body.model,
-        created_s=created_s,
-        model=job.output_model,
-        include_usage=include_usage,
-        custom=job.tools.custom,
-    )
+        return AnswerEncoder(chat=job.chat, **common)
+    new_parser = partial(_parser, job, prompts[0])
+    return ParsedChatEncoder(new_parser=new_parser, call_ids=call_ids, custom=job.tools.custom, **common)
 
 
 def _parser(job: PreparedRequest, prompt: Prompt) -> OutputParser:

@@ -192,43 +192,28 @@ SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_pena
 
 
 def tell_request(
-    trace: TraceRecord,
-    *,
-    endpoint: str,
-    name: str,
-    model: str,
-    status: int,
-    error: str,
-    streaming: bool,
-    tenant: str,
-    outputs: Sequence[SequenceOutput],
-    first_token_ms: float | None,
+    trace: TraceRecord, ended: EndedRequest, outputs: Sequence[SequenceOutput], first_token_ms: float | None
 ) -> None:
     """Put what is known of a request that is over on its span, and the spans of waiting and of streaming below it."""
     root = trace.root
-    operation = OPERATIONS.get(endpoint, "chat")
-    root.name = f"{operation} {model}" if model else operation
-    told = root.attributes
-    told |= {
+    operation = OPERATIONS.get(ended.endpoint, "chat")
+    root.name = f"{operation} {ended.model}".rstrip()
+    told: dict[str, Any] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.response.id": name,
-        "http.response.status_code": status,
-        "poolgrid.endpoint": endpoint,
-        "poolgrid.streaming": streaming,
+        "gen_ai.response.id": ended.name,
+        "http.response.status_code": ended.status,
+        "poolgrid.endpoint": ended.endpoint,
+        "poolgrid.streaming": ended.streaming,
     }
-    if model:
-        told |= {"gen_ai.request.model": model}
-    if tenant:
-        told |= {"poolgrid.tenant": tenant}
-    if error:
-        told |= {"error.type": error}
+    known = {"gen_ai.request.model": ended.model, "poolgrid.tenant": ended.tenant, "error.type": ended.error}
+    root.attributes |= {**told, **{name: value for name, value in known.items() if value}}
     if outputs:
         _tell_outputs(trace, outputs)
     if first_token_ms is not None:
-        told |= {"gen_ai.response.time_to_first_chunk": (first_token_ms - root.began_ms) / 1000}
+        root.attributes |= {"gen_ai.response.time_to_first_chunk": (first_token_ms - root.began_ms) / 1000}
         trace.add("first token", root.began_ms, first_token_ms)
-        trace.add("stream" if streaming else "rest of the answer", first_token_ms)
+        trace.add("stream" if ended.streaming else "rest of the answer", first_token_ms)
 
 
 def _tell_outputs(trace: TraceRecord, outputs: Sequence[SequenceOutput]) -> None:

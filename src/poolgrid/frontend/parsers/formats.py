@@ -211,41 +211,43 @@ def _let_through(calls: OutputParser, tools: ToolUse) -> OutputParser:
     return calls if tools.parallel else first_call(calls)
 
 
+_TOOL_SIGNS: Sequence[tuple[str, str]] = (
+    ("<|channel|>", HARMONY),
+    ("<｜tool▁call▁begin｜>", "deepseek_v3"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call|>", "granite"),
+    ("<|tool_call_argument_begin|>", "kimi_k2"),
+)
+"""Markers that show a format in the template or in the vocabulary, in the order in which they are looked for."""
+
+_TOOL_TEMPLATES: Sequence[tuple[Sequence[str], str]] = (
+    (("<arg_key>",), "glm45"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<function=",), ""),  # another format with tags, which no parser reads
+    (("<tool_call>",), "hermes"),
+    (("<|python_start|>",), "pythonic"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters"',), "llama3_json"),
+)
+"""What shows a format in the template alone."""
+
+
 def _reasoning_of(template: str, vocabulary: Collection[str]) -> str:
-    if "<|channel|>" in template or "<|channel|>" in vocabulary:
+    def shown(marker: str) -> bool:
+        return marker in template or marker in vocabulary
+
+    if shown("<|channel|>"):
         return HARMONY
     if "thought process" in template:
         return "granite"
     if "</think>" in template and "<｜Assistant｜>" in template:
         return "deepseek_r1"
-    if "[THINK]" in template or "[THINK]" in vocabulary:
-        return "mistral"
-    if "</think>" in template or "</think>" in vocabulary:
-        return "qwen3"
-    return ""
+    return "mistral" if shown("[THINK]") else "qwen3" if shown("</think>") else ""
 
 
 def _tools_of(template: str, vocabulary: Collection[str]) -> str:
-    if "<|channel|>" in template or "<|channel|>" in vocabulary:
-        return HARMONY
-    if "<｜tool▁call▁begin｜>" in template or "<｜tool▁call▁begin｜>" in vocabulary:
-        return "deepseek_v3"
-    if "[TOOL_CALLS]" in template or "[TOOL_CALLS]" in vocabulary:
-        return "mistral"
-    if "<|tool_call|>" in template or "<|tool_call|>" in vocabulary:
-        return "granite"
-    if "<|tool_call_argument_begin|>" in template or "<|tool_call_argument_begin|>" in vocabulary:
-        return "kimi_k2"
-    if "<arg_key>" in template:
-        return "glm45"
-    if "<function=" in template and "<parameter=" in template:
-        return "qwen3_coder"
-    if "<function=" in template:
-        return ""  # another format with tags, which no parser reads
-    if "<tool_call>" in template:
-        return "hermes"
-    if "<|python_start|>" in template or "[func_name1(" in template:
-        return "pythonic"
-    if "<|python_tag|>" in template or '"parameters"' in template:
-        return "llama3_json"
-    return ""
+    for marker, name in _TOOL_SIGNS:
+        if marker in template or marker in vocabulary:
+            return name
+    return next((name for markers, name in _TOOL_TEMPLATES if all(each in template for each in markers)), "")

@@ -414,9 +414,7 @@ class CustomCalls:
     """
 
     def __init__(self, parser: OutputParser, names: Collection[str], text_of: Callable[[str], str]) -> None:
-        self._parser: Final = parser
-        self._names: Final = names
-        self._text_of: Final = text_of
+        self._parser, self._names, self._text_of = parser, names, text_of
         self._held: list[str] | None = None
 
     def feed(self, text: str) -> list[AnswerPiece]:
