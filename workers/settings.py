@@ -81,8 +81,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         None,
         ge=1,
         le=52,
-        description="Largest medium of this model's requests, in 2^20 bytes; empty = what the routers allow, which "
-        "holds too. All workers of a model must agree.",
+        description="Largest medium of this model's requests, in 2^20 bytes; empty = 50, the most that routers "
+        "take. All workers of a model must agree.",
     )
 
     model_cache_dir: Path | None = Field(

@@ -45,6 +45,11 @@ FORMER_SETTINGS: dict[str, str] = {
     "--media-redirects-max": "three redirects are followed.",
     "--media-fetches-max": "32 media are fetched at a time.",
     "--media-cache-ttl-ms": "a fetched URL is kept for 60,000 ms.",
+    **dict.fromkeys(
+        ("router --max-file-size-mb", "global-router --max-file-size-mb"),
+        "a medium may have 50 MiB; give workers --max-file-size-mb for less.",
+    ),
+    "--max-media-items": "a request may have 64 media.",
     "--media-cache-mb": "256 MiB of fetched media are kept.",
     "--media-fetch-timeout-ms": "a URL may take 10 s, from the name lookup to the last byte.",
     "--response-store-ttl-s": "a conversation is kept for 30 days after its last use.",

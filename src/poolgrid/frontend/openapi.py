@@ -1,13 +1,17 @@
-"""What the OpenAPI page says, generated from the same structs that parse requests and encode answers."""
+"""What the OpenAPI page says, generated from the same structs that parse requests and encode answers.
+
+``GET /v1/fleet``: who of a deployment has a name, for operators. It is there where a process has names itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 
+from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.frontend.openapi_answers import ANSWERS
 from poolgrid.frontend.responses_api.kept import ITEMS_PATH, RESPONSE_PATH
@@ -23,6 +27,7 @@ from poolgrid.frontend.tokenizer_endpoints import (
     TokenizeBody,
     Tokenized,
 )
+from poolgrid.wire.answers import FleetList
 
 _BAD_REQUEST = {
     "400": "A field is wrong or not supported; `param` names it",
@@ -209,3 +214,18 @@ def error_answers(statuses: Mapping[str, str], error: str = "Error") -> dict[int
         }
         for status, text in statuses.items()
     }
+
+
+LIST_PATH = "/v1/fleet"
+
+
+def add_fleet_list(app: FastAPI, look: Callable[[], Awaitable[FleetList]]) -> None:
+    """Add the endpoint; ``look`` raises ``OSError`` when registrations cannot be read."""
+
+    @app.get(LIST_PATH, tags=["names"], responses=error_answers({"503": "Registrations cannot be read now"}))
+    async def fleet() -> dict[str, Any]:
+        """List every process that has a name, in all namespaces, and the registrations that are refused and why."""
+        try:
+            return (await look()).to_json()
+        except OSError as error:
+            raise RequestError(503, "names_unavailable", f"looking who has a name: {error}") from None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
-from poolgrid.frontend.fleet_list import add_fleet_list
+from poolgrid.frontend.openapi import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing

@@ -25,6 +25,8 @@ from poolgrid.frontend.media.settings import (
     CACHE_TTL_MS,
     FETCH_TIMEOUT_MS,
     FETCHES_MAX,
+    FILE_BYTES_MAX,
+    ITEMS_MAX,
     MEGABYTE,
     REQUEST_BYTES_MAX,
     MediaSettings,
@@ -54,12 +56,15 @@ class MediaLoader:
         clock: Clock,
         resolver: Resolver | None = None,
         fetch_timeout_ms: int = FETCH_TIMEOUT_MS,
+        file_bytes_max: int = FILE_BYTES_MAX,
+        items_max: int = ITEMS_MAX,
     ) -> None:
         self._fetch_timeout_ms = fetch_timeout_ms
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
-        self._file_bytes_max = settings.max_file_size_mb * MEGABYTE
+        self._file_bytes_max = file_bytes_max
+        self._items_max = items_max
         self._policy = AddressPolicy(settings.media_allowed_networks)
         self._resolver = resolver
         self._fetcher: MediaFetcher | None = None
@@ -88,7 +93,7 @@ class MediaLoader:
         What is fetched is shared within ``domain``; without one it is fetched for this request alone, and not kept.
         ``item_bytes_max`` is what the model's workers allow for one; 0 = as much as this server does.
         """
-        limit = self._settings.max_media_items
+        limit = self._items_max
         if len(references) > limit:
             raise self._error(
                 references[limit].param,

@@ -21,6 +21,12 @@ REDIRECTS_MAX = 3
 FETCHES_MAX = 32
 """Media that are fetched at a time; more wait within their time-out. Bounds sockets and threads."""
 
+FILE_BYTES_MAX = 50 * MEGABYTE
+"""Largest medium, enforced while it streams in: any photograph. Where a model's workers were told less, that holds."""
+
+ITEMS_MAX = 64
+"""Media of one request: a long conversation of an agent that looks at a screen."""
+
 FETCH_TIMEOUT_MS = 10_000
 """Longest time for one URL, from resolving its host to the last byte, redirects included: a server that sends one byte
 a second is cut off too."""
@@ -51,19 +57,6 @@ class MediaSettings(Settings):
         description="Networks (CIDR, e.g. 10.1.0.0/16) that media may be fetched from although they are private, "
         "loopback, link-local or a metadata service; none by default, because a client chooses the URL. Repeat for "
         "more.",
-    )
-    max_file_size_mb: int = Field(
-        default=50,
-        ge=1,
-        le=52,
-        description="Largest medium, in 2^20 bytes, enforced while it streams in. 50 takes any photograph; above 52 it "
-        "would not fit into a message to a worker. Where a model's workers were told less, that holds.",
-    )
-    max_media_items: int = Field(
-        default=16,
-        ge=0,
-        le=256,
-        description="Media in one request; 0 = none are taken. 16 is a long conversation's worth.",
     )
     media_memory_mb: int = Field(
         default=1024,

@@ -10,8 +10,16 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 
-from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length, known_until, may_begin
-from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, StatefulParser
+from poolgrid.frontend.parsers.pieces import (
+    AnswerPiece,
+    PieceKind,
+    StatefulParser,
+    Trimmer,
+    first_marker,
+    held_length,
+    known_until,
+    may_begin,
+)
 
 
 class Begins(Enum):

@@ -24,7 +24,7 @@ from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, declared_name
 from poolgrid.frontend.parsers.json_value import json_of, strict_json
-from poolgrid.frontend.parsers.markers import first_marker, held_length
+from poolgrid.frontend.parsers.pieces import first_marker, held_length
 
 GAP_CHARS_MAX = 64
 """Most white space between a tag that ends a value and the next one: it is looked at again per character."""

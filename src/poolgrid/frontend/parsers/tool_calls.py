@@ -26,8 +26,15 @@ from poolgrid.frontend.parsers.call_forms import (
     PythonCall,
     declared_name,
 )
-from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length
-from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, StatefulParser
+from poolgrid.frontend.parsers.pieces import (
+    AnswerPiece,
+    OutputParser,
+    PieceKind,
+    StatefulParser,
+    Trimmer,
+    first_marker,
+    held_length,
+)
 from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags, fitted
 
 Declared = Mapping[str, Mapping[str, Any]]
