@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.errors import RequestError, invalid, missing, quoted, unsupported
 from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.frontend.media.references import (
     IMAGE_PARTS,
@@ -220,7 +220,7 @@ def _reference(part: ContentPart, where: str, spec: MediaSpec, model: str) -> Me
     param = f"{where}.image_url" if isinstance(value, str) else f"{where}.image_url.url"
     url = value if isinstance(value, str) or value is None else value.url
     if url is None:
-        raise invalid(param, f"{param} is missing: allowed is a URL", "missing_required_parameter")
+        raise missing(param, "a URL")
     try:
         reference = read_reference(url, param)
         if reference.kind.value not in spec.kinds:

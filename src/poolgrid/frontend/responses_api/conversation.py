@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.errors import invalid, text_of, unsupported, wrong_type
+from poolgrid.frontend.errors import invalid, missing, text_of, unsupported, wrong_type
 from poolgrid.frontend.field_words import without_nulls
 from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall, shared_fields
@@ -288,10 +288,5 @@ def _response_format(text_format: dict[str, Any] | None) -> Any:
     if not text_format or text_format.get("type") != "json_schema":
         return text_format
     if text_format.get("schema") is None:
-        param = "text.format.schema"
-        raise invalid(
-            param,
-            f"{param} is missing: allowed is a JSON schema. The request was not run.",
-            "missing_required_parameter",
-        )
+        raise missing("text.format.schema", "a JSON schema")
     return {"type": "json_schema", "json_schema": {name: text_format[name] for name in text_format if name != "type"}}
