@@ -48,7 +48,7 @@ from poolgrid.frontend.responses_api.kept import KeptResponses, Store, add_kept_
 from poolgrid.frontend.responses_api.store import TTL_S, ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.frontend.tokenizer_endpoints import add_count_endpoints, add_tokenizer_endpoints
+from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.frontend.traffic import Traffic
 from poolgrid.http.browser_requests import SAFE_METHODS, foreign_origin
 from poolgrid.inference.ports import InferenceBackend, Refused, ServedModel
@@ -316,8 +316,8 @@ def create_app(
         )
     describe_inference(app)
     _add_models(app, backend, preparation)
-    add_tokenizer_endpoints(app, preparation, tokenization, bodies, domains)
-    add_count_endpoints(app, preparation, partial(responses, answered=False), tokenization, bodies, media, domains)
+    counted = partial(responses, answered=False)
+    add_tokenizer_endpoints(app, preparation, counted, tokenization, bodies, media, domains)
     add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
     _add_health(app, backend, ready, endpoints, troubles)
     _add_metrics(app, registry)
