@@ -6,6 +6,7 @@ Used only when a model's format and the request need a parser; plain answers go 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -27,19 +28,17 @@ _CUSTOM: Final = ("custom", "input")
 """How a call is written: its type, which is also the field that holds it, and the field for what the model wrote."""
 
 
+@dataclass(slots=True, eq=False)
 class ChoiceReading:
     """One choice that is being read."""
 
-    __slots__ = ("calls", "form", "logprobs", "parser")
-
-    def __init__(self, parser: OutputParser) -> None:
-        self.parser = parser
-        self.calls = 0
-        """Tool calls that began."""
-        self.form = _FUNCTION
-        """Of the call that began last."""
-        self.logprobs: list[PlacedLogprobs] = []
-        """Log probabilities of text that the parser still holds."""
+    parser: OutputParser
+    calls: int = 0
+    """Tool calls that began."""
+    form: tuple[str, str] = _FUNCTION
+    """Of the call that began last."""
+    logprobs: list[PlacedLogprobs] = field(default_factory=list)
+    """Log probabilities of text that the parser still holds."""
 
     def read(self, text: str, ended: bool) -> list[AnswerPiece]:
         return taken_apart(self.parser, text, ended)

@@ -35,8 +35,6 @@ from poolgrid.wire.requests import TokenLogprobs
 class StopStrings:
     """One sequence's search; at most the longest stop string less one character is held back."""
 
-    __slots__ = ("_held", "_stops", "matched")
-
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""

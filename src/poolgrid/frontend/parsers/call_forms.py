@@ -17,8 +17,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -37,23 +38,24 @@ PYTHON_CALL_CHARS_MAX = 256 * 1024
 """Longest ``PythonCall``: its syntax tree takes about a hundred times as much memory."""
 
 
-class CallForm(Protocol):
+class CallForm(ABC):
     """One call that is being read. ``name``, as the model wrote it, and ``arguments``, JSON, hold when ``done``."""
 
-    name: str
-    arguments: str
-    left: str
-    """When ``done`` or ``failed``: the text after the call, or from where it is none."""
-    done: bool
-    failed: bool
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.arguments = ""
+        self.left = ""
+        """When ``done`` or ``failed``: the text after the call, or from where it is none."""
+        self.done = False
+        self.failed = False
 
+    @abstractmethod
     def feed(self, text: str) -> None:
         """Take new text; not after ``done`` or ``failed``."""
-        ...
 
     def end(self) -> None:
-        """Become ``done`` or ``failed``: no text follows."""
-        ...
+        """Become ``done`` or ``failed``: no text follows. Most calls were not complete then."""
+        self.failed = True
 
 
 def declared_name(written: str, declared: Collection[str]) -> str | None:
@@ -73,23 +75,13 @@ _PREFIX = re.compile(r"^functions?[._:-]")
 _NUMBER = re.compile(r"[._:-][0-9]+$")
 
 
-class _BodyLast:
+class _BodyLast(CallForm):
     """A call that ends with a value in brackets: ``_body`` takes its text, ``_complete`` gets all of it."""
 
-    __slots__ = ("_brackets", "_parts", "arguments", "done", "failed", "left", "name")
-
     def __init__(self, name: str = "") -> None:
+        super().__init__(name)
         self._brackets: Brackets | None = None
         self._parts: list[str] = []
-        self.name = name
-        self.arguments = ""
-        self.left = ""
-        self.done = False
-        self.failed = False
-
-    def end(self) -> None:
-        """Become ``failed``: no text follows, and the call was not complete."""
-        self.failed = True
 
     def _body(self, text: str) -> None:
         if self._brackets is None:
@@ -109,8 +101,6 @@ class _BodyLast:
 
 class GivenCall(_BodyLast):
     """The arguments of a call whose function is known beforehand."""
-
-    __slots__ = ()
 
     def feed(self, text: str) -> None:
         if self._brackets is None and text[0] != "{":
@@ -134,8 +124,6 @@ class JsonCall(GivenCall):
     (then ``{}``). Ids and types are ignored; an object with any other key is no call, for its arguments may be there.
     The last brace may be missing before a marker or the end.
     """
-
-    __slots__ = ("_begun",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,8 +187,6 @@ class HeadedCall(_BodyLast):
     ``opener`` begins another call: a head that contains it is none.
     """
 
-    __slots__ = ("_head", "_opener", "_pattern")
-
     def __init__(self, pattern: re.Pattern[str], opener: str) -> None:
         super().__init__()
         self._pattern = pattern
@@ -236,8 +222,6 @@ _JSON_NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}
 
 class PythonCall(_BodyLast):
     """``f(x=1, y="a")`` with literal arguments, given by name. ``known`` are the only names there are."""
-
-    __slots__ = ("_known", "_length")
 
     def __init__(self, known: Collection[str]) -> None:
         super().__init__()

@@ -26,8 +26,6 @@ class Brackets:
     It fails where the text can be no part of a value, by its characters alone: whether it is one, ``strict_json`` says.
     """
 
-    __slots__ = ("_closers", "_escaped", "_outside", "_quote", "done", "failed")
-
     def __init__(self, outside: re.Pattern[str] = _JSON_OUTSIDE) -> None:
         """``outside`` matches what there may be outside of strings and brackets."""
         self._outside = outside

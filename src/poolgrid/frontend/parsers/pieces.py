@@ -150,8 +150,6 @@ def may_begin(text: str, markers: Sequence[str]) -> bool:
 class Trimmer:
     """One stretch of text without the white space at its ends. What may be its last white space is held back."""
 
-    __slots__ = ("_begun", "_held", "_leading")
-
     def __init__(self, leading: bool = True) -> None:
         self._leading = leading
         """Whether white space at the beginning is dropped."""
