@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -43,6 +43,8 @@ TIMINGS = Timings()
 
 class GlobalRouterSettings(ServingSettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
+
+    panel: ClassVar[str] = "Pools"
 
     config: Path = Field(
         description="Pool-grid document: the pools and which of them serves which request; see docs/pool_grids.md."

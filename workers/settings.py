@@ -27,6 +27,8 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTE
 class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, DiscoverySettings):
     """What every worker process has, whatever its engine."""
 
+    panel: ClassVar[str] = "Worker"
+
     engine_name: ClassVar[str] = ""
     """Name of the engine whose settings these are."""
 

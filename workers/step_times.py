@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ from poolgrid.workers.core.timing import step_times_of
 
 class StepTimesSettings(Settings):
     """Step times for the card; the engine itself has its own."""
+
+    panel: ClassVar[str] = "Worker"
 
     timing: TimingName | None = Field(
         None,

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -98,6 +98,8 @@ def by_role(values: Sequence[str]) -> dict[str, list[str]]:
 
 class UpSettings(EventPlaneSettings):
     """A pool of workers on this machine: simulated, or with a real engine."""
+
+    panel: ClassVar[str] = "Pool"
 
     engine: Literal["simulated", "trtllm"] = Field(
         "simulated",

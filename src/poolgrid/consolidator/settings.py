@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ MIB = 1024 * 1024
 
 class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettings):
     """Sockets, journal, leases and limits of a pool's event store."""
+
+    panel: ClassVar[str] = "Consolidator"
 
     data_dir: Path | None = Field(
         default=None, description="Directory of the journal; without it the journal lives in memory and ends with us."
@@ -54,6 +56,8 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
 
 class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
     """A consolidator in a process of its own."""
+
+    panel: ClassVar[str] = "Consolidator"
 
     http_port: int = Field(
         default=0, ge=0, le=65535, description="Port of /health, /live, /ready and /metrics; 0 = any free one."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,6 +24,8 @@ BODY_VALUES_MIN = 327_680
 
 class FrontendSettings(MediaSettings):
     """Settings of the OpenAI surface; the router's own settings include them."""
+
+    panel: ClassVar[str] = "HTTP API"
 
     model_path: Path = Field(
         default=TINY_MODEL_PATH,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
@@ -30,6 +30,8 @@ NatsUrl = Annotated[str, AfterValidator(_check_url)]
 
 class NatsSettings(Settings):
     """How to reach NATS, for whatever a process keeps there."""
+
+    panel: ClassVar[str] = "NATS"
 
     nats_url: tuple[NatsUrl, ...] = Field(
         (),
@@ -76,6 +78,8 @@ class NatsSettings(Settings):
 
 class EventPlaneSettings(NatsSettings):
     """Where a pool's journal is, and how to reach it."""
+
+    panel: ClassVar[str] = "NATS"
 
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq",

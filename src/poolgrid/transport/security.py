@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,8 @@ from poolgrid.process.settings import Settings
 
 class SecuritySettings(Settings):
     """TLS for HTTP and CURVE for the ZMQ planes."""
+
+    panel: ClassVar[str] = "TLS and CURVE"
 
     tls_certificate: Path | None = Field(
         None, description="PEM file with the certificate chain of the HTTP server; with tls_key. Without: plain HTTP."

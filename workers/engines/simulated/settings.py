@@ -39,6 +39,8 @@ VOCABULARY_SIZE_DEFAULT = 32_000
 class SimulatedWorkerSettings(TensorSettings):
     """A worker process with the simulated engine."""
 
+    panel: ClassVar[str] = "Simulated engine"
+
     engine_name: ClassVar[str] = "simulated"
 
     model: Name = Field("simulated", description="Served model name, as clients write it.")

@@ -52,6 +52,8 @@ ROLES: dict[str, Role] = {
 class TrtllmSettings(Settings):
     """What TensorRT-LLM is started with."""
 
+    panel: ClassVar[str] = "TensorRT-LLM"
+
     model_path: str = Field(
         "", max_length=4096, description="Checkpoint directory or Hugging Face name of the model to load. Required."
     )
@@ -189,6 +191,8 @@ class TrtllmSettings(Settings):
 
 class TrtllmWorkerSettings(RankSettings, TensorSettings, StepTimesSettings, TrtllmSettings):
     """A worker process with TensorRT-LLM."""
+
+    panel: ClassVar[str] = "TensorRT-LLM"
 
     engine_name: ClassVar[str] = "trtllm"
 

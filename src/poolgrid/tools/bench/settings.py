@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -31,6 +31,8 @@ Levels = Annotated[
 
 class BenchSettings(Settings):
     """Load against any OpenAI endpoint: a closed loop, an open loop (``rate``) or a replay (``trace``)."""
+
+    panel: ClassVar[str] = "Workload"
 
     url: Words = Field(
         ("http://127.0.0.1:8000",),

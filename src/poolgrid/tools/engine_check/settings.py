@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -17,6 +17,8 @@ Name = Annotated[str, StringConstraints(max_length=256)]
 
 class EngineCheckSettings(Settings):
     """A check, or the judgement of a recorded one."""
+
+    panel: ClassVar[str] = "Check"
 
     url: str = Field("", max_length=2048, description="The engine server's HTTP address, http://HOST:PORT.")
     engine: Literal["auto", "vllm", "sglang", "trtllm-serve"] = Field(
