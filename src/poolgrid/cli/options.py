@@ -23,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from poolgrid.cli.command_line import Option
 from poolgrid.cli.former_settings import former_name
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import INPUT_FILE, Settings
 
 S = TypeVar("S", bound=Settings)
 Decorated = Callable[..., Any]
@@ -81,7 +81,14 @@ def with_settings(
             fields.setdefault(name, field)
             panels.setdefault(name, model.panel_of(name))
     options = [
-        _option(name, fields[name], renamed=names, panel=panels[name], is_basic=name in basics)
+        _option(
+            name,
+            fields[name],
+            text=with_options(fields[name].description or "", fields, names),
+            renamed=names,
+            panel=panels[name],
+            is_basic=name in basics,
+        )
         for name in _basics_first(fields, basics)
     ]
     if from_file:
@@ -143,7 +150,7 @@ def with_chosen_settings(
     options = [_option(selector, choice.model_fields[selector], is_basic=bool(basics))]
     for name in _basics_first(fields, basics):
         panel = next(iter(panels[name])) if len(panels[name]) == 1 else f"Several kinds of {selector}"
-        options.append(_shared_option(name, fields[name], panel, is_basic=name in basics))
+        options.append(_shared_option(name, fields[name], panel, is_basic=name in basics, known=fields))
 
     def decorate(function: Decorated) -> Decorated:
         @functools.wraps(function)
@@ -214,7 +221,9 @@ def _refuse_option(name: str, chosen: str, model: type[Settings]) -> None:
     _refuse(f"{option_name(name)}: {chosen} has no such option{hint}")
 
 
-def _shared_option(name: str, by_choice: Mapping[str, FieldInfo], panel: str, is_basic: bool) -> Any:
+def _shared_option(
+    name: str, by_choice: Mapping[str, FieldInfo], panel: str, *, is_basic: bool, known: Iterable[str]
+) -> Any:
     """Return the option of a field that one or more models have, each in its own way."""
     shown = {
         chosen: _shown(field.get_default(call_default_factory=True), name.endswith("_bytes"))
@@ -228,11 +237,13 @@ def _shared_option(name: str, by_choice: Mapping[str, FieldInfo], panel: str, is
     if len(kinds) > 1:
         raise TypeError(f"making options: {name} has several types ({kinds}), allowed is one")
     text = "; ".join(f"{', '.join(engines)}: {each}" for each, engines in texts.items()) + "."
+    if len(texts) == 1:
+        text = first.description or ""
     default = ", ".join(f"{each or 'none'} ({chosen})" for chosen, each in shown.items())
     return _option(
         name,
         first,
-        text=None if len(texts) == 1 else text,
+        text=with_options(text, known),
         default=None if len(set(shown.values())) == 1 else default,
         panel=panel,
         is_basic=is_basic,
@@ -358,13 +369,39 @@ def _plain_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _build(model: type[S], values: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> S:
     known = {name: value for name, value in values.items() if name in model.model_fields}
+    inputs = {name: value for name, value in known.items() if _is_input(model.model_fields[name])}
+    missing = [name for name, path in inputs.items() if not Path(path).is_file()]
+    if missing:
+        _refuse(*(f"{option_name(name, renamed)} {known[name]}: no such file" for name in missing))
     try:
         return model(**known)
     except ValidationError as error:
-        faults = []
-        for fault in error.errors():
-            place = str(fault["loc"][0]) if fault["loc"] else ""
-            where = option_name(place, renamed) if place else "options"
-            got = f" (got {fault['input']!r})" if place and fault["type"] != "missing" else ""
-            faults.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}{got}")
-    _refuse(*faults)
+        _refuse(*(_fault_line(fault, model, renamed) for fault in error.errors()))
+
+
+def _is_input(field: FieldInfo) -> bool:
+    """Whether a field is the path of a file that is read; a union keeps the mark in its first member."""
+    marks = list(field.metadata)
+    for member in get_args(field.annotation):
+        marks += getattr(member, "__metadata__", ())
+    return INPUT_FILE in marks
+
+
+def _fault_line(fault: Any, model: type[Settings], renamed: Mapping[str, str] | None) -> str:
+    """Return what is wrong with a setting: the option and the value as typed, and what is allowed."""
+    message = fault["msg"].removeprefix("Value error, ")
+    problem = with_options(message.replace("Input should be", "must be"), model.model_fields, renamed)
+    if not fault["loc"]:
+        return problem
+    option = option_name(str(fault["loc"][0]), renamed)
+    return f"{option}: must be given" if fault["type"] == "missing" else f"{option} {fault['input']}: {problem}"
+
+
+def with_options(text: str, fields: Iterable[str], renamed: Mapping[str, str] | None = None) -> str:
+    """Return a text in which names of settings are options, as a person types them."""
+    names = "|".join(sorted((name for name in fields if "_" in name), key=len, reverse=True))
+    return (
+        re.sub(rf"(?<![\w=/.-])(?:{names})\b(?![=(])", lambda found: option_name(found[0], renamed), text)
+        if names
+        else text
+    )

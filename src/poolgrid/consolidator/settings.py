@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.process.settings import InputFile
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
@@ -47,7 +48,7 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
         default="interval",
         description="When the journal is made durable: every 100 ms, before each acknowledgement, or never.",
     )
-    pub_sources: Path | None = Field(
+    pub_sources: InputFile | None = Field(
         default=None,
         description="JSON file that lists who publishes KV events over ZMQ PUB: engines, and further sources of "
         "workers that push.",

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
+from poolgrid.process.settings import InputFile
 from poolgrid.wire.card import ReasoningParser, ToolCallParser, parser_name
 
 TTFT_TARGET_MS = 2000.0
@@ -37,7 +38,7 @@ class FrontendSettings(MediaSettings):
         max_length=256,
         description="Name that clients ask for; empty = the name of the model directory.",
     )
-    chat_template: Path | None = Field(
+    chat_template: InputFile | None = Field(
         default=None,
         description="Jinja file to use in place of the model's own chat template; empty = the one that workers were "
         "given, else the model's.",
@@ -50,7 +51,7 @@ class FrontendSettings(MediaSettings):
         "conversations of agents with screenshots reach 12 MiB and more. Parsing 32 MiB of text blocks other requests "
         "for about 20 ms. Raise it for prompts of more than 262,144 token ids too.",
     )
-    api_keys: Path | None = Field(
+    api_keys: InputFile | None = Field(
         default=None,
         description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. It is "
         "read again when it changes.",

@@ -8,6 +8,7 @@ environment variables (``POOLGRID_LEASE_TTL_MS``); a test fails when ``docs/conf
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -37,6 +38,13 @@ class Settings(BaseModel):
 
 class OptionError(ValueError):
     """The message begins with an option and its value, which cannot be used; the process ends with status 2."""
+
+
+INPUT_FILE = "input file"
+"""Marks paths of files that are read at the start."""
+
+InputFile = Annotated[Path, INPUT_FILE]
+"""A file that the command line refuses when it does not exist, before anything is started."""
 
 
 def _check_endpoint(endpoint: str) -> str:

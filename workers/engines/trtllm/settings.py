@@ -6,12 +6,11 @@ Which of them become engine arguments, and what overrides them, is
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import InputFile, Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.workers.ranks.settings import RankSettings
@@ -122,7 +121,7 @@ class TrtllmSettings(Settings):
         description="namespace.component.endpoint of this worker, by which routers' /health lists it; dyn:// before it "
         "is fine; empty = made of namespace and mode.",
     )
-    extra_engine_args: Path | None = Field(
+    extra_engine_args: InputFile | None = Field(
         None, description="YAML file of TensorRT-LLM arguments; overrides the options above, key by key."
     )
     override_engine_args: str = Field(

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from poolgrid.process.plugins import policy_names
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import InputFile, Settings
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 
 SIMULATED_POLICIES = tuple(name for name in policy_names() if name != "approximate")
@@ -31,7 +31,7 @@ class EngineSettings(Settings):
         "recorded ones were, where those were simulated.",
     )
     timing: TimingName = Field(PUBLISHED, description=TIMING_TEXT)
-    timing_table: Path | None = Field(
+    timing_table: InputFile | None = Field(
         None, description="JSON table of measured step times of your own, instead of those that timing names."
     )
     blocks_per_worker: int | None = Field(
