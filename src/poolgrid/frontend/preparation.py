@@ -27,9 +27,10 @@ from poolgrid.frontend.schema import (
     ChatBody,
     CompletionBody,
     InferenceBody,
+    chat_decoder,
+    completion_decoder,
     parse,
-    parse_chat,
-    parse_completion,
+    parse_inference,
     refuse,
 )
 from poolgrid.frontend.sequences import check_retention
@@ -73,7 +74,7 @@ class Preparation:
 
     def chat(self, raw: bytes) -> PreparedRequest:
         """Check the body of a chat request; raises ``RequestError``."""
-        body, plain = parse_chat(raw)
+        body, plain = parse_inference(chat_decoder, raw)
         if plain:
             return self._job(body, chat=True, logprobs=None, prompts=1, is_plain=True)
         return self.chat_job(body)
@@ -125,7 +126,7 @@ class Preparation:
 
     def completion(self, raw: bytes) -> PreparedRequest:
         """Check the body of a completion request; raises ``RequestError``."""
-        body, plain = parse_completion(raw)
+        body, plain = parse_inference(completion_decoder, raw)
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens", "max_tokens is 0: allowed is an integer from 1, or with echo also 0")
         if plain:

@@ -351,8 +351,8 @@ class CompletionBody(InferenceBody, kw_only=True):
 
 Body = TypeVar("Body", bound=Struct)
 
-_chat_decoder = msgspec.json.Decoder(ChatBody)
-_completion_decoder = msgspec.json.Decoder(CompletionBody)
+chat_decoder = msgspec.json.Decoder(ChatBody)
+completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 USUAL = frozenset({
     "model", "prompt", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature",
@@ -390,18 +390,12 @@ def is_plain(body: ChatBody | CompletionBody) -> bool:
     return True
 
 
-def parse_chat(body: bytes) -> tuple[ChatBody, bool]:
-    """Parse a chat body, and tell whether it is plain; raises ``RequestError``."""
-    parsed = parse(_chat_decoder, body)
-    plain = is_plain(parsed)
-    if not plain:
-        refuse(parsed)
-    return parsed, plain
+Inference = TypeVar("Inference", ChatBody, CompletionBody)
 
 
-def parse_completion(body: bytes) -> tuple[CompletionBody, bool]:
-    """Parse a completion body, and tell whether it is plain; raises ``RequestError``."""
-    parsed = parse(_completion_decoder, body)
+def parse_inference(decoder: msgspec.json.Decoder[Inference], body: bytes) -> tuple[Inference, bool]:
+    """Parse a body of chat or of a completion, and tell whether it is plain; raises ``RequestError``."""
+    parsed = parse(decoder, body)
     plain = is_plain(parsed)
     if not plain:
         refuse(parsed)
