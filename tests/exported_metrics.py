@@ -52,7 +52,6 @@ from poolgrid.transport.tls import Tls
 from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.ranks.metrics import RankMetrics
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from tests.consolidator.journal_builder import FakeDisk
 
@@ -106,7 +105,6 @@ async def _registered() -> list[Exported]:
     registry = CollectorRegistry()
     WorkerMetrics(registry)
     TensorMetrics(registry)
-    RankMetrics(registry)
     PlaneMetrics(registry)
     LoopMetrics(registry)
     HttpConnections(_no_application, HttpLimits(), registry)

@@ -92,7 +92,7 @@ async def serve(
         requests = _open_requests(opened, settings, context)
         start = StartPhases(metrics, clock, api.say_start)
         around = EngineHost(
-            context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start, start, stop.set
+            context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start, start
         )
         opening = _open_engine(opened, definition, settings, around)
         telling = _tell_while_loading(settings, definition.serves(settings), start, context, place)

@@ -43,7 +43,6 @@ from poolgrid.workers.engines.trtllm.requests import EngineRequests, TrtllmLimit
 from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
 from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.ranks.watch import RankWatch
 from poolgrid.workers.tensor_transfer.port import Tensor
 
 if TYPE_CHECKING:
@@ -137,7 +136,6 @@ class TrtllmEngine:
         )
         self._iterations: dict[int, int] = {}
         self._has_statistics = asyncio.Event()
-        self._ranks: RankWatch | None = None
 
     # -- what the worker sees ------------------------------------------------------------------------------------------
 
@@ -172,16 +170,9 @@ class TrtllmEngine:
     def describe(self) -> dict[str, object]:
         """Return how reading its events goes, which ranks' indexes lack something after a loss, what is on offer."""
         described: dict[str, object] = {"feed": self._feed.describe()} if self._reads else {}
-        if self._ranks is not None:
-            described["ranks"] = self._ranks.describe()
         if self._requests.kept_embeddings is not None:
             described["kept_embeddings"] = self._requests.kept_embeddings
         return described
-
-    def follow_ranks(self, ranks: RankWatch) -> Callable[[str], None]:
-        """Show these ranks from now on; return what breaks the engine, with the reason, when one is lost."""
-        self._ranks = ranks
-        return self._health.lose
 
     @property
     def loras(self) -> tuple[str, ...]:

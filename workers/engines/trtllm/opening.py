@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,12 @@ from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.trtllm.arguments.contract import look_up
+from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
 from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
-from poolgrid.workers.engines.trtllm.loading import LoadedEngine, load_engine
+from poolgrid.workers.engines.trtllm.loading import load_engine
 from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
-from poolgrid.workers.engines.trtllm.spanning import arguments_of, watched_ranks
-from poolgrid.workers.ranks.watch import RankWatch
 from poolgrid.workers.start_phases import Phase
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
 from poolgrid.workers.transfers import EmbeddingExchange
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def open_engine(settings: TrtllmWorkerSettings, around: EngineHost) -> AsyncIterator[OpenedEngine]:
     """Load TensorRT-LLM; takes minutes. Raises ``ContractError`` for arguments that it would not take, before that."""
-    arguments = arguments_of(settings)
+    arguments = resolve_files(settings)
     for warning in arguments.warnings:
         log.warning("%s", warning)
     limits = TrtllmLimits(
@@ -47,25 +46,21 @@ async def open_engine(settings: TrtllmWorkerSettings, around: EngineHost) -> Asy
         answer_timeout_ms=settings.answer_timeout_ms,
     )
     async with (
-        watched_ranks(settings, arguments, around) as ranks,
         _tensor_transfer(settings, around) as tensors,
-        _unless_lost(
-            ranks,
-            load_engine(
-                arguments,
-                settings.role,
-                limits,
-                around.awake,
-                around.metrics,
-                around.registry,
-                around.context,
-                settings.model_name,
-                settings.logits_processors,
-                takes_media=settings.modality == "multimodal",
-                encode_endpoint=settings.encode_endpoint,
-                tensors=tensors,
-                warming=partial(around.start.enter, Phase.WARM_UP),
-            ),
+        load_engine(
+            arguments,
+            settings.role,
+            limits,
+            around.awake,
+            around.metrics,
+            around.registry,
+            around.context,
+            settings.model_name,
+            settings.logits_processors,
+            takes_media=settings.modality == "multimodal",
+            encode_endpoint=settings.encode_endpoint,
+            tensors=tensors,
+            warming=partial(around.start.enter, Phase.WARM_UP),
         ) as opened,
     ):
         card = make_card(settings, arguments, opened, around.request_port, around.http_port)
@@ -77,29 +72,6 @@ async def open_engine(settings: TrtllmWorkerSettings, around: EngineHost) -> Asy
             yield OpenedEngine(opened.engine, card, embeddings=EmbeddingExchange(opened.engine, fetcher))
         finally:
             await fetcher.close()
-
-
-@asynccontextmanager
-async def _unless_lost(
-    ranks: RankWatch | None, loading: AbstractAsyncContextManager[LoadedEngine]
-) -> AsyncIterator[LoadedEngine]:
-    """Load an engine, and break it when one of its ranks is lost: itself it would wait for that rank for ever."""
-    if ranks is None:
-        async with loading as opened:
-            yield opened
-        return
-    opened = await ranks.unless_lost(loading.__aenter__(), "loading of the engine")
-    try:
-        ranks.run(opened.engine.follow_ranks(ranks))
-        yield opened
-    except BaseException as error:
-        # Before the engine is shut down: it hangs, and so do the ranks.
-        ranks.end(f"the worker failed: {error}")
-        if not await loading.__aexit__(type(error), error, error.__traceback__):
-            raise
-    else:
-        ranks.begin_end()
-        await loading.__aexit__(None, None, None)
 
 
 @asynccontextmanager
