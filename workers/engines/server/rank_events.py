@@ -23,7 +23,7 @@ from poolgrid.kv_events.translation import RootSeed
 from poolgrid.process.clock import Clock
 from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from poolgrid.workers.engines.server.core.reported_blocks import ReportedBlocks
+from poolgrid.workers.core.cache_facts import ReportedBlocks
 from poolgrid.workers.engines.server.core.server_facts import EventSource
 
 log = logging.getLogger(__name__)

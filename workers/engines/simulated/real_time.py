@@ -23,13 +23,13 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.workers.core.cache_facts import ReportedBlocks
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import BrokenError, RefusedError
 from poolgrid.workers.core.timing import TimingModel
 from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
-from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
@@ -48,7 +48,7 @@ LAG_FORGIVEN_MS = 250.0
 
 
 class RealTimeSimulatedEngine(AlwaysWell):
-    """``poolgrid.workers.engines.protocol.Engine`` of one rank over the pure core; its events go a real engine's path.
+    """``poolgrid.workers.engines.protocol.Engine`` of one rank over the pure core.
 
     It is a ``KvHandover`` too: ``source`` is what tickets for decode workers say of this worker.
     """
@@ -64,8 +64,8 @@ class RealTimeSimulatedEngine(AlwaysWell):
         takes_media: bool = False,
         guides: Guides | None = None,
     ) -> None:
-        self._recorder = EngineRecorder(limits.total_kv_blocks, limits.host_kv_blocks, limits.max_sequence_length)
-        self._translator = EventTranslator(limits.block_size)
+        self._recorder = CacheRecorder()
+        self._reported = ReportedBlocks()
         self._guides = guides
         self._opening: dict[str, asyncio.Task[None]] = {}
         """Requests whose guide is being opened."""
@@ -189,7 +189,7 @@ class RealTimeSimulatedEngine(AlwaysWell):
         return self._core.resident_blocks()
 
     def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
-        return self._translator.restate()
+        return self._reported.restate()
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         """Step while there is work, else wait for it, or for the moment at which time alone brings some."""
@@ -207,13 +207,12 @@ class RealTimeSimulatedEngine(AlwaysWell):
             if outcome is None:
                 due_ms = await self._rest()
                 continue
-            # Taken now, translated when it becomes visible: ``restate`` must not run ahead of the reports.
+            # Taken now, applied when it becomes visible: ``restate`` must not run ahead of the reports.
             cache_events = self._recorder.take()
             # Always gives the loop its turn, also when behind.
             await asyncio.sleep(max(0.0, (outcome.ended_ms - self._clock.monotonic_ms()) / 1e3))
-            translation = self._translator.translate(cache_events)
-            assert not translation.lost, "the simulated engine loses no events"
-            events: list[AnyEvent] = [*translation.events, *outcome.facts]
+            self._reported.apply(cache_events)
+            events: list[AnyEvent] = [*cache_events, *outcome.facts]
             deliver(
                 EngineReport(
                     deltas=outcome.deltas,

@@ -40,7 +40,7 @@ from poolgrid.workers.core.kv_arrival import KvArrival
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.core.timing import PolynomialTiming, TimingModel
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, SilentRecorder
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.calendar import Calendar
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
@@ -194,7 +194,7 @@ class SimulatedEngine:
         self.vocabulary = vocabulary or Vocabulary()
         self._timing = timing or PolynomialTiming()
         self._pool = BlockPool(
-            limits.total_kv_blocks, limits.host_kv_blocks, limits.block_size, recorder or SilentRecorder()
+            limits.total_kv_blocks, limits.host_kv_blocks, limits.block_size, recorder or CacheRecorder()
         )
         self._transfer = transfer or TransferModel()
         self._source = source or KvSource()
