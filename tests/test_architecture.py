@@ -520,7 +520,7 @@ def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
         ("workers.service", "# as TensorRT-LLM does", 1),
         ("workers.engines.lifecycle.loading", "x = trtllm_feed", 1),
         ("workers.engines.simulated.card", "# a simulated engine, not TensorRT-LLM", 0),
-        ("workers.engines.trtllm.card", "# TensorRT-LLM", 0),
+        ("workers.engines.trtllm.opening", "# TensorRT-LLM", 0),
         ("workers.engines.registry", "trtllm = simulated", 0),
     ],
 )

@@ -454,7 +454,7 @@ def test_a_worker_that_is_stopped_while_its_engine_loads_ends_and_leaves_no_engi
         made.append(library.llm(**arguments))
         return made[0]
 
-    monkeypatch.setattr("poolgrid.workers.engines.trtllm.loading.load_library", lambda: replace(library, llm=slow))
+    monkeypatch.setattr("poolgrid.workers.engines.trtllm.opening.load_library", lambda: replace(library, llm=slow))
 
     async def scenario() -> None:
         stop = asyncio.Event()

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent, StoredBlock
+from poolgrid.kv_events.translation import RootSeed
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import supervised
 from poolgrid.wire.errors import DecodeError
@@ -70,8 +71,14 @@ class FollowedEvents(CacheEvents):
     """Follows one publisher for each rank, in their order."""
 
     def __init__(
-        self, sources: Sequence[EventSource], block_size: int, context: zmq.Context[Any], clock: Clock
+        self,
+        sources: Sequence[EventSource],
+        block_size: int,
+        context: zmq.Context[Any],
+        clock: Clock,
+        root_seed: RootSeed | None = None,
     ) -> None:
+        self._root_seed = root_seed
         self._sources = sources
         self._block_size = block_size
         self._context = context
@@ -79,7 +86,10 @@ class FollowedEvents(CacheEvents):
         self._ranks: list[RankEvents] = []
 
     def cached_blocks(self, dp_rank: int) -> int:
-        return self._ranks[dp_rank].told.count_on(Tier.DEVICE) if self._ranks else 0
+        return self.blocks_on(dp_rank, Tier.DEVICE)
+
+    def blocks_on(self, dp_rank: int, tier: Tier) -> int:
+        return self._ranks[dp_rank].told.count_on(tier) if self._ranks else 0
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
         """Return what was told of a rank's cache."""
@@ -94,7 +104,7 @@ class FollowedEvents(CacheEvents):
     def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
         """Begin to follow; raises ``ValueError`` for an endpoint that is none."""
         for dp_rank, source in enumerate(self._sources):
-            rank = RankEvents(dp_rank, source, self._block_size, self._context, self._clock, tell)
+            rank = RankEvents(dp_rank, source, self._block_size, self._context, self._clock, tell, self._root_seed)
             self._ranks.append(rank)
             rank.open()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import owned
 from poolgrid.wire.events import (
@@ -30,7 +31,10 @@ from poolgrid.wire.requests import Generate
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, EngineHealth
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
+from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
 from poolgrid.workers.engines.protocol import EngineReport
+from poolgrid.workers.engines.server.cache_events import FollowedEvents
+from poolgrid.workers.engines.server.core.server_facts import EventSource
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
@@ -38,10 +42,8 @@ from poolgrid.workers.engines.trtllm.feed import TrtllmFeed, WireCacheEvent
 from poolgrid.workers.engines.trtllm.generations import Generations, MediaInputs
 from poolgrid.workers.engines.trtllm.library import is_alive
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.engines.trtllm.report_buffer import ReportBuffer
 from poolgrid.workers.engines.trtllm.requests import EngineRequests, TrtllmLimits
 from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
-from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.tensor_transfer.port import Tensor
 
@@ -55,6 +57,12 @@ WARM_UP_TIMEOUT_S = 600.0
 
 STATISTICS_TIMEOUT_S = 5.0
 """How long the first statistics are waited for, which say how many blocks there are."""
+
+STREAM_TIMEOUT_S = 5.0
+"""How long the first connection to the publisher of every rank may take; the engine binds before it is ready."""
+
+STREAM_CHECK_S = 0.01
+"""Between two looks whether all ranks are connected."""
 
 END_TIMEOUT_S = 2.0
 """How long the engine's thread may take to let go of its requests at the end."""
@@ -83,10 +91,18 @@ class TrtllmEngine:
         self._clock = clock
         self._takes_media = load_media is not None
         self._dp_size = arguments.attention_dp_size
-        self._stream: EngineStream | None = None
+        self._stream: FollowedEvents | None = None
         if arguments.stream is not None:
-            self._stream = EngineStream(
-                arguments.stream, self._dp_size, arguments.block_size, context, clock, calls.roots, self._on_stream
+            stream = arguments.stream
+            sources = [EventSource(rank, *stream.of_rank(rank), stream.topic) for rank in range(self._dp_size)]
+            # The stream names neither salts nor adapters, and its hashes say nothing of tenants: the first block of a
+            # prompt is told to routers only when no request with either began with the same tokens.
+            self._stream = FollowedEvents(
+                sources,
+                arguments.block_size,
+                context,
+                clock,
+                lambda tokens: calls.roots(StoredBlock(block_hash=0, tokens=tokens)),
             )
         self._trtllm_metrics = trtllm_metrics
         self._feed = TrtllmFeed(
@@ -118,7 +134,9 @@ class TrtllmEngine:
         self._health.observe(self._on_health)
         self._observer: Callable[[], None] | None = None
         self._loads = [RankLoad(arguments.block_size) for _ in range(self._dp_size)]
-        self._report = ReportBuffer(self.load, self._health.lose)
+        self._report = ReportBuffer(
+            self.load, lambda error: self._health.lose(f"a report of the engine is lost: {error!r}")
+        )
         shared = None if tensors is None else SharedTensors()
         self._generations = Generations(thread, calls, load_media, trtllm_metrics.note_miscounted, shared)
         self._requests = EngineRequests(
@@ -290,7 +308,7 @@ class TrtllmEngine:
             self._feeding = owned(self._feed.run(self._on_cache, self._on_load), "engine feed")
             self._feeding.add_done_callback(self._on_feed_end)
         if self._stream is not None:
-            await self._stream.open()
+            await self._follow(self._stream)
         try:
             if self._reads:
                 async with asyncio.timeout(WARM_UP_TIMEOUT_S):
@@ -310,6 +328,18 @@ class TrtllmEngine:
                 log.warning(
                     "the engine has no statistics: its number of blocks is not known, loads are the worker's own"
                 )
+
+    async def _follow(self, stream: FollowedEvents) -> None:
+        """Follow the engine's own stream; return when every rank is connected, or after a time-out."""
+        stream.open(self._on_stream)
+        try:
+            async with asyncio.timeout(STREAM_TIMEOUT_S):
+                while not stream.is_current():  # noqa: ASYNC110 - a socket's monitor tells it
+                    await asyncio.sleep(STREAM_CHECK_S)
+        except TimeoutError:
+            log.warning(
+                "the engine does not publish its events yet; they are followed once it does: %s", stream.describe()
+            )
 
     def _on_feed_end(self, feeding: asyncio.Task[None]) -> None:
         if not feeding.cancelled() and not self._health.broken.done():

@@ -24,9 +24,13 @@ from typing import Any
 
 import yaml
 
-from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults, balancer_warning
 from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, ContractError, contract, look_up, shown
-from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, read_yaml
+from poolgrid.workers.engines.trtllm.arguments.engine_file import (
+    balancer_faults,
+    balancer_warning,
+    parse_json,
+    read_yaml,
+)
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine
 from poolgrid.workers.engines.trtllm.arguments.event_stream import PATH as STREAM
 from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStreamEndpoints, event_stream, stream_faults
