@@ -437,12 +437,12 @@ def test_the_page_prints_these_rules() -> None:
         ("workers.service", "from tensorrt_llm.llmapi import LLM", "use an engine in workers.engines"),
         (
             "workers.service",
-            "from poolgrid.workers.engines.simulated.card import make_card",
+            "from poolgrid.workers.engines.simulated.opening import make_card",
             "only simulated knows itself",
         ),
         (
             "workers.engines.trtllm.engine",
-            "def f():\n    import poolgrid.workers.engines.simulated.card",
+            "def f():\n    import poolgrid.workers.engines.simulated.opening",
             "only simulated knows itself",
         ),
         ("router.service", "print('x')", "print() is banned here, use a logger"),

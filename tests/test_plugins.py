@@ -33,6 +33,8 @@ class Plugin(NamedTuple):
     words: str = ""
 
 
+TRTLLM_POOL = ("up", "--engine", "trtllm", "--model-path", str(TINY_MODEL_PATH))
+
 PLUGINS = (
     Plugin("fleet_page"),
     Plugin("router/endpoint_picker", ("router", "--ext-proc-port", "0"), "poolgrid.router.endpoint_picker cannot be"),
@@ -41,9 +43,7 @@ PLUGINS = (
     Plugin("tools/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
     Plugin("tools/simulation", ("tune", "trace"), "tune: not installed"),
     Plugin("workers/engines/trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
-    Plugin(
-        "workers/engines/trtllm", ("up", "--engine", "trtllm", "--model-path", str(TINY_MODEL_PATH)), "not installed"
-    ),
+    Plugin("workers/engines/trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
 )
 
 

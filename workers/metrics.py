@@ -235,7 +235,6 @@ class WorkerMetrics:
         self.kept_transfers.set(report.kept_transfers)
 
     def observe_events(self, events: Sequence[AnyEvent]) -> None:
-        """Count what a rank's step stored and evicted."""
         for event in events:
             if type(event) is BlocksStored:
                 self.stored_blocks.inc(len(event.sequence_hashes) // HASH_BYTES)

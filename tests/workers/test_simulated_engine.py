@@ -27,11 +27,15 @@ from poolgrid.wire.requests import (
 )
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.core.timing import PolynomialTiming
-from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
+from poolgrid.workers.engines.simulated.core.next_token import (
+    AnswerLengths,
+    Vocabulary,
+    expected_output,
+    expected_reply,
+)
 from tests.workers.builders import (
     VOCABULARY,
     fold,

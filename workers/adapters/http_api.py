@@ -57,7 +57,6 @@ class HttpApi(HealthApp):
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] == "http" and scope["path"] == "/drain":
             await send_answer(scope, send, self._drain(scope))
         else:

@@ -56,7 +56,6 @@ class RequestSocket:
             raise
 
     def close(self, orderly: bool) -> None:
-        """Close; an orderly end lets the last frames leave."""
         if self._socket is None:
             self._raw.close(linger=0)
         else:
@@ -131,5 +130,4 @@ class DealerSocket:
         return self._socket.send(frames)
 
     def close(self, orderly: bool) -> None:
-        """Close; an orderly end lets the last frames leave."""
         self._socket.close(CLOSE_LINGER_MS if orderly else 0)

@@ -142,7 +142,6 @@ class ReportedBlocks:
         return len(self._held[tier])
 
     def apply(self, events: Iterable[AnyEvent]) -> None:
-        """Follow what is told."""
         for event in events:
             if type(event) is BlocksStored:
                 held = self._held[event.tier]

@@ -82,7 +82,6 @@ class Outbox:
         return frame
 
     def acknowledge(self, next_seq: int) -> None:
-        """Forget the batches below ``next_seq``."""
         while self._frames and self.oldest_seq < next_seq:
             self._bytes -= self._frames.popleft()[1]
 

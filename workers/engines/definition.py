@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -101,3 +103,12 @@ class EngineDefinition(Generic[S]):
     ``None`` = it has no files."""
     start_plan: Callable[[S], StartPlan] | None = None
     """What ``--print-engine-args`` prints; raises ``ValueError`` saying what is wrong. ``None`` = there are none."""
+
+
+def close_in_order(opened: AsyncExitStack, close: Callable[[bool], None]) -> None:
+    """Have ``close`` called at the end: with ``False`` on cancellation, when nothing is waited for."""
+
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        close(not isinstance(error, asyncio.CancelledError))
+
+    opened.push(end)

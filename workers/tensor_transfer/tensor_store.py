@@ -88,5 +88,4 @@ class TensorStore:
         return gone
 
     def next_expiry_ms(self) -> float | None:
-        """Return when the next lease ends."""
         return min((kept.expires_ms for kept in self._kept.values()), default=None)

@@ -132,7 +132,6 @@ class TensorTransfer:
         return kept
 
     def on_gone(self, told: Callable[[str, bool], None]) -> None:
-        """Have ``told(tensor_id, expired)`` called when an offered tensor is gone."""
         self._told = told
 
     def _on_question(self, frames: list[bytes]) -> None:

@@ -51,7 +51,6 @@ class CacheEvents:
         return 0
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
-        """Return what was reported of a rank's cache."""
         return []
 
     def is_current(self) -> bool:
@@ -92,7 +91,6 @@ class FollowedEvents(CacheEvents):
         return self._ranks[dp_rank].told.count_on(tier) if self._ranks else 0
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
-        """Return what was told of a rank's cache."""
         return self._ranks[dp_rank].told.restate() if self._ranks else []
 
     def is_current(self) -> bool:
@@ -109,7 +107,6 @@ class FollowedEvents(CacheEvents):
             rank.open()
 
     def close(self) -> None:
-        """Stop following; what was told stays known."""
         for each in self._ranks:
             each.close()
 
@@ -166,7 +163,6 @@ class DrainedEvents(CacheEvents):
         self._reading = supervised(lambda: self._read(tell), "drain of cache events")
 
     def close(self) -> None:
-        """Stop reading."""
         if self._reading is not None:
             self._reading.cancel()
 

@@ -444,7 +444,6 @@ class ServerEngine:
             self._observer()
 
     def _end_answers(self, now_ms: float) -> None:
-        """End answers that are over while their connections stay open."""
         for exchange, active in list(self._exchanges.items()):
             answer = active.answer
             if not answer.ended_ms and answer.status not in (0, 200):

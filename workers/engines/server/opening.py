@@ -139,7 +139,6 @@ class _ServedNames:
         self._changed: Callable[[WorkerCard], None] = lambda card: None
 
     def observe(self, changed: Callable[[WorkerCard], None]) -> None:
-        """Call ``changed`` from now on with each new card."""
         self._changed = changed
 
     def follow(self, loras: tuple[str, ...], aliases: tuple[str, ...]) -> None:

@@ -86,7 +86,6 @@ class RankEvents:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the follower's counters."""
         return self._follower.counts
 
     def describe(self) -> dict[str, object]:

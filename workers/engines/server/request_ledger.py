@@ -206,7 +206,6 @@ class RequestLedger:
     # -- progress ------------------------------------------------------------------------------------------------------
 
     def silent_ms(self, now_ms: float) -> float:
-        """Return for how long nothing of any request has moved."""
         return max(each.silent_ms(now_ms) for each in self._progress)
 
     def stall(self, active: Collection[ActiveRequest], now_ms: float) -> str:

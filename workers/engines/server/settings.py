@@ -14,8 +14,7 @@ from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.workers.engines.server.core.launching import check_arguments
-from poolgrid.workers.settings import WorkerProcessSettings
-from poolgrid.workers.step_times import StepTimesSettings
+from poolgrid.workers.settings import StepTimesSettings, WorkerProcessSettings
 
 ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
 

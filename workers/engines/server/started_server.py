@@ -122,7 +122,6 @@ class StartedServer:
     # -- what others see -----------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        """Return its state for people, as JSON values."""
         return {
             "state": self._state,
             "process_group": self._group,

@@ -21,8 +21,7 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.wire.tensors import TensorList
 from poolgrid.workers.core.refusal import BusyError, RefusedError
-from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.media import embed, images_of, read_media
 from poolgrid.workers.tensor_transfer.offers import EmbeddingOffers
 
@@ -98,15 +97,12 @@ class SimulatedEncodeEngine(AlwaysWell):
         return LoadReported(len(self._running), len(self._waiting), 0, 0, 0, 0)
 
     def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
-        """Return nothing: there is no KV cache here."""
         return []
 
     def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
-        """Return nothing: there is no KV cache here."""
         return []
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
-        """Encode while there is work, else wait for it."""
         while True:
             batch = self._take_batch()
             if not batch and not (self._deltas or self._facts or self._released):

@@ -27,15 +27,13 @@ from poolgrid.workers.core.cache_facts import ReportedBlocks
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import BrokenError, RefusedError
 from poolgrid.workers.core.timing import TimingModel
-from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.media import Embeddings
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
+from poolgrid.workers.engines.simulated.core.next_token import TokenGuide, Vocabulary
 from poolgrid.workers.tensor_transfer.port import Tensor
 
 log = logging.getLogger(__name__)
@@ -89,11 +87,9 @@ class RealTimeSimulatedEngine(AlwaysWell):
         return 1
 
     def describe(self) -> dict[str, object]:
-        """Nothing is special about it."""
         return {}
 
     def submit(self, request: Generate) -> None:
-        """Take a request, or raise ``RefusedError``."""
         self._take(request)
 
     def cancel(self, request_id: str) -> None:
@@ -166,23 +162,19 @@ class RealTimeSimulatedEngine(AlwaysWell):
         return KvWanted(ticket.endpoint, ticket.transfer_id, ticket.timeout_ms)
 
     def submit_offered(self, request: Generate, offer: KvOffered) -> None:
-        """Take a request of the decode stage, or raise ``RefusedError``."""
         self._take(request, offer=offer)
 
     def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
-        """Take a request whose images an encode worker has seen, or raise ``RefusedError``."""
         self._take(request, embeddings=list(tensors))
 
     def offer(self, transfer_id: str) -> KvOffered:
         return self._core.offer(transfer_id, self._clock.monotonic_ms())
 
     def release(self, transfer_id: str) -> None:
-        """Let go of what is kept for a transfer."""
         if self._core.release(transfer_id):
             self._wake.set()
 
     def load(self, dp_rank: int = 0) -> LoadReported:
-        """Return the engine's statistics now."""
         return self._core.load()
 
     def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:

@@ -68,7 +68,6 @@ class EngineCollector(Collector):
         self._guarded(self._on_request, item)
 
     def observe_iteration(self, item: Mapping[str, Any]) -> None:
-        """Take an iteration's statistics, where the version wants them."""
         self._guarded(self._on_iteration, item)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, StartPlan
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
-from poolgrid.workers.step_times import StepTimesSettings
+from poolgrid.workers.settings import StepTimesSettings
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 

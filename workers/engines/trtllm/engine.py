@@ -159,7 +159,6 @@ class TrtllmEngine:
 
     @property
     def dp_size(self) -> int:
-        """How many attention-DP ranks there are; 1 without attention data parallelism."""
         return self._dp_size
 
     @property
@@ -173,16 +172,13 @@ class TrtllmEngine:
 
     @property
     def unhealthy_reason(self) -> str:
-        """Why the engine does not do its work; empty = it does."""
         return self._health.unhealthy_reason
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing can be expected of the engine; its requests have been taken away then."""
         return self._health.is_silent
 
     def observe_health(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when ``unhealthy_reason`` begins or ends, or ``is_silent`` changes."""
         self._observer = changed
 
     def describe(self) -> dict[str, object]:
@@ -214,7 +210,6 @@ class TrtllmEngine:
         return held
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
-        """Return everything in a rank's cache, as reports have told it."""
         return self._feed.restate(dp_rank)
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
@@ -244,7 +239,6 @@ class TrtllmEngine:
         self._feed.wake()
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request as soon as the engine allows it; kept KV is given up."""
         self._requests.cancel(request_id)
 
     # -- when it does not answer ---------------------------------------------------------------------------------------
@@ -291,7 +285,6 @@ class TrtllmEngine:
     # -- its life ------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Look after the engine's health and after kept KV."""
         while True:
             await asyncio.sleep(self._health.check_interval_s)
             if self._health.broken.done():

@@ -86,7 +86,6 @@ class TrtllmFeed:
     # -- for the engine ------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Say that a request was just submitted: a long pause ends now."""
         self._reader.wake()
 
     async def has_begun(self) -> None:

@@ -175,7 +175,6 @@ class Generations:
         self._thread.post(self._abort_leg, serial)
 
     async def close(self) -> None:
-        """End every request."""
         await self._thread.run(self._close, "end of the requests")
 
     def take(self) -> list[Growth]:
@@ -278,7 +277,6 @@ class Generations:
             self._miscounted(believed, made)
 
     async def _follow(self, leg: _Leg) -> None:
-        """Notice every growth of a result, and its end."""
         try:
             async for _ in leg.result:
                 self._touch(leg)

@@ -20,9 +20,8 @@ from poolgrid.wire.multimodal import MediaKind
 from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
-from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
 from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments, resolve_files
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls

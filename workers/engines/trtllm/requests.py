@@ -142,7 +142,6 @@ class EngineRequests:
         generations.observe(self._on_growths)
 
     def __bool__(self) -> bool:
-        """Whether the engine has any to work on."""
         return bool(self._active)
 
     @property
@@ -459,7 +458,6 @@ class EngineRequests:
     # -- when the engine does not answer -------------------------------------------------------------------------------
 
     def take_away(self, reason: str) -> None:
-        """End every request of an engine that has become silent."""
         for active in list(self._active.values()):
             self._generations.abort(active.serial)
             delta = TokenDelta(active.request_id, active.taken, b"")

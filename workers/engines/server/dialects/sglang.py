@@ -51,7 +51,6 @@ from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenCount, TokenId, count_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
 from poolgrid.workers.engines.server.core.launching import Launch, Publishing, ServerCommand, WantedServer
-from poolgrid.workers.engines.server.core.left_kv import left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
@@ -59,6 +58,7 @@ from poolgrid.workers.engines.server.core.openai_words import (
     failure_amid,
     failure_of_status,
     guide_text,
+    left_for,
     prompt_of,
     refuse_what_nobody_has,
 )

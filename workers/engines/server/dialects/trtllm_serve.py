@@ -47,12 +47,13 @@ from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenId, cached_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
-from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
     failure_amid,
     guide_text,
+    leave,
+    left_for,
     prompt_of,
     refuse_what_nobody_has,
 )

@@ -33,13 +33,10 @@ class CacheRecorder:
         self._facts.stored(parent, hashes, Tier.DEVICE)
 
     def removed(self, hashes: Sequence[int], tier: Tier) -> None:
-        """Note blocks that are gone from their only tier."""
         self._facts.removed(hashes, tier)
 
     def moved(self, links: Sequence[Link], source: Tier, target: Tier) -> None:
-        """Note blocks that changed tier."""
         self._facts.moved(links, source, target)
 
     def take(self) -> list[CacheEvent]:
-        """Return the events since the last call."""
         return self._facts.take()

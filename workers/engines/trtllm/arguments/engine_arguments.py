@@ -31,9 +31,13 @@ from poolgrid.workers.engines.trtllm.arguments.engine_file import (
     parse_json,
     read_yaml,
 )
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine
-from poolgrid.workers.engines.trtllm.arguments.event_stream import PATH as STREAM
-from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStreamEndpoints, event_stream, stream_faults
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import PATH as STREAM
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import (
+    EventStreamEndpoints,
+    check_engine,
+    event_stream,
+    stream_faults,
+)
 from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, EVENT_BUFFER_MAX_SIZE, TrtllmSettings
 
 DEFAULT = "default"
@@ -100,7 +104,6 @@ class EngineArguments:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a KV block."""
         return int(look_up(self.values, "kv_cache_config.tokens_per_block"))
 
     @property
