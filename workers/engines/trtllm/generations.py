@@ -24,7 +24,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from poolgrid.process.tasks import detached
 from poolgrid.wire import codec as wire_codec
@@ -45,12 +45,8 @@ from poolgrid.workers.tensor_transfer.port import Tensor
 log = logging.getLogger(__name__)
 
 
-class MediaInputs(Protocol):
-    """Makes an engine's inputs of a request with media; may take long, and runs in a thread."""
-
-    def __call__(self, request: Generate, has_handles: bool, hash_seed: int | None) -> Any:
-        """Return the inputs of ``generate_async``; raises ``RefusedError``."""
-        ...
+MediaInputs = Callable[[Generate, bool, int | None], Any]
+"""Makes the inputs of ``generate_async`` of a request with media (``media.load_media``); runs in a thread."""
 
 
 @dataclass(frozen=True, slots=True)

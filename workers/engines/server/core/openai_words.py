@@ -231,6 +231,23 @@ def guide_text(schema: bytes) -> str:
         raise UnsupportedError(f"guided_json is not UTF-8: {error}") from None
 
 
+def guide_of(sampling: Sampling, choices_as_regex: bool = False) -> tuple[str, Any] | None:
+    """Return the kind of guide that is set (json, regex, grammar, choice or structural_tag) and what it says.
+
+    Raises ``UnsupportedError``.
+    """
+    if sampling.guided_json is not None:
+        return "json", guide_text(sampling.guided_json)
+    if sampling.guided_regex is not None:
+        return "regex", sampling.guided_regex
+    if sampling.guided_grammar is not None:
+        return "grammar", sampling.guided_grammar
+    if sampling.guided_choice is not None:
+        choices = sampling.guided_choice
+        return ("regex", choice_regex(choices)) if choices_as_regex else ("choice", list(choices))
+    return None if sampling.structural_tag is None else ("structural_tag", sampling.structural_tag)
+
+
 def best_of(token_id: int, logprob: float | None, others: Mapping[int, float], alternatives: int) -> TokenLogprobs:
     """Return one token's log probabilities: its own, and the best ``alternatives`` of those that were reported."""
     vetted = [(other, logprob_of(value)) for other, value in others.items()]
