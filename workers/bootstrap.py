@@ -215,7 +215,7 @@ def _open_publisher(
 ) -> None:
     """Open what carries a rank's events; with the others it is closed after the engine has said its last words."""
     timing = PushTiming(heartbeat_ms=settings.heartbeat_ms)
-    stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing, settings.outbox_bytes)
+    stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing)
     publisher = EventPublisher(
         around.context,
         place.endpoint,

@@ -203,8 +203,7 @@ class WorkerMetrics:
         )
         self.outbox_bytes = gauge(
             "outbox_bytes",
-            "Bytes of event batches not yet acknowledged. At `outbox_bytes` all batches are dropped and the "
-            "cache is restated.",
+            "Bytes of event batches not yet acknowledged. At 32 MiB all batches are dropped and the cache is restated.",
             rank,
         )
         self.outbox_overflows = counter(

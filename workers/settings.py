@@ -19,7 +19,6 @@ from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.card import NO_STEP_TIMES, ReasoningParser, StepTimes, ToolCallParser, parser_name
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import CONSOLIDATOR, EndpointName, is_name
-from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 from poolgrid.workers.core.timing import PUBLISHED, TimingName, step_times_of, timing_model
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
@@ -56,12 +55,6 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     """Least time between two load reports while busy; one more when idle."""
     heartbeat_ms: ClassVar[float] = 1000.0
     """Time between two signs of life to the consolidator: a tenth of its usual lease."""
-    outbox_bytes: int = Field(
-        OUTBOX_BYTES_DEFAULT,
-        ge=OUTBOX_BYTES_MIN,
-        le=2**32,
-        description="Unacknowledged events that are kept; beyond it all are dropped and the cache is restated.",
-    )
 
     reasoning_parser: ReasoningParser = Field(
         "auto",

@@ -16,7 +16,7 @@ from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, EventBatch
 
 OUTBOX_BYTES_DEFAULT = 32 * 1024 * 1024
-"""About ten minutes of a busy worker (50 steps a second, 1 KiB of events each)."""
+"""About ten minutes of a busy worker (50 steps a second, 1 KiB of events each); beyond it the cache is restated."""
 
 OUTBOX_BYTES_MIN = 64 * 1024
 

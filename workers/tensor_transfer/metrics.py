@@ -38,7 +38,7 @@ class TensorMetrics:
         self.kept = Gauge("poolgrid_worker_tensors_kept", "Embeddings offered and not taken yet.", registry=registry)
         self.kept_bytes = Gauge(
             "poolgrid_worker_tensor_kept_bytes",
-            "Bytes of the embeddings offered and not taken yet. At `tensor_store_mb` encode legs are refused.",
+            "Bytes of the embeddings offered and not taken yet. At 256 MiB encode legs are refused.",
             registry=registry,
         )
         self.expired = Counter(

@@ -52,7 +52,7 @@ class TensorStore:
         if self.held_bytes + tensor.nbytes > self._bytes_max:
             raise BusyError(
                 f"tensors with {self.held_bytes} bytes are kept for other workers, {tensor.nbytes} more would exceed "
-                f"{self._bytes_max} (tensor_store_mb)"
+                f"{self._bytes_max}"
             )
         # Its own memory in C order, little-endian: the caller may go on using his.
         kept = np.array(tensor, dtype=tensor.dtype.newbyteorder("<"), order="C", copy=True)

@@ -194,7 +194,7 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
         facts = replace(
             facts,
             sources=tuple(
-                EventSource(rank, endpoint, replay, settings.kv_events_topic)
+                EventSource(rank, endpoint, replay)
                 for rank, (endpoint, replay) in enumerate(zip(settings.kv_events_endpoint, replays, strict=True))
             ),
             events_missing="",
