@@ -217,7 +217,7 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     warnings = _overridden(layers[1].values, merged)
     merged, publishes = _require(settings, merged, warnings)
     faults = check_engine(merged.values, settings.disaggregation_mode)
-    _raise(faults + stream_faults(merged.values, merged.attention_dp_size), merged)
+    _raise([*faults, *stream_faults(merged.values, merged.attention_dp_size)], merged)
     stream = event_stream(merged.values) if publishes else None
     return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes, stream=stream)
 
