@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.process.settings import Settings, ZmqAddress
+from poolgrid.process.settings import InputFile, Settings, ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.card import NO_STEP_TIMES, ReasoningParser, StepTimes, ToolCallParser, parser_name
@@ -26,6 +26,8 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTE
 
 class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, DiscoverySettings):
     """What every worker process has, whatever its engine."""
+
+    panel: ClassVar[str] = "Worker"
 
     engine_name: ClassVar[str] = ""
     """Name of the engine whose settings these are."""
@@ -66,7 +68,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         description="In which format routers read this model's tool calls, unless they were told themselves; auto = "
         "the routers find out. All workers of a model must agree.",
     )
-    chat_template: Path | None = Field(
+    chat_template: InputFile | None = Field(
         None,
         description="Jinja file that routers use for this model in place of its own chat template, unless they were "
         "given one themselves. All workers of a model must agree.",
@@ -152,13 +154,15 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
 class StepTimesSettings(Settings):
     """Step times for the card; the engine itself has its own."""
 
+    panel: ClassVar[str] = "Worker"
+
     timing: TimingName | None = Field(
         None,
         description="Step times that the worker's card says, from which routers with the policy predicted begin: "
         "published are the formulas of the field's simulator, h100-qwen3-8b and h200-qwen3-8b were measured on "
         "one H100 and one H200; empty = the card says none, and they begin with published.",
     )
-    timing_table: Path | None = Field(
+    timing_table: InputFile | None = Field(
         None, description="JSON file of measured step times of your own, instead of those that timing names."
     )
 
