@@ -52,7 +52,7 @@ from poolgrid.transport.security import SecuritySettings
 from poolgrid.transport.tls import Tls
 from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics
 from tests.consolidator.journal_builder import FakeDisk
 
 GRID = Path(__file__).parents[1] / "pool_configs" / "disagg_two_by_two.json"

@@ -20,8 +20,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, LoadReported
 from poolgrid.wire.loading import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
 from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
-from poolgrid.workers.core.published_requests import PublishedRequests
-from poolgrid.workers.core.push_stream import Effect, PushStream, RestateNeeded, Send, State
+from poolgrid.workers.core.push_stream import Effect, PublishedRequests, PushStream, RestateNeeded, Send, State
 from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)

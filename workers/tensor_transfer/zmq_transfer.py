@@ -24,9 +24,8 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.tensors import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
 from poolgrid.workers.adapters.sockets import CLOSE_LINGER_MS
-from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
-from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
 
 log = logging.getLogger(__name__)
 

@@ -36,12 +36,11 @@ from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
 from poolgrid.workers.engines.server.core.server_facts import EventSource
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
-from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed, WireCacheEvent
 from poolgrid.workers.engines.trtllm.generations import Generations, MediaInputs
 from poolgrid.workers.engines.trtllm.library import is_alive
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
 from poolgrid.workers.engines.trtllm.requests import EngineRequests, TrtllmLimits
 from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
 from poolgrid.workers.metrics import WorkerMetrics

@@ -25,9 +25,8 @@ from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, RootSeed
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
-from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
 from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, FeedTurn
 
 log = logging.getLogger(__name__)

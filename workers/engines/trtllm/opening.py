@@ -25,7 +25,6 @@ from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments, resolve_files
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
-from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
 from poolgrid.workers.engines.trtllm.core.loras import adapters
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, abilities_of, model_problem
@@ -33,7 +32,7 @@ from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
 from poolgrid.workers.engines.trtllm.library import load_library
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 from poolgrid.workers.engines.trtllm.media import load_media
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
