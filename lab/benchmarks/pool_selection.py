@@ -2,7 +2,7 @@
 
     python -m lab.benchmarks.pool_selection TRACE [--requests N] [--speed X] [--only NAME,...] [--json OUT]
 
-The fleet, its prices, the mix of targets and the grid are the constants below; docs/pool_selection.md says how they
+The fleet, its prices, the mix of targets and the grid are the constants below; docs/benchmarks.md#choosing-a-pool says how they
 were come to and what the table shows.
 """
 
