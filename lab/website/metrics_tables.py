@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 EVERY_METRIC = "metrics.md"
 """The page that has a table for each metric; other pages show the metrics of one process."""
 
-PAGES = (EVERY_METRIC, "consolidator.md", "global_router.md", "http_api.md", "worker.md")
+PAGES = (EVERY_METRIC, "consolidator.md", "http_api.md", "worker.md")
 
 FURTHER = {
     "poolgrid_consolidator_source_state": "[States](consolidator.md#the-health-of-a-stream).",
