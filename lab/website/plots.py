@@ -203,7 +203,7 @@ def draw_front_ends(axes: Any) -> None:
 
 def draw_gpu(axes: Any) -> None:
     """TTFT of the heavy load on a real GPU, by who chooses the server; the first seed has all four ways."""
-    rows = table_rows("stock_engines.md", "load, seed")
+    rows = table_rows("real_engines.md", "load, seed")
     begin = next(number for number, row in enumerate(rows) if row[0].startswith("heavy"))
     ways = [[cell.strip("*` ").replace("`", "").replace("**", "") for cell in row] for row in rows[begin : begin + 4]]
     for place, (column, label, ink) in enumerate(((3, "p99", INK["least-loaded"]), (2, "mean", INK["kv"]))):
