@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from poolgrid.nats.connection import OLDEST_SERVER
-from poolgrid.workers.engines.registry import engines
-from poolgrid.workers.engines.server.definition import server_kinds
+from poolgrid.workers.engines.registry import engines, server_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,7 +98,7 @@ def _engines() -> Iterator[str]:
     yield "\nFigures: [benchmarks on real engines](real_engines.md).\n"
     yield "| Server | Flag that publishes KV events | Flag for the block size |"
     yield "|---|---|---|"
-    for kind in server_kinds():
+    for kind in server_kinds().values():
         yield f"| {kind.title} | {_code(kind.events_option)} | {_code(kind.block_size_option)} |"
     yield ""
 
