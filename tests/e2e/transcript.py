@@ -45,7 +45,9 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _PORT = re.compile(r"(?<=127\.0\.0\.1:)\d{4}|(?<=tcp://\*:)\d{4}|(?<=-port )\d{4}")
-_COMMANDS = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?:sh|bash|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMANDS = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?:sh|bash|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 _MARKS = re.compile(r"terminal: [\w-]+|run-command|test-command|bench|run|not run: .{10,}")
 
 
@@ -144,7 +146,9 @@ class Terminal:
 class Transcript:
     """One reader at the machine: its directory, its terminals, its ports."""
 
-    def __init__(self, directory: Path, programs: Mapping[str, str] | None = None, read: Mapping[str, str] | None = None):
+    def __init__(
+        self, directory: Path, programs: Mapping[str, str] | None = None, read: Mapping[str, str] | None = None
+    ):
         """``programs`` are stand-ins for what is not installed, by name; ``read`` says what else to put for a text."""
         self.directory = directory
         self._read = read or {}
