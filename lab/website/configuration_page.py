@@ -80,7 +80,7 @@ SECTIONS = (
         "Endpoint picker",
         "router",
         (EndpointPickerSettings,),
-        "For an Envoy gateway in front of stock engines ([operations](operations.md#behind-an-envoy-gateway)).",
+        "For an Envoy gateway in front of stock engines ([operations](gateway.md)).",
     ),
     Section(
         "HTTP API",
@@ -127,14 +127,14 @@ SECTIONS = (
         "router",
         (EventPlaneSettings, NatsSettings),
         "`router`, `worker`, `consolidator` and `up` have the same options; they must agree for all processes of a "
-        "pool. `global-router` has those of the connection, for names: [a pool on NATS](operations.md#a-pool-on-nats).",
+        "pool. `global-router` has those of the connection, for names: [a pool on NATS](nats.md).",
     ),
     Section(
         "Names instead of addresses",
         "router",
         (DiscoverySettings,),
         "`router`, `worker`, `consolidator` and `global-router` have the same options: "
-        "[names](operations.md#names-instead-of-addresses).",
+        "[names](operations.md#service-discovery).",
     ),
     Section(
         "Traces",
@@ -147,7 +147,7 @@ SECTIONS = (
         "router",
         (HttpSettings,),
         "`router`, `global-router`, `worker` and `consolidator` have the same options, which hold for one process: "
-        "[security](security.md#before-a-request-is-whole).",
+        "[security](security.md#http-connection-limits).",
     ),
     Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench](bench.md)."),
     Section(

@@ -43,6 +43,9 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     ),
     "Operate": (
         "docs/operations",
+        "docs/failures",
+        "docs/nats",
+        "docs/gateway",
         "docs/troubleshooting",
         "docs/runbooks/README",
         "docs/observability",
@@ -54,7 +57,6 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Concepts": (
         "docs/policies",
         "docs/predicted",
-        "docs/pool_selection",
         "docs/architecture",
         "docs/consolidator",
         "docs/journal",
@@ -75,7 +77,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/renamed",
         "docs/glossary",
     ),
-    "Benchmarks": ("docs/results", "docs/real_engines", "docs/bench", "docs/simulate", "tests/data/README"),
+    "Benchmarks": ("docs/benchmarks", "docs/bench", "docs/simulate", "tests/data/README"),
     "Contribute": (
         *("CONTRIBUTING", "docs/simulation_testing", "docs/decisions/README"),
         *("RELEASING", "MAINTAINERS", "CODE_OF_CONDUCT", "SECURITY"),

@@ -101,7 +101,7 @@ def _engines() -> Iterator[str]:
         proof = PROOFS[name]
         tests = f"[{Path(proof.tests).name}](../{proof.tests})"
         yield f"| `{name}` | {proof.title} | {proof.oldest} | {proof.real} | {proof.stand_in} | {tests} |"
-    yield "\nFigures: [benchmarks on real engines](real_engines.md).\n"
+    yield "\nFigures: [benchmarks on real engines](benchmarks.md).\n"
     yield "| Server | Flag that publishes KV events | Flag for the block size |"
     yield "|---|---|---|"
     for kind in server_kinds().values():
