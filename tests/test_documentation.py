@@ -412,7 +412,7 @@ def test_no_text_installs_from_an_index_a_name_that_is_not_ours() -> None:
         for path in texts
         if path.suffix in (".md", ".py", ".sh", ".yml", ".yaml", ".service") and path.is_file()
         for found in re.finditer(
-            r"pip install(?: -[\w-]+)* ['\"]?poolgrid\b(?![-/.]).*", path.read_text(encoding="utf-8")
+            r"pip install(?: -[\w-]+)* ['\"]?poolgrid\b(?![-/.]|==).*", path.read_text(encoding="utf-8")
         )
     ]
 
