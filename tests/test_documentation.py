@@ -404,6 +404,21 @@ def test_no_number_is_given_to_two_decisions() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
+def test_no_text_installs_from_an_index_a_name_that_is_not_ours() -> None:
+    """Whoever registers it there runs code where the line is copied: install from a checkout or a wheel file."""
+    texts = [*PAGES, *(path for name in ("src", "deploy", "launch") for path in sorted((ROOT / name).rglob("*")))]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {found[0]}"
+        for path in texts
+        if path.suffix in (".md", ".py", ".sh", ".yml", ".yaml", ".service") and path.is_file()
+        for found in re.finditer(
+            r"pip install(?: -[\w-]+)* ['\"]?poolgrid\b(?![-/.]|==).*", path.read_text(encoding="utf-8")
+        )
+    ]
+
+    assert not wrong
+
+
 def test_python_on_pages_is_python() -> None:
     for path in PAGES:
         for block in code_blocks(path.read_text(), "python"):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.website import support_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
 from lab.website.plots import DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
+from poolgrid.workers.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
 PLACES = (".", "docs", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
@@ -24,6 +26,16 @@ def test_every_page_has_one_place_on_the_site() -> None:
 
     assert len(listed) == len(set(listed))
     assert set(listed) == found, "say in lab/website/navigation.py where a page is"
+
+
+def test_the_index_has_every_page_under_its_group() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    groups = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", index, re.MULTILINE | re.DOTALL))
+
+    assert list(groups) == list(NAVIGATION)
+    for group, pages in NAVIGATION.items():
+        linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+\.md)\)", groups[group])}
+        assert linked == {(ROOT / f"{page}.md").resolve() for page in pages} - {(DOCS / "README.md").resolve()}, group
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -85,3 +97,26 @@ def test_the_plot_of_event_planes_shows_the_numbers_of_its_table() -> None:
 def test_a_table_that_is_gone_is_named() -> None:
     with pytest.raises(ValueError, match="no table whose head begins with 'nothing'"):
         table_rows(PAGE, "nothing")
+
+
+def test_the_support_matrix_is_made_of_the_code() -> None:
+    page = (DOCS / "support_matrix.md").read_text(encoding="utf-8")
+
+    assert page == support_page.page(), "run: make docs"
+    assert set(support_page.PROOFS) == set(engines())
+    assert all((ROOT / proof.tests).exists() for proof in support_page.PROOFS.values())
+
+
+def test_versions_of_engines_are_in_the_support_matrix_and_on_benchmark_pages_alone() -> None:
+    """Other pages link to it; two that name a version contradict each other one day."""
+    free = {"docs/support_matrix.md", *(f"{page}.md" for page in NAVIGATION["Benchmarks"])}
+    guides = [f"{page}.md" for group in ("Get started", "Guides") for page in NAVIGATION[group]]
+    since = {version for _, version, _ in support_page.SINCE}
+
+    for name in set(guides) - free:
+        for version in re.findall(
+            r"vLLM (?:from |before |up to )?(\d+\.\d+)", (ROOT / name).read_text(encoding="utf-8")
+        ):
+            assert any(version in each for each in (*since, support_page.PROOFS["vllm"].real)), (
+                f"{name}: vLLM {version}"
+            )

@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 EVERY_METRIC = "metrics.md"
 """The page that has a table for each metric; other pages show the metrics of one process."""
 
-PAGES = (EVERY_METRIC, "global_router.md")
+PAGES = (EVERY_METRIC,)
 
 FURTHER = {
     "poolgrid_consolidator_source_state": "[States](consolidator.md#stream-states).",

@@ -119,7 +119,7 @@ class NatsConnection:
         except ImportError:
             raise NatsUnusable(
                 "event_plane is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
+                "(extra nats: pip install '.[nats]' in a checkout)"
             ) from None
         settings = self._settings
         client = self._client = nats.aio.client.Client()

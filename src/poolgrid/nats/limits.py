@@ -182,7 +182,7 @@ class LimitsOnNats:
         if importlib.util.find_spec("nats") is None:
             raise ValueError(
                 "share_state is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
+                "(extra nats: pip install '.[nats]' in a checkout)"
             )
         self._tenants = tenants
         self._tasks.append(supervised(self._run, "shares of tenants' limits", Restart(limit=None)))
