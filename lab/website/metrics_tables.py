@@ -33,7 +33,7 @@ FURTHER = {
 }
 """Where more is said of a metric: a help is plain text, which has no links."""
 
-HEAD = "| metric | type | labels | what it is, and when to look at it |\n|---|---|---|---|\n"
+HEAD = "| metric | type | labels | description |\n|---|---|---|---|\n"
 
 _TABLE = re.compile(r"(<!-- metrics: ([a-z_ ]+) -->\n)(.*?)(<!-- /metrics -->)", re.DOTALL)
 _NAME = re.compile(r"^\| `(poolgrid_\w+)` \|", re.MULTILINE)

@@ -11,12 +11,11 @@ class RankMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.expected = Gauge(
             "poolgrid_worker_ranks_expected",
-            "Ranks of the engine, one for each GPU; only where it spans nodes.",
+            "Ranks of an engine on several nodes, one per GPU.",
             registry=registry,
         )
         self.alive = Gauge(
             "poolgrid_worker_ranks_alive",
-            "Ranks of the engine that are there. One that is lost ends the worker; below `expected` at the start, "
-            "ranks have not come yet.",
+            "Live ranks of the engine. A lost rank ends the worker; at start, ranks may still be missing.",
             registry=registry,
         )
