@@ -74,7 +74,6 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/metrics",
         "docs/request_life",
         "docs/wire",
-        "docs/renamed",
         "docs/glossary",
     ),
     "Benchmarks": ("docs/benchmarks", "docs/bench", "docs/simulate", "tests/data/README"),

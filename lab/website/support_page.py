@@ -36,7 +36,7 @@ PROOFS = {
     "vllm": Proof(
         "vLLM server",
         "0.11",
-        "0.32 on a CPU (`make vllm`), 0.25 on H200; recorded events of both",
+        "0.32 on a CPU (`make vllm`; the quickstart by hand), 0.25 on H200; recorded events of both",
         "yes",
         "tests/workers/server/test_vllm_worker.py",
     ),

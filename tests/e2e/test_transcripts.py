@@ -65,7 +65,7 @@ def test_what_guides_say_to_run_runs(tmp_path: Path, page: str) -> None:
     assert not broken, "\n\n".join(broken)
 
 
-@pytest.mark.parametrize("page", [*PAGES, QUICKSTART, *GUIDES])
+@pytest.mark.parametrize("page", [*PAGES, QUICKSTART, *GUIDES, "launch/README.md", "pool_configs/README.md"])
 def test_every_command_of_a_page_is_run_or_says_why_not(page: str) -> None:
     assert unmarked((ROOT / page).read_text("utf-8")) == []
 

@@ -41,12 +41,12 @@ SHOWN_TIMEOUT_S = 60.0
 """Until a terminal shows what it is said to; machines that test are busy."""
 
 _BLOCK = re.compile(
-    r"<!-- (terminal: (?P<name>[\w-]+)|run-command|run|shows) -->\n```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    r"<!-- (terminal: (?P<name>[\w-]+)|run-command|run|shows) -->\n\n?```(?P<language>\w+)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 _PORT = re.compile(r"(?<=127\.0\.0\.1:)\d{4}|(?<=tcp://\*:)\d{4}|(?<=-port )\d{4}")
 _COMMANDS = re.compile(
-    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?:sh|bash|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n\n?)?^```(?:sh|bash|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 _MARKS = re.compile(r"terminal: [\w-]+|run-command|test-command|bench|run|not run: .{10,}")
 
