@@ -28,6 +28,7 @@ format:
 docs:  ## write what is generated
 	$(PYTHON) -m lab.website.configuration_page
 	$(PYTHON) -m lab.website.request_life_page > docs/request_life.md
+	$(PYTHON) -m lab.website.support_page > docs/support_matrix.md
 	$(PYTHON) -m lab.attacks.page
 	$(PYTHON) -m lab.website.metrics_tables
 

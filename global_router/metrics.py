@@ -12,9 +12,7 @@ from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.serving.metrics import ServingMetrics
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
-WAIT_CAUSES = (
-    "`pools_full`, `behind_others`, or, of requests whose clients are being served already, `next_leg_or_move`."
-)
+WAIT_CAUSES = "`pools_full`, `behind_others`, or, after the first output, `next_leg_or_move`."
 
 
 class GlobalRouterMetrics(ServingMetrics):
@@ -24,34 +22,32 @@ class GlobalRouterMetrics(ServingMetrics):
         super().__init__("poolgrid_global_router", WAIT_CAUSES, registry)
         self.dispatches = Counter(
             "poolgrid_global_router_dispatches_total",
-            "Dispatches by pool, stage and how the pool was found: by the grid, an override, a fallback, a "
-            "retry or a spill.",
+            "Dispatches by pool, stage and how the pool was found: grid, override, fallback, retry or spill.",
             ["pool", "stage", "how"],
             registry=registry,
         )
         self.passed_over = Counter(
             "poolgrid_global_router_passed_over_total",
-            "Times a pool was wanted and could not be used, by its state: it is down, draining or saturated.",
+            "Times that a pool was skipped, by its state: down, draining or saturated.",
             ["pool", "state"],
             registry=registry,
         )
         self.targets = TargetBoard(registry)
         self.select_seconds = Histogram(
             "poolgrid_global_router_select_seconds",
-            "Time of one select-and-reserve at a pool's router, there and back. This is what the global router "
-            "adds to TTFT.",
+            "Round-trip time of one select-and-reserve at a pool's router: the TTFT that the global router adds.",
             buckets=SELECT_SECONDS_BUCKETS,
             registry=registry,
         )
         self.moves = Counter(
             "poolgrid_global_router_moves_total",
-            "Requests moved to another worker before or amid their output.",
+            "Requests moved to another worker before or during their output.",
             ["cause"],
             registry=registry,
         )
         self.breaker_steps = Counter(
             "poolgrid_global_router_breaker_steps_total",
-            "Changes of a pool's circuit breaker, by the state after it.",
+            "State changes of a pool's circuit breaker, by the new state.",
             ["pool", "state"],
             registry=registry,
         )
@@ -63,8 +59,8 @@ class GlobalRouterMetrics(ServingMetrics):
         )
         self.reloads = Counter(
             "poolgrid_global_router_reloads_total",
-            "Attempts to change the document, by outcome. `refused` means that a document with problems was "
-            "left aside and the old one is in force.",
+            "Attempts to change the document, by outcome. `refused`: the document has problems, and the old "
+            "one stays in force.",
             ["outcome"],
             registry=registry,
         )

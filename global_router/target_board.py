@@ -29,21 +29,21 @@ class TargetBoard:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._judged = Counter(
             "poolgrid_global_router_target_judgements_total",
-            "Requests by whether they `met` or `missed` the target that their pool was chosen for, by pool, role "
-            "(`prefill`, `decode`, `aggregated`) and target (`ttft`, `itl`). A pool that misses is too slow for the "
-            "cells that it has, or too small.",
+            "Requests that `met` or `missed` their pool's target, by pool, role (`prefill`, `decode`, "
+            "`aggregated`) and target (`ttft`, `itl`). A pool that misses is too slow or too small for its "
+            "cells.",
             ["pool", "role", "target", "outcome"],
             registry=registry,
         )
         self._cells = Counter(
             "poolgrid_global_router_cell_requests_total",
-            "Requests by the cell of the grid that they fell into, and the pool that they went to.",
+            "Requests by cell of the grid and pool.",
             ["stage", "row", "column", "pool"],
             registry=registry,
         )
         self._cell_judged = Counter(
             "poolgrid_global_router_cell_judgements_total",
-            "Requests by the cell of the grid that they fell into, and whether they `met` or `missed` its target.",
+            "Requests that `met` or `missed` the target of their cell.",
             ["stage", "row", "column", "outcome"],
             registry=registry,
         )

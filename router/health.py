@@ -7,7 +7,7 @@ Rules
        not ready before; load balancers would send it requests that it serves slowly or not at all.
     3. What was complete once stays ready: the pool serves on with those that are left, and ``troubles`` says so.
     4. A pool is ready only while some model has a worker that can generate: without one every request would be answered
-       503, and a load balancer has better routers to ask (decision 0045). It starts without workers all the same.
+       503, and a load balancer has better routers to ask (decision 0046). It starts without workers all the same.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from lab.benchmarks import live_policies
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import Process
+from tests.fakes.engine_server.vllm import Options
+from tests.workers.server.running import engine_server
 
 SMALL = [
     "--conversations",
@@ -63,3 +66,33 @@ def test_each_policy_is_asked_the_same_and_finds_nothing_of_the_run_before(
     assert kv["error"] is None
     assert predicted["error"] is not None
     assert "predicted/0" in capsys.readouterr().out
+
+
+def test_ways_without_a_router_need_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    planes = ["--feed-endpoint", "a", "--query-endpoint", "b", "--model-path", "c"]
+    with pytest.raises(SystemExit):
+        live_policies.main([*planes, "--routers", "kv,sticky", "--servers", "http://h:1"])
+
+    assert "direct and sticky take two servers or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sticky", [True, False])
+def test_requests_without_a_router_go_to_the_server_of_their_conversation_or_round_robin(sticky: bool) -> None:
+    shape = live_policies.Shape(2, 3, 8, 16, 8, 4, 1000)
+
+    async def play() -> tuple[list[live_policies.Said], list[list[list[int]]]]:
+        async with engine_server(Options(blocks=20_000)) as one, engine_server(Options(blocks=20_000)) as other:
+            run = live_policies.Run((one.url, other.url), "tiny", shape, 0.01, 1, 1, sticky=sticky)
+            said = await run.play()
+            counted = [[body["prompt"] for body in server.bodies if body["max_tokens"] == 4] for server in (one, other)]
+            return said, counted
+
+    said, counted = asyncio.run(play())
+
+    assert len(said) == 6
+    assert [len(prompts) for prompts in counted] == [3, 3]
+    found = live_policies.figures(said)
+    assert found["by_worker"] == {"server-0": 3, "server-1": 3}
+    assert found["error"] is None
+    if sticky:
+        assert all(len({tuple(prompt[:24]) for prompt in prompts}) == 1 for prompts in counted)

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import poolgrid
+from poolgrid.cli.options import environment_name
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.schema import ChatBody, CompletionBody, Nvext, refusals_of
 from poolgrid.frontend.settings import FrontendSettings
@@ -19,7 +20,8 @@ from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process
 
 DOCS = Path(__file__).parents[2] / "docs"
-DOCUMENT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("http_api.md", "multimodal.md"))
+DOCUMENT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("http_api.md", "multimodal.md", "metrics.md"))
+SETTINGS = (DOCS / "configuration.md").read_text(encoding="utf-8")
 
 
 def get(path: str, backend: FakeBackend | None = None, **options: Any) -> httpx.Response:
@@ -185,7 +187,7 @@ def test_the_openapi_description_lists_the_inference_endpoints_from_their_struct
 
 @pytest.mark.parametrize("name", sorted(FrontendSettings.model_fields))
 def test_every_setting_is_documented(name: str) -> None:
-    assert f"`{name}`" in DOCUMENT
+    assert f"`{environment_name(name)}`" in SETTINGS
 
 
 def test_every_metric_is_documented() -> None:

@@ -1,4 +1,4 @@
-"""Users of a real server who may do what ``docs/operations.md`` says of their part, and nothing else."""
+"""Users of a real server who may do what ``docs/nats.md`` says of their part, and nothing else."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from tests.nats.servers import BINARY, MISSING, NatsServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 ROLES = ("consolidator", "router", "worker", "command")
-LOOKS, REGISTERS, SHARES = "who looks for names", "who registers", "who shares state"
+LOOKS, REGISTERS, SHARES = "names, read", "names, register", "shared state"
 SIZE = 1024 * 1024
 OWNER = Owner("acme", 2)
 
@@ -57,7 +57,7 @@ def permissions(role: str) -> tuple[list[str], list[str]]:
     page = PAGE.read_text()
     (row,) = re.findall(rf"^\| {role} \| ([^|]*`[^|]*) \| (`[^|]*) \|$", page, re.MULTILINE)
     publishes, subscribes = (_subjects(cell) for cell in row)
-    return publishes + (permissions(LOOKS)[0] if "what looking takes" in row[0] else []), subscribes
+    return publishes + (permissions(LOOKS)[0] if "the row above" in row[0] else []), subscribes
 
 
 def _subjects(cell: str) -> list[str]:
@@ -68,7 +68,7 @@ def _subjects(cell: str) -> list[str]:
 
 
 def user(role: str) -> str:
-    return role.replace(" ", "-")
+    return role.replace(", ", "-").replace(" ", "-")
 
 
 def quoted(subjects: list[str]) -> str:

@@ -39,7 +39,7 @@ class _RegistryCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         known = GaugeMetricFamily(
             "poolgrid_names_instances",
-            "Processes that this one follows and that have a name now.",
+            "Registered processes that this process follows.",
             labels=["component"],
         )
         counts: dict[str, int] = {}
@@ -50,7 +50,7 @@ class _RegistryCollector(Collector):
         yield known
         refused = GaugeMetricFamily(
             "poolgrid_names_refused_entries",
-            "Registrations that are there and cannot be used; the log names them.",
+            "Invalid registrations; the log lists them.",
         )
         refused.add_metric([], self._registry.refused_count)
         yield refused
@@ -62,7 +62,7 @@ class DiscoveryMetrics:
     def __init__(self, registry: CollectorRegistry | None, known: Registry) -> None:
         self.failures = Counter(
             "poolgrid_names_failures",
-            "Attempts to register (write), or to look who is there (read), that failed.",
+            "Failed attempts to register (write) or to read registrations (read).",
             ["operation"],
             registry=registry,
         )

@@ -119,7 +119,7 @@ class NatsConnection:
         except ImportError:
             raise NatsUnusable(
                 "event_plane is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
+                "(extra nats: pip install '.[nats]' in a checkout)"
             ) from None
         settings = self._settings
         client = self._client = nats.aio.client.Client()
@@ -377,8 +377,8 @@ def foreign_counter(registry: CollectorRegistry) -> Counter:
     if counter is None:
         counter = _counters[registry] = Counter(
             "poolgrid_nats_foreign_messages_total",
-            "Messages in poolgrid's NATS streams that no poolgrid process wrote, by stream. Each is skipped, once for "
-            "each process that reads it. The log names its sequence and the command that removes it.",
+            "Messages in poolgrid's NATS streams from other writers, by stream, counted once per reading "
+            "process. The log has the sequence and the command that removes it.",
             ["stream"],
             registry=registry,
         )

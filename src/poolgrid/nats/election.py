@@ -42,8 +42,7 @@ class LeaderElectionMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.active = Gauge(
             "poolgrid_consolidator_active",
-            "1 while this consolidator writes the pool's journal, 0 while it stands by. Alert when none of a pool is "
-            "active.",
+            "1 while this consolidator writes the pool's journal, 0 on standby. Alert when a pool has no active one.",
             registry=registry,
         )
         self.lives = Counter(
@@ -53,7 +52,7 @@ class LeaderElectionMetrics:
         )
         self.fenced = Counter(
             "poolgrid_consolidator_fenced",
-            "Times this process found that another one writes the pool's journal, or that the stream lost its end.",
+            "Times that this process found another writer of the pool's journal, or a lost end of the stream.",
             registry=registry,
         )
 

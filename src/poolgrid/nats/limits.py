@@ -105,22 +105,22 @@ class ShareMetrics:
     def __init__(self, registry: CollectorRegistry, routers: Callable[[], float], age_s: Callable[[], float]) -> None:
         self.failures = Counter(
             "poolgrid_frontend_limit_division_failures",
-            "Looks at the shares of tenants' limits, or writes of them, that failed because NATS gave no answer.",
+            "Failed reads or writes of the shares of tenant limits in NATS.",
             registry=registry,
         )
         self.writes = Counter(
             "poolgrid_frontend_limit_division_writes",
-            "Changes of the shares of tenants' limits that this router wrote.",
+            "Changes of shares of tenant limits written by this router.",
             registry=registry,
         )
         Gauge(
             "poolgrid_frontend_limit_division_routers",
-            "Routers among whom tenants' limits are divided, this one included, as it sees it.",
+            "Routers that share tenant limits, this one included.",
             registry=registry,
         ).set_function(routers)
         Gauge(
             "poolgrid_frontend_limit_division_age_seconds",
-            "Time since this router last saw the shares of all. Above the lease, others may have taken its shares, "
+            "Time since this router last read all shares. Above the lease, others may have taken its shares, "
             "which it still grants.",
             registry=registry,
         ).set_function(age_s)
@@ -182,7 +182,7 @@ class LimitsOnNats:
         if importlib.util.find_spec("nats") is None:
             raise ValueError(
                 "share_state is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
+                "(extra nats: pip install '.[nats]' in a checkout)"
             )
         self._tenants = tenants
         self._tasks.append(supervised(self._run, "shares of tenants' limits", Restart(limit=None)))

@@ -74,7 +74,7 @@ class NatsRegistrations:
         if importlib.util.find_spec("nats") is None:
             raise ValueError(
                 "names is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
+                "(extra nats: pip install '.[nats]' in a checkout)"
             )
         self._opening = supervised(self._open, "connection to NATS for names")
 

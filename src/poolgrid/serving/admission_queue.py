@@ -182,24 +182,24 @@ def queue_metrics(prefix: str, active: int, queue: AdmissionQueue[Any]) -> Itera
         ("active_requests", "Requests on workers, or on their way to one.", active),
         (
             "queued_requests",
-            "Requests waiting for room. At `queue_limit` the next one is refused.",
+            "Requests waiting for a worker. At `queue_limit` the next one is refused.",
             view.requests,
         ),
         (
             "queued_prompt_tokens",
-            "Prompt tokens of the waiting requests. At `queue_prompt_tokens` the lowest priority is answered 429.",
+            "Prompt tokens of waiting requests. At `queue_prompt_tokens` the lowest priority gets 429.",
             view.prompt_tokens,
         ),
         (
             "queue_fill_ratio",
-            "How full the queue is: the larger share of `queue_limit` and of `queue_prompt_tokens` that is used. "
-            "At 1 the lowest priority is answered 429.",
+            "Used share of `queue_limit` or `queue_prompt_tokens`, whichever is larger. At 1 the lowest "
+            "priority gets 429.",
             view.fill,
         ),
         (
             "backlog_seconds",
-            "Time that the waiting requests will take, at the rate at which requests finished lately. Above some "
-            "seconds for longer than a burst there are too few workers: scale by it.",
+            "Time that the waiting requests will take at the recent completion rate. Above several seconds for "
+            "longer than a burst, add workers.",
             queue.backlog_s(),
         ),
     )

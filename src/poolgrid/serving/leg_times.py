@@ -46,9 +46,8 @@ class LegTimes:
     def __init__(self, name: str, registry: CollectorRegistry) -> None:
         legs = Histogram(
             name,
-            "Time of the legs of a request: `queue` without a worker, `encode`, `prefill` up to the first token, "
-            "`transfer` of KV to a decode worker, `decode` from there to the last token. The leg that grows is where "
-            "to look when latencies do.",
+            "Time of the legs of a request: `queue`, `encode`, `prefill` up to the first token, `transfer` of "
+            "KV, `decode` to the last token. Check which leg grows.",
             ["leg"],
             buckets=LEG_BUCKETS_S,
             registry=registry,

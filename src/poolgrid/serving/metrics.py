@@ -21,37 +21,35 @@ class ServingMetrics:
         self.leg_times = LegTimes(f"{prefix}_leg_seconds", registry)
         self.queue_seconds = Histogram(
             f"{prefix}_queue_seconds",
-            f"Time that requests waited for room, by cause: {wait_causes} It is part of TTFT.",
+            f"Time that requests waited, by cause: {wait_causes} Part of TTFT.",
             ["cause"],
             buckets=QUEUE_SECONDS_BUCKETS,
             registry=registry,
         )
         self.queue_evictions = Counter(
             f"{prefix}_queue_evictions_total",
-            "Waiting requests that gave way in a full queue to a higher priority, or to a tenant with less in "
-            "it. They count as refused too.",
+            "Waiting requests evicted from a full queue by a higher priority or a tenant with fewer requests. "
+            "Counted as refused too.",
             registry=registry,
         )
         self.refused = Counter(
             f"{prefix}_refused_requests_total",
-            "Requests not served, by reason code. `busy` is answered 429, `no_worker` and `not_ready` 503, "
+            "Requests refused, by reason code: `busy` is 429, `no_worker` and `not_ready` 503, "
             "`duplicate_request` 409.",
             ["code"],
             registry=registry,
         )
         self.poison_requests = Counter(
             f"{prefix}_poison_requests_total",
-            "Requests ended with `workers_lost`, because two workers were lost one after another with them, "
-            "before their first token. If there are any, look in the log for the request, its tenant, and what "
-            "the workers died of.",
+            "Requests ended with `workers_lost`: two workers were lost with them before their first token. "
+            "Find the request and its tenant in the log.",
             registry=registry,
         )
         self.stream_faults = Counter(
             f"{prefix}_stream_faults_total",
-            "Worker output that was dropped, by kind. `position`: a hole or overlap in a stream. "
-            "`unknown_request`: output after the end of a request, of which a few after cancels are normal. "
-            "`exception`: output whose handling failed, which is a bug; its request moves. "
-            "`undecodable`: a frame that does not decode.",
+            "Worker output dropped, by kind. `position`: a gap or overlap in a stream. `unknown_request`: "
+            "output after the end of a request; a few after cancellations are normal. `exception`: a bug; its "
+            "request moves. `undecodable`: an undecodable frame.",
             ["kind"],
             registry=registry,
         )

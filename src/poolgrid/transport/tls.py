@@ -122,15 +122,14 @@ class Tls:
         """Return what the settings name; ``None`` without a certificate. Raises ``TlsError``."""
         stale = Gauge(
             "poolgrid_http_certificate_stale",
-            "1 while the files of the HTTP server's certificate cannot be used and an older certificate is in "
-            "use. Mend the files before it expires.",
+            "1 while the certificate files cannot be used and an older certificate is in use. Fix the files "
+            "before it expires.",
             registry=registry,
         )
         expiry = Gauge(
             "poolgrid_http_certificate_expiry_timestamp_seconds",
-            "Unix time after which the HTTP server's certificate in use is not valid any more, by its file. "
-            "Without TLS there is no series. Replace the files some weeks before; they are read again while the "
-            "process runs.",
+            "Unix time at which the HTTP server's certificate expires, by file. Without TLS there is no "
+            "series. Replace the files in time; they are read while the process runs.",
             ["file"],
             registry=registry,
         )
