@@ -174,7 +174,7 @@ HEAD = """\
 
 The settings of every command, generated from the code. `poolgrid COMMAND --help` lists the same options.
 
-**Precedence.** Command line, environment variable, `--settings-file` (TOML; `poolgrid router`, and `poolgrid up` for its
+**Precedence.** Command line, environment variable, `--settings-file` (TOML; `poolgrid router`, `poolgrid up` for its
 routers), default.
 
 **Environment variables.** `POOLGRID_` and the option's name in capitals, the same for every command with that option.
