@@ -79,8 +79,6 @@ class Chooser:
         self._projection = state.projection
         self._planner: Planner | None = state.selector.planner if settings.hold_limit_ms > 0 else None
         """Where requests may ever wait for the worker that is best for them."""
-        self._needs_seeds = state.projection.needs_seeds
-        """Whether it is learned how long blocks should stay: of prompts with one seed, for prompts with that seed."""
         self._links = links
         self._clock = clock
         self._behind_records = behind_records
@@ -165,10 +163,9 @@ class Chooser:
         request = plan.request
         block_size = self.block_size(request.model)
         leg = self._next_leg(plan, output_tokens, path, block_size)
-        seed = hash_seed(request.lora_name, request.cache_salt) if self._needs_seeds else 0
         queued = None if routed is None else routed.queued
         return leg, WorkerWanted(
-            _routing(request, output_tokens, block_size, leg, seed),
+            _routing(request, output_tokens, block_size, leg),
             path,
             now_ms,
             self._clock.wall_ms(),
@@ -282,7 +279,7 @@ class Chooser:
         return staff
 
 
-def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, seed: int) -> RoutingRequest:
+def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec) -> RoutingRequest:
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)
@@ -296,6 +293,5 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         leg.stage,
         () if request.multimodal is None else media_hashes(request),
         () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
-        seed=seed,
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
     )

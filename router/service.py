@@ -262,7 +262,6 @@ class RouterService:
             leg.stage,
             chosen.overlap_tokens(),
             expected_prefill_tokens,
-            decision.retention,
         )
         if dispatch is None:
             return False

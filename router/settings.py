@@ -147,12 +147,6 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         30_000, ge=100, le=3_600_000, description="How long a prediction counts as load when no worker confirms it."
     )
 
-    retention: Literal["off", "learned"] = Field(
-        "off",
-        description="What engines that take it are told of how long a prompt's blocks should stay: nothing, or what "
-        "this router learns. A request that says so itself goes as it is.",
-    )
-
     def cost_weights(self) -> CostWeights:
         """Return the weights of the kv policy."""
         return CostWeights(

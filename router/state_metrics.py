@@ -45,7 +45,6 @@ class StateCollector(Collector):
         service = self._service
         projection = service.projection
         index, ledger, trust = projection.index, projection.ledger, projection.trust
-        retention = projection.observer("retention")
         yield from queue_metrics(PREFIX, service.counts()[0], service.queue)
         yield _gauge(
             "behind_records",
@@ -93,19 +92,6 @@ class StateCollector(Collector):
             "Predictions that no worker confirmed in time. Events are missing, or `reservation_ttl_ms` is "
             "shorter than the queues.",
             ledger.expired_reservations,
-        )
-        yield _counter(
-            "retention_gained_tokens",
-            "Reused prompt tokens that the worker's cache would have lost, had it evicted the least recently used "
-            "blocks; of up to 16 workers. Only with `retention`, and workers that take it.",
-            0 if retention is None else retention.gained_tokens,
-        )
-        yield _counter(
-            "retention_lost_tokens",
-            "Prompt tokens that were not reused, and would have been, had the worker's cache evicted the least "
-            "recently used blocks. If it grows faster than `poolgrid_router_retention_gained_tokens_total`, "
-            "what is learned does harm: switch `retention` off.",
-            0 if retention is None else retention.lost_tokens,
         )
         yield from self._of_workers()
 

@@ -92,19 +92,6 @@ ROUTING = Board(
                     "board for gaps.",
                     "index-untrusted",
                 ),
-                Panel(
-                    "Kept for reuse, and lost by it",
-                    "percentunit",
-                    (
-                        Query(_of_prompts("retention_gained_tokens"), "reused, that LRU would have lost"),
-                        Query(_of_prompts("retention_lost_tokens"), "lost, that LRU would have kept"),
-                    ),
-                    "What it brings to tell engines how long blocks should stay, as a share of prompt tokens; of up to "
-                    "16 workers of each router. 0 without `retention`.",
-                    "Lost above gained for an hour: requests come again otherwise than before; switch `retention` off.",
-                    "cache-thrashing",
-                    maximum=1,
-                ),
             ),
         ),
         Row(

@@ -70,7 +70,7 @@ class Decision(msgspec.Struct, eq=False):
     queued_ms: float = 0.0
     """How long the request waited for a worker with room before this decision could be carried out."""
     retention: KvRetention | None = None
-    """How long the prompt's blocks should stay, as far as that was learned; ``None`` = as long as others."""
+    """How long the prompt's blocks should stay, of a decision that was recorded when that was learned."""
     realised_cached_tokens: int | None = None
     """What the worker then really reused."""
     realised_ttft_ms: float | None = None

@@ -25,8 +25,6 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """u64 hashes of its media, in order."""
     media_kinds: tuple[str, ...] = ()
     """Kinds of media that the worker must take."""
-    seed: int = 0
-    """Of its blocks' hashes (``poolgrid.wire.hashing.hash_seed``), where retention is learned; else 0."""
     ttft_target_ms: float = 0.0
     """The client's target for its first token; 0 = none."""
 

@@ -117,7 +117,7 @@ class Selector:
             return PolicyFailed(policy.name, f"chose row {choice.row} of {len(candidates)} candidates")
         if untrusted:
             untrusted = {worker: why for worker, why in untrusted.items() if worker in group.row_of_worker}
-        decision = Decision(
+        return Decision(
             request,
             wanted.time_ms,
             policy.name,
@@ -131,9 +131,6 @@ class Selector:
             len(path) if request.media else None,
             wanted.queued_ms,
         )
-        for observer in projection.observers:
-            observer.on_decided(decision, group.members[int(rows[choice.row])].card, path, wanted.now_ms)
-        return decision
 
     def _few_candidates(self, group: WorkerGroup, rows: IndexArray, overlap: Columns) -> Candidates:
         """Return the rows of a small group as plain numbers."""

@@ -34,7 +34,6 @@ DECIDING_SETTINGS = (
     "ledger_budget_bytes",
     "worker_queue_factor",
     "reservation_ttl_ms",
-    "retention",
 )
 """Settings that a decision depends on, besides its inputs."""
 

@@ -148,6 +148,11 @@ class DecisionReplay:
                 f"poolgrid {metadata.version('poolgrid')}, which knows versions up to {INPUTS_VERSION}: replay it with "
                 "the one that wrote it, or a later one"
             )
+        elif noted.settings.get("retention", "off") != "off":
+            self._refused = self._blind = (
+                f"it was written by poolgrid {noted.poolgrid} with retention {noted.settings['retention']}, which this "
+                "version does not have: replay it with the one that wrote it"
+            )
 
     # -- state -----------------------------------------------------------------------------------------------------
 

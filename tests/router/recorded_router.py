@@ -157,7 +157,6 @@ class RecordedRouter:
         card = msgspec.structs.replace(
             make_card(max_batch_size=4, max_sequence_length=4096 * self._scale, total_kv_blocks=self._kv_blocks),
             simulated_speedup=self.simulated_speedup,
-            takes_retention=name != NAMES[-1],
         )
         self.say(worker, WorkerJoined(card), source="consolidator")
 

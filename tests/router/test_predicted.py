@@ -46,7 +46,7 @@ def speeds_of(pool: Pool) -> LearnedSpeeds:
 
 def like(request: RoutingRequest, **changed: Any) -> RoutingRequest:
     """Return another request, the same but for what is changed."""
-    names = ("request_id", "model", "isl", "block_size", "blocks", "priority", "stage", "media", "media_kinds", "seed")
+    names = ("request_id", "model", "isl", "block_size", "blocks", "priority", "stage", "media", "media_kinds")
     kept = {name: getattr(request, name) for name in (*names, "ttft_target_ms")}
     return RoutingRequest(**(kept | changed))
 

@@ -122,7 +122,7 @@ def told(state: RouterState) -> dict[str, Any]:
 def test_a_state_that_is_given_the_log_of_another_is_like_it_and_decides_alike(
     seed: int, steps: int, policy: str
 ) -> None:
-    learning = {"scale": 20, "retention": "learned"} if seed % 3 == 0 else {}
+    learning = {"scale": 20} if seed % 3 == 0 else {}
     router, log = played(seed, steps, policy=policy, temperature=0.2 if seed % 2 else 0.0, **learning)
     again = fresh(router)
 

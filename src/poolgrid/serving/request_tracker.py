@@ -36,7 +36,7 @@ from poolgrid.serving.metrics import ServingMetrics
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.requests import FinishReason, KvRetention, TokenDelta
+from poolgrid.wire.requests import FinishReason, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 log: Final = logging.getLogger(__name__)
@@ -116,7 +116,6 @@ class RequestTracker(ABC, Generic[R]):
         stage: Stage,
         overlap_tokens: int,
         expected_prefill_tokens: int | None = None,
-        retention: KvRetention | None = None,
         pool: str = "",
     ) -> Dispatch | None:
         """Send a request's next leg to a worker; return ``None``, and change nothing, when its link takes nothing now.
@@ -128,7 +127,7 @@ class RequestTracker(ABC, Generic[R]):
         trace = machine.request.trace
         context = self._not_sampled if trace is None else begin_leg(trace, machine, worker, stage, pool)
         endpoint = link.endpoint
-        message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context, retention)
+        message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context)
         if not link.generate(message, not self._on_link.get(endpoint)):
             machine.not_sent()
             if trace is not None:

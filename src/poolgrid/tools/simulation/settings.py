@@ -59,9 +59,6 @@ class SimulationSettings(EngineSettings):
     event_delay_ms: float = Field(
         0.0, ge=0.0, le=60_000.0, description="How long a worker's events take to reach the routers."
     )
-    retention: Literal["off", "learned"] = Field(
-        "off", description="What engines are told of how long blocks should stay: nothing, or what the router learns."
-    )
     worker_speeds: str = Field(
         "1",
         description="Speed factors of the workers that their cards do not state, separated by commas, repeated for "
@@ -89,12 +86,6 @@ class WhatIfSettings(EngineSettings):
     queue_weight: str | None = Field(None, description="How much queued prompt tokens count.")
     decode_weight: str | None = Field(None, description="Cost of one block of active requests.")
     temperature: str | None = Field(None, description="Above 0, workers are sampled by cost.")
-    retention: str | None = Field(
-        None,
-        examples=["off", "learned"],
-        description="What engines are told of how long blocks should stay: nothing, or what the router learns; by "
-        "default as recorded.",
-    )
     as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
 

@@ -43,7 +43,7 @@ def _simulate(trace: Path, settings: SimulationSettings) -> None:
         speeds = WorkerSpeeds.parse(settings.worker_speeds)
     except SpeedError as error:
         raise UsageError(str(error)) from None
-    routers = RouterFleet(settings.routers, settings.event_delay_ms, retention=settings.retention)
+    routers = RouterFleet(settings.routers, settings.event_delay_ms)
     reports = {}
     for name, policy in policies.items():
         pool = SimulatedPool(
@@ -63,7 +63,6 @@ def _simulate(trace: Path, settings: SimulationSettings) -> None:
         "workers": stage.workers,
         "routers": settings.routers,
         "event_delay_ms": settings.event_delay_ms,
-        "retention": settings.retention,
         "speed": settings.speed,
         "block_size": settings.block_size,
         "blocks_per_worker": stage.limits.total_kv_blocks,

@@ -176,7 +176,5 @@ def config_text(stage: Stage, settings: TuneSettings, chosen: Variant, verdict: 
         f"objective {settings.objective}, {counted(settings.trials, 'trial')}, seed {settings.seed};",
         f"# searched on the first {SEARCH_SHARE:.0%}, compared on the rest. Engines are a model: measure it.",
     ]
-    # How long blocks stay was not searched, and is the router's own affair.
-    chosen_settings = {name: value for name, value in chosen.settings().items() if name != "retention"}
-    lines += [f"{name} = {json.dumps(value)}" for name, value in chosen_settings.items()]
+    lines += [f"{name} = {json.dumps(value)}" for name, value in chosen.settings().items()]
     return "\n".join(lines) + "\n"

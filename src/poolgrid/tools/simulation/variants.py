@@ -8,7 +8,7 @@ from typing import Any
 
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.simulation.pool import Retention, RouterFleet, SimulatedPool
+from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import PrefillCompleted, RequestFinished
@@ -24,7 +24,6 @@ class Variant:
     policy: str = "kv"
     weights: CostWeights = CostWeights()
     temperature: float = 0.0
-    retention: Retention = "off"
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by their names in the router."""
@@ -32,7 +31,6 @@ class Variant:
             "policy": self.policy,
             **asdict(self.weights),
             "temperature": self.temperature,
-            "retention": self.retention,
         }
 
 
@@ -91,7 +89,7 @@ def run_variant(
             served.append(Served(first - request.arrival_ms, itl_ms))
 
     policy = make_policy(variant.policy, variant.weights, variant.temperature)
-    pool = SimulatedPool(workload, policy, workers, limits, timing, on_fact, RouterFleet(retention=variant.retention))
+    pool = SimulatedPool(workload, policy, workers, limits, timing, on_fact)
     result = pool.run(on_progress)
     report = {**policy_report(result, workers), "settings": variant.settings()}
     return VariantResult(report, served, result.span_ms)

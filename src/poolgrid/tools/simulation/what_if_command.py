@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
-from typing import Any, get_args
+from typing import Any
 
 import click
 
@@ -16,7 +16,6 @@ from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.tools.simulation.pool import Retention
 from poolgrid.tools.simulation.recording import Stage, load_recording
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 from poolgrid.tools.simulation.variants import Variant, run_variant
@@ -33,8 +32,6 @@ FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
     (1.0, ("worker_tokens_max_over_mean",)),
 )
 """Factor of each column of the table, and the place of its figure in a report."""
-
-_RETENTIONS: tuple[Retention, ...] = get_args(Retention)
 
 _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
 
@@ -83,34 +80,25 @@ def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
     if policy not in SIMULATED_POLICIES:
         stage.remarks.append(f"the recorded policy {policy} cannot be simulated; kv stands in for it")
         policy = "kv"
-    told: dict[str, Retention] = {each: each for each in _RETENTIONS}
-    retention = told.get(str(recorded.get("retention", "off")), "off")
-    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)), retention)
+    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)))
     policies = _words(settings.policy) or [policy]
     for name in policies:
         if name not in SIMULATED_POLICIES:
             raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
-    retentions = _words(settings.retention) or [retention]
-    for name in retentions:
-        if name not in told:
-            raise UsageError(f"--retention: {name!r} is unknown, allowed are {', '.join(_RETENTIONS)}")
     swept = {name: _numbers(name, getattr(settings, name)) for name in _SWEPT}
     given = {name: values for name, values in swept.items() if values}
     variants = [base]
-    for name, values, kept in itertools.product(policies, itertools.product(*given.values()), retentions):
+    for name, values in itertools.product(policies, itertools.product(*given.values())):
         # Only kv looks at weights; the others are tried once.
         chosen = dict(zip(given, values, strict=True)) if name == "kv" else {}
         words = [f"{key.replace('_', '-')}={value:g}" for key, value in chosen.items()]
-        label = " ".join([name, *words, *([f"retention={kept}"] if settings.retention else [])])
-        variant = _with(Variant(label, name, weights, base.temperature, told[kept]), chosen)
+        variant = _with(Variant(" ".join([name, *words]), name, weights, base.temperature), chosen)
         if variant.settings() not in [each.settings() for each in variants]:
             variants.append(variant)
     if len(variants) > VARIANTS_MAX:
         raise UsageError(f"{counted(len(variants), 'combination')}, allowed are {VARIANTS_MAX}; nothing was simulated")
     if len(variants) == 1:
-        stage.remarks.append(
-            "no other settings were given: try --policy, --overlap-weight, --temperature or --retention"
-        )
+        stage.remarks.append("no other settings were given: try --policy, --overlap-weight or --temperature")
     return variants
 
 
@@ -152,7 +140,6 @@ def report_of(stage: Stage, speed: float, policies: Mapping[str, Any]) -> dict[s
         "workers": stage.workers,
         "routers": 1,
         "event_delay_ms": 0.0,
-        "retention": next(iter(policies.values()))["settings"]["retention"],
         "speed": speed,
         "block_size": stage.workload.block_size,
         "blocks_per_worker": stage.limits.total_kv_blocks,
