@@ -38,7 +38,7 @@ PLUGINS = (
     Plugin("tools", ("bench",), "bench: not installed"),
     Plugin("tools/bench", ("bench",), "bench: not installed"),
     Plugin("tools/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
-    Plugin("tools/simulation", ("tune", "trace"), "tune: not installed"),
+    Plugin("tools/simulation", ("what-if", "dir"), "what-if: not installed"),
 )
 
 

@@ -163,7 +163,6 @@ FORMER_SETTINGS: dict[str, str] = {
     "--slowdowns": "use --worker-speeds, which holds for the whole run.",
     "--ttft-targets-ms": "lab/benchmarks measures how many targets are met.",
     "--hide-targets": "lab/benchmarks measures how many targets are met.",
-    "--search-share": "tune searches on the first 60 % of the requests.",
     "engine-check --topic": "all topics are heard.",
     "engine-check --salt": "probes with a cache_salt are always sent.",
     "engine-check --no-salt": "probes with a cache_salt are always sent.",

@@ -155,7 +155,7 @@ class UpSettings(EventPlaneSettings):
     settings_file: Path | None = Field(
         None,
         description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it and "
-        "`poolgrid tune --config` writes it; options given here win over it.",
+        "Options given here win over it.",
     )
     api_keys: Path | None = Field(
         None,

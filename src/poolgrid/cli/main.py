@@ -25,7 +25,6 @@ MODULES = {
     "drain": f"{CORE}.drain",
     "replay": f"{CORE}.replay",
     "what-if": f"{TOOLS}.simulation.what_if_command",
-    "tune": f"{TOOLS}.simulation.tune_command",
     "explain": f"{CORE}.explain",
     "config": f"{CORE}.config",
     "engine-config": "poolgrid.workers.engines.trtllm.command",

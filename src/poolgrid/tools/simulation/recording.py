@@ -1,4 +1,4 @@
-"""What `poolgrid what-if` and `poolgrid tune` play: recorded traffic or a trace, and the engines it is played on."""
+"""What `poolgrid simulate` and `poolgrid what-if` play: a trace or recorded traffic, and the engines for it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
@@ -88,24 +87,3 @@ class WhatIfSettings(EngineSettings):
     temperature: str | None = Field(None, description="Above 0, workers are sampled by cost.")
     as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
-
-
-class TuneSettings(EngineSettings):
-    """A search for cost weights."""
-
-    decisions: str | None = Field(
-        None, description="Where the recorded decisions are, when not in `decisions` below the journal."
-    )
-    objective: Literal["ttft-p99", "goodput"] = Field(
-        "ttft-p99", description="What to make better: the 99th percentile of TTFT, or requests within both targets."
-    )
-    ttft_target_ms: float = Field(1000.0, gt=0, description="TTFT that a request of the goodput must not exceed.")
-    itl_target_ms: float = Field(50.0, gt=0, description="Mean ITL that a request of the goodput must not exceed.")
-    trials: int = Field(40, ge=2, le=100_000, description="Simulations of the search part.")
-    seed: int = Field(0, ge=0, description="Seed of the search: the same one finds the same weights.")
-    block_size: int = Field(64, ge=1, le=65_536, description="Tokens in a KV block, of a trace.")
-    as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
-    out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
-    config_out: Path | None = Field(
-        None, description="Write the weights to this file, for poolgrid router --settings-file."
-    )

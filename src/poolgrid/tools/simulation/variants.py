@@ -1,4 +1,4 @@
-"""One workload under several settings of the router: what each would have given every request."""
+"""One workload under several settings of the router."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
-from poolgrid.wire.events import PrefillCompleted, RequestFinished
+from poolgrid.tools.simulation.workload import Workload
 from poolgrid.workers.core.timing import TimingModel
-from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedLimits
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +33,6 @@ class Variant:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """How one request was served."""
-
-    ttft_ms: float
-    itl_ms: float | None
-    """Mean gap between its tokens; ``None`` when it had only one."""
-
-
-@dataclass(frozen=True, slots=True)
-class VariantResult:
-    """What a variant did with a workload."""
-
-    report: dict[str, Any]
-    """The keys of ``poolgrid simulate``."""
-    served: list[Served]
-    span_ms: float
-
-    def attained(self, ttft_target_ms: float, itl_target_ms: float) -> float:
-        """Return the share of requests whose TTFT and mean ITL were both within their targets."""
-        good = sum(
-            each.ttft_ms <= ttft_target_ms and (each.itl_ms is None or each.itl_ms <= itl_target_ms)
-            for each in self.served
-        )
-        return good / len(self.served) if self.served else 0.0
-
-    def goodput_per_s(self, ttft_target_ms: float, itl_target_ms: float) -> float:
-        """Return the requests per second that met both targets."""
-        good = self.attained(ttft_target_ms, itl_target_ms) * len(self.served)
-        return 1000.0 * good / self.span_ms if self.span_ms else 0.0
-
-
 def run_variant(
     workload: Workload,
     variant: Variant,
@@ -73,26 +40,14 @@ def run_variant(
     limits: SimulatedLimits,
     timing: TimingModel,
     on_progress: Callable[[int], None] = lambda _: None,
-) -> VariantResult:
-    """Play a workload under a variant's settings, with fresh engines; ``on_progress`` is told the requests finished."""
-    arrived: dict[str, SimulatedRequest] = {each.request_id: each for each in workload.requests}
-    first_token_ms: dict[str, float] = {}
-    served: list[Served] = []
+) -> dict[str, Any]:
+    """Play a workload under a variant's settings, with fresh engines; return the figures and the settings.
 
-    def on_fact(fact: Fact, now: float) -> None:
-        if isinstance(fact, PrefillCompleted):
-            first_token_ms.setdefault(fact.request_id, now)
-        elif isinstance(fact, RequestFinished):
-            request = arrived[fact.request_id]
-            first = first_token_ms.pop(fact.request_id, now)
-            itl_ms = (now - first) / (request.osl - 1) if request.osl > 1 else None
-            served.append(Served(first - request.arrival_ms, itl_ms))
-
+    ``on_progress`` is told the requests finished.
+    """
     policy = make_policy(variant.policy, variant.weights, variant.temperature)
-    pool = SimulatedPool(workload, policy, workers, limits, timing, on_fact)
-    result = pool.run(on_progress)
-    report = {**policy_report(result, workers), "settings": variant.settings()}
-    return VariantResult(report, served, result.span_ms)
+    result = SimulatedPool(workload, policy, workers, limits, timing).run(on_progress)
+    return {**policy_report(result, workers), "settings": variant.settings()}
 
 
 def roomy_limits(workload: Workload, **given: int) -> SimulatedLimits:

@@ -56,8 +56,9 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
         reports: dict[str, dict[str, Any]] = {}
         for variant in variants:
             with progress_bar(variant.name, len(stage.workload.requests), as_bytes=False) as on_progress:
-                result = run_variant(stage.workload, variant, stage.workers, stage.limits, stage.timing, on_progress)
-            reports[variant.name] = result.report
+                reports[variant.name] = run_variant(
+                    stage.workload, variant, stage.workers, stage.limits, stage.timing, on_progress
+                )
         for remark in stage.remarks:
             click.echo(remark, err=True)
         report = report_of(stage, settings.speed, reports)
