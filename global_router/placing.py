@@ -23,8 +23,7 @@ from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import Placement, Refusal
 from poolgrid.global_router.flight import Flight, ReservedLeg
 from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pool_status import model_status
-from poolgrid.global_router.pools import PoolConnection, Pools
+from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.global_router.tracker import GlobalRouterTracker

@@ -21,13 +21,13 @@ from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, pl
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.drain_endpoint import add_drain_endpoint
-from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
-from poolgrid.router.health import Completeness
 from poolgrid.router.http_api import (
+    Completeness,
+    add_drain_endpoint,
     add_index_endpoint,
     add_pool_endpoint,
+    add_route_endpoint,
     add_router_endpoints,
     endpoints,
     readiness,

@@ -1,23 +1,29 @@
 """What a request needs next, and which worker gets it: legs by the plan, workers by the selector.
 
 Nothing here is booked or sent. A choice is used in the turn of the event loop in which it was made.
+
+The latency target that a client asks for, as far as a pool's own router uses it.
+
+A global router reads more of them, and refuses what it cannot read (``poolgrid.global_router.core.choice``). Here a
+target only helps to choose between workers, so one that is no number of milliseconds above 0 asks for nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
@@ -34,8 +40,7 @@ from poolgrid.router.core.stage_plan import (
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
 from poolgrid.router.settings import RouterSettings
-from poolgrid.router.targets import ttft_target_ms
-from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegPlan
 from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 from poolgrid.wire.hashing import hash_seed
@@ -295,3 +300,27 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
     )
+
+
+TTFT_HEADER = "x-ttft-target-ms"
+VALUE_CHARS_MAX = 64
+"""A number of milliseconds is shorter."""
+
+
+def ttft_target_ms(hints: Mapping[str, Any]) -> float:
+    """Return the target of ``InferenceRequest.hints``, 0 without one; ``nvext`` wins over the header."""
+    nvext = hints.get("nvext")
+    router = nvext.get("router") if isinstance(nvext, Mapping) else None
+    value = router.get("ttft_target") if isinstance(router, Mapping) else None
+    if value is None:
+        headers = hints.get("headers")
+        value = headers.get(TTFT_HEADER) if isinstance(headers, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return 0.0
+    if isinstance(value, str) and len(value) > VALUE_CHARS_MAX:
+        return 0.0
+    try:
+        target_ms = float(value)
+    except (ValueError, OverflowError):
+        return 0.0
+    return target_ms if math.isfinite(target_ms) and target_ms > 0.0 else 0.0

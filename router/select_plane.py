@@ -21,14 +21,14 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints, shown_peer
 from poolgrid.process.tracing.record import SpanRecord
 from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
-from poolgrid.router.decision_span import tell_decision
+from poolgrid.router.placement import tell_decision
 from poolgrid.router.service import RouterService
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import CallbackSocket, bind

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
-from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
+from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, Placement
-from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerOvercommitted, WorkerReported
 from poolgrid.serving.request_tracker import Placer, RequestTracker
 from poolgrid.serving.reuse_sketch import ReuseSketch

@@ -218,7 +218,7 @@ ROUTING = Board(
                         ),
                     ),
                     "Requests of the fullest worker of a role, as a multiple of the mean. 1 is even.",
-                    "Above 3 for long: raise `queue_weight` or set a `temperature`; `poolgrid what-if` compares values.",
+                    "Above 3 for long: raise `queue_weight` or set a `temperature`; see `poolgrid what-if`.",
                     "spread",
                     no_value="idle",
                 ),

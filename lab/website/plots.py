@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poolgrid.router.core.candidates import Candidates
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import Choice
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.policies.predicted.policy import Predicted
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace

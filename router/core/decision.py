@@ -15,8 +15,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice
-from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, RoutingRequest
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,

@@ -18,10 +18,9 @@ import numpy as np
 from poolgrid.router.core.candidates import Candidates, IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.media_affinity import MediaAffinity
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.overlap import Columns, overlap_columns
-from poolgrid.router.core.policy import KvAware, Planner, Policy
+from poolgrid.router.core.policy import KvAware, MediaAffinity, Planner, Policy
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.worker_groups import BUSY, WorkerGroup, WorkerGroups
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey

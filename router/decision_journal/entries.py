@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 
 from poolgrid.consolidator.journal.stored_records import SegmentKind
-from poolgrid.router.core.candidates import Candidates, Choice
+from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerKey

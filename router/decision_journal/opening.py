@@ -13,8 +13,7 @@ from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import RouterSettingsNoted
 from poolgrid.router.decision_journal.reader import DIRECTORY
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
-from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
 

@@ -12,8 +12,7 @@ import zmq
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
-from poolgrid.global_router.pool_status import state_for
-from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint
+from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint, state_for
 from poolgrid.global_router.router_link import PoolLost, RouterLink
 from poolgrid.process.clock import SystemClock
 from poolgrid.transport.zmq_socket import CallbackSocket

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -20,11 +21,9 @@ from poolgrid.router.core.inputs import (
     SnapshotArrived,
     WorkerWanted,
 )
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
-from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, DecisionSegments, settings_noted
 from poolgrid.router.decision_journal.replay import DecisionReplay, ReplayOutcome
-from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire import codec

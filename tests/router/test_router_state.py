@@ -41,8 +41,8 @@ from poolgrid.router.decision_journal.entries import (
 from poolgrid.router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
 from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
+from poolgrid.router.decision_journal.recorder import DecisionSegments
 from poolgrid.router.decision_journal.replay import DecisionReplay
-from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
 from poolgrid.wire.events import AnyEvent, RequestStarted
 from tests.consolidator.journal_builder import FakeDisk

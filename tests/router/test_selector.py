@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.core import overlap, worker_groups
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import KvAware, Policy
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.decision_journal.entries import pack_columns
 from poolgrid.router.policies.baselines import FIELD_WEIGHTS, LeastLoaded, Lmetric, Random, RoundRobin

@@ -22,13 +22,12 @@ from poolgrid.inference.ports import Refused, TokenStream
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_check
-from poolgrid.router.core.candidates import Candidates
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Choice, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_links import CompatibilityCheck
 from poolgrid.router.metrics import RouterMetrics

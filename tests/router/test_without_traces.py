@@ -19,7 +19,7 @@ OF_TRACES = (
     "poolgrid.process.tracing",
     "poolgrid.frontend.request_span",
     "poolgrid.serving.leg_spans",
-    "poolgrid.router.decision_span",
+    "poolgrid.router.placement",
     "poolgrid.wire.trace_context",
     "opentelemetry",
 )

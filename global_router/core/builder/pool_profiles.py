@@ -36,10 +36,17 @@ from poolgrid.global_router.core.document.grid_document import (
     TargetMs,
     Tokens,
 )
-from poolgrid.global_router.core.document.json_paths import JsonPath, path_text, value_text
-from poolgrid.global_router.core.document.json_text import is_finite_number, is_integer, read_json
-from poolgrid.global_router.core.document.model_validation import validate_model
-from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
+from poolgrid.global_router.core.document.problems import (
+    GridDocumentError,
+    JsonPath,
+    Problem,
+    is_finite_number,
+    is_integer,
+    path_text,
+    read_json,
+    value_text,
+)
+from poolgrid.global_router.core.document.reader import validate_model
 
 POINTS_MAX = 1024
 """Points along one side of a table."""

@@ -36,9 +36,16 @@ from poolgrid.global_router.core.document.grid_document import (
     GridDocument,
     PoolSimulation,
 )
-from poolgrid.global_router.core.document.json_paths import JsonPath, path_text, suggestion, value_text
-from poolgrid.global_router.core.document.json_text import is_finite_number, is_integer
-from poolgrid.global_router.core.document.problems import Problem, Severity
+from poolgrid.global_router.core.document.problems import (
+    JsonPath,
+    Problem,
+    Severity,
+    is_finite_number,
+    is_integer,
+    path_text,
+    suggestion,
+    value_text,
+)
 from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.names import is_name, parse_name
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, FloatArray
+from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, FloatArray, RoutingRequest
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.batch_planner import BatchPlanner
 from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens

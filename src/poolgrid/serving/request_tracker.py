@@ -16,7 +16,6 @@ from typing import Any, Final, Generic, Protocol, TypeVar, assert_never
 
 from poolgrid.process.clock import Clock
 from poolgrid.serving.leg_spans import begin_leg, follow_legs
-from poolgrid.serving.leg_times import LegTimer
 from poolgrid.serving.legs import (
     AvoidWorker,
     CancelLeg,
@@ -32,7 +31,7 @@ from poolgrid.serving.legs import (
     WorkerReported,
 )
 from poolgrid.serving.links import LinkTable, WorkerLink
-from poolgrid.serving.metrics import ServingMetrics
+from poolgrid.serving.metrics import LegTimer, ServingMetrics
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage, WorkerKey

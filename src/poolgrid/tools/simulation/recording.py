@@ -1,20 +1,25 @@
-"""What `poolgrid simulate` and `poolgrid what-if` play: a trace or recorded traffic, and the engines for it."""
+"""What `poolgrid simulate` and `poolgrid what-if` play: a trace or recorded traffic, and the engines for it.
+
+One workload under several settings of the router.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from poolgrid.cli.journal_directory import UsageError, open_decisions, open_journal, progress_bar, survey_bytes
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.process.figures import counted
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceError, read_trace
-from poolgrid.tools.simulation.report import latency_summary
+from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.tools.simulation.report import latency_summary, policy_report
 from poolgrid.tools.simulation.settings import EngineSettings
-from poolgrid.tools.simulation.variants import roomy_limits
 from poolgrid.tools.simulation.workload import RecordedRequest, Workload, build_workload, recorded_workload
 from poolgrid.wire.identifiers import Role
 from poolgrid.workers.core.shipped_timing import timing_model
@@ -167,3 +172,45 @@ def measured(requests: Sequence[RecordedTraffic]) -> dict[str, Any]:
         "worker_tokens_max_over_mean": max(tokens.values()) / (sum(tokens.values()) / len(tokens)) if tokens else 0.0,
         "output_tokens": sum(each.osl or 0 for each in requests),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings of a router."""
+
+    name: str
+    policy: str = "kv"
+    weights: CostWeights = CostWeights()
+    temperature: float = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by their names in the router."""
+        return {
+            "policy": self.policy,
+            **asdict(self.weights),
+            "temperature": self.temperature,
+        }
+
+
+def run_variant(
+    workload: Workload,
+    variant: Variant,
+    workers: int,
+    limits: SimulatedLimits,
+    timing: TimingModel,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Play a workload under a variant's settings, with fresh engines; return the figures and the settings.
+
+    ``on_progress`` is told the requests finished.
+    """
+    policy = make_policy(variant.policy, variant.weights, variant.temperature)
+    result = SimulatedPool(workload, policy, workers, limits, timing).run(on_progress)
+    return {**policy_report(result, workers), "settings": variant.settings()}
+
+
+def roomy_limits(workload: Workload, **given: int) -> SimulatedLimits:
+    """Return engine limits under which every request of a workload fits; what is ``given`` is taken as it is."""
+    blocks = workload.total_tokens // workload.block_size + 2 * len(workload.requests) + 1
+    values = {"total_kv_blocks": blocks, "max_sequence_length": workload.longest + 1, **given}
+    return SimulatedLimits(block_size=workload.block_size, max_waiting_requests=len(workload.requests) + 1, **values)

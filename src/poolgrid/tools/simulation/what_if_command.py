@@ -16,9 +16,8 @@ from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.tools.simulation.recording import Stage, load_recording
+from poolgrid.tools.simulation.recording import Stage, Variant, load_recording, run_variant
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
-from poolgrid.tools.simulation.variants import Variant, run_variant
 
 VARIANTS_MAX = 64
 """Simulations of one command; more of them nobody compares by eye."""
