@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -192,6 +191,9 @@ def _make_feed(
             feed = query = ""  # names say where they are
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
+        # Late: it brings the whole state of a pool, which a consolidator elsewhere keeps.
+        from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
         followed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
         return cast(JournalFeed, followed), None

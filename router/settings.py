@@ -81,7 +81,6 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         examples=list(policy_names()),
         description="How a worker is chosen: " + ", ".join(policy_names()) + ", or module:Class of your own.",
     )
-    prefill_weight: float = Field(1.0, ge=0, le=1000, description="Cost of one block that must be computed.")
     queue_weight: float = Field(
         0.25, ge=0, le=1000, description="How much prompt tokens that a worker still has to compute for others count."
     )
@@ -150,7 +149,6 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     def cost_weights(self) -> CostWeights:
         """Return the weights of the kv policy."""
         return CostWeights(
-            prefill_weight=self.prefill_weight,
             queue_weight=self.queue_weight,
             decode_weight=self.decode_weight,
             device_weight=self.device_weight,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.service import RouterService
 from poolgrid.serving.admission_queue import queue_metrics
 from poolgrid.wire.identifiers import StreamState
 from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
+
+if TYPE_CHECKING:
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 PREFIX = "poolgrid_router"
 WORKER_STATES = ("ready", "draining", "unreachable")

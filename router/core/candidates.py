@@ -6,7 +6,7 @@ What a policy may know of a request.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -42,7 +42,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
     """Leading blocks of the prompt already in device memory."""
     host_overlap: FloatArray
     disk_overlap: FloatArray
-    engines: Any = None
+    engines: object = None
     """What the policy's observer knows of the workers (``Observer.describe``)."""
     behind: FloatArray | None = None
     """Requests that wait at the router and will be computed behind this one, by worker; ``None`` = none anywhere."""

@@ -32,7 +32,7 @@ class Observer:
     def advance(self, now_ms: float) -> None:
         """Let time pass; called before each choice."""
 
-    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Any:
+    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> object:
         """Return what its policy finds in ``Candidates.engines``, for the ``rows`` of some workers."""
 
     def on_chosen(

@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 DECIDING_SETTINGS = (
     "policy",
-    "prefill_weight",
     "queue_weight",
     "decode_weight",
     "device_weight",

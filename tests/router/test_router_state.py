@@ -30,7 +30,7 @@ from poolgrid.router.core.inputs import (
 )
 from poolgrid.router.core.load_ledger import ENTRY_BYTES
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.decision_journal import recorder
+from poolgrid.router.decision_journal import recorder, replay
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
     PrefillEnded,
@@ -283,6 +283,26 @@ def test_inputs_of_a_later_version_are_not_replayed_and_it_is_said_why(monkeypat
     (cause,) = outcome.causes
     assert f"inputs are of version {INPUTS_VERSION + 1}, written by poolgrid test" in cause
     assert f"knows versions up to {INPUTS_VERSION}" in cause
+
+
+def test_a_recording_with_a_setting_that_is_gone_is_not_replayed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay.FORMER_SETTINGS, "queue_weight", 0.5)
+
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(seed=3)
+        for name in NAMES:
+            router.join(name)
+        for _ in range(20):
+            router.step()
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    outcome = router.replay()
+
+    (cause,) = outcome.causes
+    assert "written by poolgrid test with queue_weight 0.25, which this version does not have" in cause
+    assert (outcome.identical, outcome.not_derivable) == (0, router.made)
 
 
 CHANGES = {

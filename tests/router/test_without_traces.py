@@ -18,7 +18,7 @@ from tests.router.test_admission import scene
 OF_TRACES = (
     "poolgrid.process.tracing",
     "poolgrid.frontend.request_span",
-    "poolgrid.serving.leg_spans",
+    "poolgrid.serving.request_tracker",
     "poolgrid.router.placement",
     "poolgrid.wire.trace_context",
     "opentelemetry",

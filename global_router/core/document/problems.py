@@ -120,10 +120,3 @@ def read_json(text: bytes | str) -> tuple[Any, list[Problem]]:
 def is_integer(value: Any) -> TypeGuard[int]:
     """Tell whether a JSON value is an integer; ``true`` and ``1.0`` are none."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_finite_number(value: Any) -> TypeGuard[float]:
-    """Tell whether a JSON value is a number that a float can hold; booleans, NaN and infinities are none."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return is_integer(value) and -(2**53) <= value <= 2**53

@@ -81,7 +81,6 @@ class WhatIfSettings(EngineSettings):
     overlap_weight: str | None = Field(
         None, description="Credit for reusable blocks, as a multiple of the recorded one; 0 ignores caches."
     )
-    prefill_weight: str | None = Field(None, description="Cost of one block that must be computed.")
     queue_weight: str | None = Field(None, description="How much queued prompt tokens count.")
     decode_weight: str | None = Field(None, description="Cost of one block of active requests.")
     temperature: str | None = Field(None, description="Above 0, workers are sampled by cost.")

@@ -32,7 +32,7 @@ FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
 )
 """Factor of each column of the table, and the place of its figure in a report."""
 
-_SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
+_SWEPT = ("overlap_weight", "queue_weight", "decode_weight", "temperature")
 
 
 @command()
