@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Path, Query
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,6 +21,7 @@ from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.process.clock import Clock
 from poolgrid.serving.admission_queue import queue_metrics
+from poolgrid.serving.router_process import decision_not_found
 from poolgrid.wire.answers import (
     BreakerRow,
     ConfigAnswer,
@@ -30,7 +32,6 @@ from poolgrid.wire.answers import (
     PoolRow,
     QueueRow,
     ReloadRow,
-    RoleRow,
 )
 from poolgrid.wire.selection import ModelStatus
 
@@ -73,12 +74,7 @@ def add_global_router_endpoints(
         """Explain one request: cell, override, spill, fallback, refusals, worker, for each of its dispatches."""
         record = service.decisions.get(request_id)
         if record is None:
-            raise RequestError(
-                404,
-                "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
-                param="request_id",
-            )
+            raise decision_not_found(request_id, len(service.decisions))
         return record.explanation().to_json()
 
     @app.get("/v1/config", tags=["global router"])
@@ -147,23 +143,8 @@ def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight:
 
 
 def _model_row(model: ModelStatus) -> PoolModelRow:
-    return PoolModelRow(
-        model=model.model,
-        block_size=model.block_size,
-        hash_spec=model.hash_spec,
-        max_sequence_length=model.max_sequence_length,
-        loras=list(model.loras),
-        roles={
-            role.role.name.lower(): RoleRow(
-                ready=role.ready,
-                draining=role.draining,
-                unreachable=role.unreachable,
-                requests=role.requests,
-                capacity=role.capacity,
-            )
-            for role in model.roles
-        },
-    )
+    roles = {role.role.name.lower(): asdict(role) for role in model.roles}
+    return msgspec.convert({**asdict(model), "roles": roles}, PoolModelRow)
 
 
 class StateCollector(Collector):

@@ -35,6 +35,7 @@ import msgspec
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
 from msgspec import Raw, Struct
+from msgspec.structs import asdict
 
 from poolgrid.frontend.app import Readiness
 from poolgrid.frontend.errors import RequestError, invalid, refused
@@ -55,6 +56,7 @@ from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
+from poolgrid.serving.router_process import decision_not_found
 from poolgrid.wire.answers import (
     DecisionList,
     DrainAnswer,
@@ -63,13 +65,11 @@ from poolgrid.wire.answers import (
     InstanceRow,
     JournalRow,
     LoadingRow,
-    ModelStatusRow,
     PoolAnswer,
     PoolStatusRow,
     QueueRow,
     RecordingRow,
     RequestExplanation,
-    RoleStatusRow,
     SourceRow,
     StreamRow,
     WorkerList,
@@ -79,7 +79,7 @@ from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.names import COMPONENTS
-from poolgrid.wire.selection import PoolStatus
+from poolgrid.wire.selection import PoolStatus, RoleStatus
 
 if TYPE_CHECKING:
     from poolgrid.router.decision_journal.recorder import DecisionRecorder
@@ -128,26 +128,14 @@ def add_router_endpoints(
         """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
         attempts = [each.explanation() for each in service.decisions.of_request(request_id)]
         if not attempts:
-            raise RequestError(
-                404,
-                "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
-                param="request_id",
-            )
+            raise decision_not_found(request_id, len(service.decisions))
         return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
 
 
 def loading_row(worker: LoadingWorker) -> LoadingRow:
     """Return what ``/v1/workers`` says of a worker that still loads."""
-    return LoadingRow(
-        worker_id=worker.worker_id,
-        model=worker.model,
-        role=worker.role,
-        phase=worker.phase,
-        done_bytes=worker.done_bytes,
-        total_bytes=worker.total_bytes,
-        left_bytes=max(0, worker.total_bytes - worker.done_bytes),
-    )
+    left_bytes = max(0, worker.total_bytes - worker.done_bytes)
+    return msgspec.convert({**asdict(worker), "left_bytes": left_bytes}, LoadingRow)
 
 
 def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms: int) -> WorkerRow:
@@ -253,34 +241,12 @@ def add_pool_endpoint(
 
 def pool_status(status: PoolStatus) -> PoolStatusRow:
     """Return a pool's status, as global routers get it, for people."""
-    models = [
-        ModelStatusRow(
-            model=model.model,
-            block_size=model.block_size,
-            hash_spec=model.hash_spec,
-            max_sequence_length=model.max_sequence_length,
-            roles=[
-                RoleStatusRow(
-                    role=each.role.name.lower(),
-                    ready=each.ready,
-                    draining=each.draining,
-                    unreachable=each.unreachable,
-                    requests=each.requests,
-                    capacity=each.capacity,
-                )
-                for each in model.roles
-            ],
-            loras=list(model.loras),
-        )
-        for model in status.models
-    ]
-    return PoolStatusRow(
-        ready=status.ready,
-        models=models,
-        waiting_requests=status.waiting_requests,
-        saturation=status.saturation,
-        retry_after_s=status.retry_after_s,
-    )
+    models = [{**asdict(model), "roles": [_role_fields(role) for role in model.roles]} for model in status.models]
+    return msgspec.convert({**asdict(status), "models": models}, PoolStatusRow)
+
+
+def _role_fields(role: RoleStatus) -> dict[str, Any]:
+    return {**asdict(role), "role": role.role.name.lower()}
 
 
 def endpoints(service: RouterService) -> list[EndpointRow]:

@@ -21,7 +21,6 @@ from poolgrid.wire.answers import (
     DecisionExplanation,
     DecisionRow,
     MediaRow,
-    RetainedRow,
     RetentionRow,
 )
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerId, WorkerKey
@@ -191,16 +190,7 @@ class Decision(msgspec.Struct, eq=False):
     def _retention(self) -> RetentionRow | UnsetType:
         """Return how long the prompt's blocks should stay, where that was learned."""
         said = self.retention
-        if said is None:
-            return UNSET
-        return RetentionRow(
-            ranges=[
-                RetainedRow(start=each.start, end=each.end, priority=each.priority, duration_ms=each.duration_ms)
-                for each in said.ranges
-            ],
-            decode_priority=said.decode_priority,
-            decode_duration_ms=said.decode_duration_ms,
-        )
+        return UNSET if said is None else msgspec.convert(said, RetentionRow, from_attributes=True)
 
     def _media(self) -> MediaRow | UnsetType:
         """Return how far the prompt was compared, where it has media."""
