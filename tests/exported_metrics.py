@@ -22,6 +22,7 @@ from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.http_api import register_views as register_pool_views
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.router_link import PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.http.connections import HttpConnections
@@ -133,7 +134,7 @@ async def _registered() -> list[Exported]:
     registry.register(DecisionRecordCollector(recorder))
     pool_metrics = GlobalRouterMetrics(registry)
     configuration = Configuration(read_document_file(GRID), GRID, clock)
-    pools = Pools({}, context, _nowhere, clock, 250, 2000)
+    pools = Pools({}, PoolNetwork(context, _nowhere, clock, 250, 2000))
     links = LinksOnDemand(open_link, 1.0, clock)
     global_settings = GlobalRouterSettings(config=GRID)
     register_pool_views(
