@@ -1,15 +1,4 @@
-"""What the global router counts; ``docs/global_router.md`` explains each.
-
-How requests fared against their targets, as metrics: by pool and role, and by the cells of the grids.
-
-Rules
-    1. A latency is judged where the closed loop would learn from it (``core.choice.destination``), against the target
-       with which its cell was chosen: the request's own, else the document's, else the middle of the axis.
-    2. A grid is shown by its last two axes, in at most ``LINES_MAX`` rows and columns: finer ones are put together. So
-       the series of a grid are bounded, whatever a document says.
-    3. With a new revision of the document the series of its cells begin anew: a cell may mean something else.
-    4. Nothing is known of pools that are in no document any more.
-"""
+"""What the global router counts; ``docs/global_router.md`` explains each."""
 
 from __future__ import annotations
 
@@ -100,7 +89,16 @@ LINES_MAX = 12
 
 
 class TargetBoard:
-    """The series of one global router."""
+    """How requests fared against their targets, as metrics: by pool and role, and by the cells of the grids.
+
+    Rules
+        1. A latency is judged where the closed loop would learn from it (``core.choice.destination``), against the
+           target with which its cell was chosen: the request's own, else the document's, else the middle of the axis.
+        2. A grid is shown by its last two axes, in at most ``LINES_MAX`` rows and columns: finer ones are put
+           together. So the series of a grid are bounded, whatever a document says.
+        3. With a new revision of the document the series of its cells begin anew: a cell may mean something else.
+        4. Nothing is known of pools that are in no document any more.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._judged = Counter(

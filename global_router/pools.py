@@ -9,13 +9,6 @@ Rules
     4. Names are for finding: a router whose registration is gone stays as long as its connection does.
     5. Pools are kept by name. A changed document adds, drops and moves them; what is under way is not touched, because
        tokens go between us and the workers directly.
-
-From what a pool last said of itself to whether it takes a request of a model and stage.
-
-A pool without a fresh status is down. One that has nobody for a request and workers that load is loading, which is
-no better for the request: it is told for people, and because it ends by itself. Workers that do a stage: those of its
-role; an aggregated worker does any but encode, a decode worker also the whole. A pool whose ready workers are all full
-is saturated; one that has only draining workers is draining.
 """
 
 from __future__ import annotations
@@ -452,7 +445,13 @@ def model_status(status: PoolStatus | None, model: str) -> ModelStatus | None:
 
 
 def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStanding:
-    """Return whether a pool with a fresh ``status`` takes a request; ``None`` is no fresh status."""
+    """Return whether a pool with a fresh ``status`` takes a request; ``None`` is no fresh status.
+
+    A pool without a fresh status is down. One that has nobody for a request and workers that load is loading, which is
+    no better for the request: it is told for people, and because it ends by itself. Workers that do a stage: those of
+    its role; an aggregated worker does any but encode, a decode worker also the whole. A pool whose ready workers are
+    all full is saturated; one that has only draining workers is draining.
+    """
     if status is None or not status.ready:
         return PoolStanding.DOWN
     served = model_status(status, model)

@@ -1,11 +1,6 @@
 """What a request needs next, and which worker gets it: legs by the plan, workers by the selector.
 
 Nothing here is booked or sent. A choice is used in the turn of the event loop in which it was made.
-
-The latency target that a client asks for, as far as a pool's own router uses it.
-
-A global router reads more of them, and refuses what it cannot read (``poolgrid.global_router.core.choice``). Here a
-target only helps to choose between workers, so one that is no number of milliseconds above 0 asks for nothing.
 """
 
 from __future__ import annotations
@@ -308,7 +303,11 @@ VALUE_CHARS_MAX = 64
 
 
 def ttft_target_ms(hints: Mapping[str, Any]) -> float:
-    """Return the target of ``InferenceRequest.hints``, 0 without one; ``nvext`` wins over the header."""
+    """Return the target of ``InferenceRequest.hints``, 0 without one; ``nvext`` wins over the header.
+
+    A global router reads more of them, and refuses what it cannot read (``poolgrid.global_router.core.choice``). Here
+    a target only helps to choose between workers, so one that is no number of milliseconds above 0 asks for nothing.
+    """
     nvext = hints.get("nvext")
     router = nvext.get("router") if isinstance(nvext, Mapping) else None
     value = router.get("ttft_target") if isinstance(router, Mapping) else None

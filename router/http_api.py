@@ -1,13 +1,6 @@
-"""What the router adds to the OpenAI surface: who the workers are, and why requests went where they went.
+"""What a pool's router adds to the HTTP API: workers, decisions, dry runs, the drain of a worker, the pool's health.
 
-``POST /v1/workers/{worker_id}/drain``: an operator takes a worker out of use, over the request plane.
-
-The worker takes nothing new from anybody, hands over what does not finish in time, and waits to be ended. Any router of
-the pool can tell it so; all of them hear of it in the worker's events.
-
-What a router says of its pool when it is asked for its health: who serves which model in which role. Pure.
-
-Rules
+Rules of the pool's health
     1. An endpoint is all workers of one model, role and endpoint name; it is ready while one of them takes requests.
     2. A model that is served in stages is complete once each stage that it needs has a worker: prefill workers cannot
        go on alone, and decode workers that could compute prompts themselves are there for something else. A pool is
@@ -15,12 +8,6 @@ Rules
     3. What was complete once stays ready: the pool serves on with those that are left, and ``troubles`` says so.
     4. A pool is ready only while some model has a worker that can generate: without one every request would be answered
        503, and a load balancer has better routers to ask (decision 0045). It starts without workers all the same.
-
-`POST /v1/route`: where a request would go now, and why, without sending it anywhere.
-
-The body is that of a chat or text completion, or ``{"model": ..., "token_ids": [...]}``. It is checked, rendered and
-tokenized as the real one would be, its media are loaded as for the real one and let go of; then the selector is asked
-on a dry run, which books, sends and records nothing.
 """
 
 from __future__ import annotations
@@ -285,7 +272,10 @@ ERRORS = {"404": "The pool has no such worker", "503": "The worker cannot be tol
 
 
 def add_drain_endpoint(app: FastAPI, service: RouterService) -> None:
-    """Add ``POST /v1/workers/{worker_id}/drain``."""
+    """Add ``POST /v1/workers/{worker_id}/drain``, which any router of a pool answers.
+
+    The worker takes nothing new, hands over what does not finish in time, and waits to be ended.
+    """
 
     @app.post("/v1/workers/{worker_id}/drain", tags=["router"], status_code=202, responses=error_answers(ERRORS))
     async def drain(
@@ -407,7 +397,11 @@ DRY_RUN_PREFIX = "dry-run-"
 
 
 def add_route_endpoint(app: FastAPI, service: RouterService) -> None:
-    """Add ``POST /v1/route`` to an application that ``create_app`` made."""
+    """Add ``POST /v1/route``: where a request would go now, and why.
+
+    The body is that of a chat or text completion, or ``{"model": ..., "token_ids": [...]}``. It is checked, rendered
+    and tokenized as the real one would be, and its media are loaded; then the selector is asked on a dry run.
+    """
     bodies: BodyReader = app.state.bodies
     preparation: Preparation = app.state.preparation
     tokenization: TokenizationPool = app.state.tokenization

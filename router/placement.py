@@ -1,7 +1,4 @@
-"""A request at its router, the worker that was chosen for its next leg, or why there is none.
-
-A routing decision on the span of the choice: facts and cost terms as attributes, other candidates as events.
-"""
+"""A request at its router, the worker that was chosen for its next leg, or why there is none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a policy looks at and what it answers: the workers that may serve a request, side by side, and a choice.
-
-What a policy may know of a request.
-"""
+"""What a policy looks at and what it answers: the workers that may serve a request, side by side, and a choice."""
 
 from __future__ import annotations
 

@@ -8,14 +8,6 @@ bit for bit.
 A policy of your own is a class with ``name``, ``needs_overlap`` and ``choose``; start the router with
 ``--policy package.module:ClassName``, or give it a name in the entry point group ``poolgrid.policies``. See
 ``docs/policies.md``.
-
-Which encode worker computes the embeddings of a request: the one that had the same media before, unless it is busy.
-
-Rendezvous hashing of the request's first medium over the workers gives every medium an order of preference that needs
-no memory, is the same in every router, and changes for few media when a worker comes or goes. The first worker in that
-order is taken whose load is within ``LOAD_BOUND`` of the average: equal media meet, and a popular picture does not pile
-up (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam 2016). The first medium counts, because a
-conversation sends its earlier ones again with every turn.
 """
 
 from __future__ import annotations
@@ -161,7 +153,15 @@ LOAD_BOUND = 1.25
 
 
 class MediaAffinity:
-    """The policy of encode legs, whatever policy the router has for the others."""
+    """Which encode worker computes the embeddings of a request: the one that had the same media before, unless it is
+    busy.
+
+    Rendezvous hashing of the request's first medium over the workers gives every medium an order of preference that
+    needs no memory, is the same in every router, and changes for few media when a worker comes or goes. The first
+    worker in that order is taken whose load is within ``LOAD_BOUND`` of the average: equal media meet, and a popular
+    picture does not pile up (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam 2016). The
+    first medium counts, because a conversation sends its earlier ones again with every turn.
+    """
 
     name = "media-affinity"
     needs_overlap = False

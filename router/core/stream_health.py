@@ -10,31 +10,6 @@ Rules
     4. What a chosen worker computed and has not told of yet is believed of it (``ComputedPrompts``), as long as its
        stream is.
     5. It is a fold like the projection it belongs to: events, choices and their times decide, nothing else.
-
-A live cross-check of one worker's event stream: what the index says it holds against what it really reuses.
-
-Rules
-    1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the index
-       said of the prompt between the choice and the start, whichever is nearest. A block more or less is no
-       disagreement, because engines compute the last tokens anew.
-    2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
-    3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
-       suspect; it stays so until the share falls below ``TRUSTED_BELOW``.
-
-This is how a stream that never fills is found: the engine reuses what the index has never heard of.
-
-Prompts that workers have computed and have not told of: a first token is sooner with a router than the events.
-
-An answer of a few tokens is over before the consolidator's stream says what it left in the worker's cache. Who asks
-again at once, with the answer or with another question about the same text, would be sent to a worker that has nothing.
-
-Rules
-    1. A prompt is here from its first token until its worker's stream tells of the request, or the worker's cache is
-       emptied, or the worker leaves. Then the index says what the worker holds, and nothing else does.
-    2. A path's sequence hashes name all that is before them, so two paths that agree at a place agree up to there: how
-       far they do is found by halving.
-    3. At most ``PROMPTS_MAX``, the newest; of those that begin with the same block the newest ``SAME_BEGINNING_MAX``
-       are looked at.
 """
 
 from __future__ import annotations
@@ -246,7 +221,18 @@ TRUSTED_BELOW: Final = 0.25
 
 
 class OverlapCheck:
-    """Predicted against realised overlap of one worker."""
+    """A live cross-check of one worker's event stream: what the index says it holds against what it really reuses.
+
+    Rules
+        1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the
+           index said of the prompt between the choice and the start, whichever is nearest. A block more or less is no
+           disagreement, because engines compute the last tokens anew.
+        2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
+        3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
+           suspect; it stays so until the share falls below ``TRUSTED_BELOW``.
+
+    This is how a stream that never fills is found: the engine reuses what the index has never heard of.
+    """
 
     __slots__ = ("_window", "disagreeing_tokens", "is_suspect", "predicted_tokens", "realised_tokens", "weight_tokens")
 
@@ -323,7 +309,20 @@ _Key = tuple[WorkerKey, str]
 
 
 class ComputedPrompts:
-    """Paths of such prompts, by the request and by their first block."""
+    """Prompts that workers have computed and have not told of: a first token is sooner with a router than the events.
+
+    An answer of a few tokens is over before the consolidator's stream says what it left in the worker's cache. Who
+    asks again at once, with the answer or with another question about the same text, would be sent to a worker that
+    has nothing.
+
+    Rules
+        1. A prompt is here from its first token until its worker's stream tells of the request, or the worker's cache
+           is emptied, or the worker leaves. Then the index says what the worker holds, and nothing else does.
+        2. A path's sequence hashes name all that is before them, so two paths that agree at a place agree up to there:
+           how far they do is found by halving.
+        3. At most ``PROMPTS_MAX``, the newest; of those that begin with the same block the newest
+           ``SAME_BEGINNING_MAX`` are looked at.
+    """
 
     def __init__(self) -> None:
         self._first_block: dict[_Key, int] = {}

@@ -10,17 +10,6 @@ Rules
        copies references; the thread looks through them. What the router believes by its own choices takes at most
        ``1 / BELIEFS_SHARE`` of a segment, the youngest first, and the checkpoint says until when the rest matters.
     4. Nothing here ever keeps a request waiting, and a journal that cannot be written never ends the router.
-
-The segments of a decision journal: appended to by one process, each readable on its own.
-
-Rules
-    1. A life of the router begins a segment; a segment that grew beyond ``segment_bytes``, and to twice what it began
-       with, is followed by another one: checkpoints never take more than half of a journal.
-    2. After a failed write the segment is cut back to what was there before, and closed: what was to be written is
-       lost, and the next segment says so.
-    3. What a killed process left torn is cut when the journal is opened. A damaged segment is left as it is: it is for
-       ``verify`` to name, and no reason not to serve.
-    4. Retention removes whole segments, oldest first, never the newest.
 """
 
 from __future__ import annotations
@@ -320,7 +309,17 @@ class _Segment:
 
 
 class DecisionSegments:
-    """A directory of segments; every method may raise ``OSError``."""
+    """The segments of a decision journal: appended to by one process, each readable on its own.
+
+    Rules
+        1. A life of the router begins a segment; a segment that grew beyond ``segment_bytes``, and to twice what it
+           began with, is followed by another one: checkpoints never take more than half of a journal.
+        2. After a failed write the segment is cut back to what was there before, and closed: what was to be written is
+           lost, and the next segment says so.
+        3. What a killed process left torn is cut when the journal is opened. A damaged segment is left as it is: it is
+           for ``verify`` to name, and no reason not to serve.
+        4. Retention removes whole segments, oldest first, never the newest.
+    """
 
     def __init__(self, disk: Disk, retention_bytes: int, retention_ms: int) -> None:
         self._disk = disk

@@ -9,16 +9,6 @@ Rules
 
 The global router (first placement, moves, the question whether waiting helps), its waiting room, its preview and the
 simulator ask here, and nowhere else.
-
-For which cell's closed loop a request's latencies count, and on which pool they were had.
-
-Rules
-    1. The TTFT counts where the prompt was computed first, the mean ITL where tokens were generated: for the cell that
-       selection found in that stage, on the pool that served it, whether the request was meant to go there, spilled or
-       fell back.
-    2. What a loss or a move delayed says nothing of a pool: the TTFT of a request whose first computation was in vain
-       and the ITL of one that moved count nowhere.
-    3. After a priority override nothing counts: nobody asked the cell.
 """
 
 from __future__ import annotations
@@ -130,7 +120,16 @@ class Served:
 
 @dataclass(slots=True)
 class Attribution:
-    """What one request's latencies count for; ``None`` where for nothing."""
+    """For which cell's closed loop a request's latencies count, and on which pool they were had.
+
+    Rules
+        1. The TTFT counts where the prompt was computed first, the mean ITL where tokens were generated: for the cell
+           that selection found in that stage, on the pool that served it, whether the request was meant to go there,
+           spilled or fell back.
+        2. What a loss or a move delayed says nothing of a pool: the TTFT of a request whose first computation was in
+           vain and the ITL of one that moved count nowhere.
+        3. After a priority override nothing counts: nobody asked the cell.
+    """
 
     ttft: Served | None = None
     itl: Served | None = None

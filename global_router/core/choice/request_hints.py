@@ -5,14 +5,6 @@ field's extension, and from the headers ``x-ttft-target-ms`` and ``x-itl-target-
 a target (``document.axis``). The body wins over a header. 0
 is a valid target. ``null`` never asks for anything. Keys that are not named here are ignored, as everywhere in a
 request. A value that cannot be used is the client's error, with the field's name, and never ours.
-
-How long an answer is expected to be: the client's word, else what traffic taught, else the document's default.
-
-Rules
-    1. A request's own ``osl`` is used as it is, except that no answer is longer than the request's own limit.
-    2. A model's length is the mean over its finished requests; after ``memory_requests`` of them the mean forgets: each
-       new length has the weight ``1/memory_requests``. It is used from ``learn_after_requests`` on.
-    3. At most ``MODELS_MAX`` models are remembered; the one that was seen longest ago is forgotten.
 """
 
 from __future__ import annotations
@@ -154,7 +146,14 @@ class _Mean:
 
 
 class OutputLengths:
-    """Expected output lengths, learned per model."""
+    """How long an answer is expected to be: the client's word, else what traffic taught, else the document's default.
+
+    Rules
+        1. A request's own ``osl`` is used as it is, except that no answer is longer than the request's own limit.
+        2. A model's length is the mean over its finished requests; after ``memory_requests`` of them the mean forgets:
+           each new length has the weight ``1/memory_requests``. It is used from ``learn_after_requests`` on.
+        3. At most ``MODELS_MAX`` models are remembered; the one that was seen longest ago is forgotten.
+    """
 
     def __init__(self, settings: OutputLengthSettings, models_max: int = MODELS_MAX) -> None:
         self._settings = settings

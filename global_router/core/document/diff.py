@@ -2,11 +2,6 @@
 
 Pools are compared by name and not by position, so that a pool inserted in the middle is one change:
 ``$.prefill.pools[name=fast].url``. Mappings of the same shape are compared cell by cell, others as a whole.
-
-A grid document as text: canonical, short, and readable as a table.
-
-Pools by name, defaults left out, innermost arrays of the mapping on one line each. Reading the text gives an equal
-document.
 """
 
 from __future__ import annotations
@@ -77,7 +72,11 @@ def _differences(before: Any, after: Any, path: str) -> Iterator[Change]:
 
 
 def document_text(document: GridDocument) -> str:
-    """Return the canonical text of a document, ending with a newline."""
+    """Return the canonical text of a document, ending with a newline.
+
+    Pools by name, defaults left out, innermost arrays of the mapping on one line each. Reading the text gives an equal
+    document.
+    """
     data = document.model_dump(mode="json", exclude_defaults=True)
     return json_text({"version": document.version, "mode": document.mode, **data}) + "\n"
 

@@ -1,9 +1,4 @@
-"""What is wrong with a document: the place, the problem, and whether the document can be used all the same.
-
-Places in a JSON document, written the way people look them up: ``$.prefill.mapping[2][1]``.
-
-Bytes to plain JSON values, within the bounds of a document.
-"""
+"""What is wrong with a document: the place, the problem, and whether the document can be used all the same."""
 
 from __future__ import annotations
 

@@ -2,11 +2,6 @@
 
 Each router decides when requests that wait are tried: the pool router whenever a worker may have room, in one go; the
 global router by asking pools, which takes a while.
-
-Workers that refused a request because they have no room, and when they may be asked again.
-
-A worker in front of a full engine passes the engine's ``Retry-After`` on. Until that time is over it gets nothing, and
-requests that only it could serve wait in the queue.
 """
 
 from __future__ import annotations
@@ -226,7 +221,11 @@ RETRY_AFTER_MAX_MS: Final = 60_000
 
 
 class FullWorkers(Generic[K]):
-    """Those of one router."""
+    """Workers that refused a request because they have no room, and when they may be asked again.
+
+    A worker in front of a full engine passes the engine's ``Retry-After`` on. Until that time is over it gets nothing,
+    and requests that only it could serve wait in the queue.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

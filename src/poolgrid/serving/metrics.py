@@ -1,18 +1,6 @@
 """What both routers count, each under its own prefix; ``docs/metrics.md`` lists them.
 
 Counters move where things happen; gauges that mirror state are read at scrape time.
-
-How long the legs of a request take, as its router sees them: a histogram with a series for each leg.
-
-Rules
-    1. ``queue`` is all time without a worker: from the arrival to the first dispatch, and between two dispatches.
-    2. ``encode`` is from the dispatch to the embeddings; ``prefill`` from the dispatch to the first token, the wait in
-       the worker's own queue included; ``transfer`` from the dispatch of a decode leg to its first output, which proves
-       that the KV has arrived; ``decode`` from there, or from the first token, to the last one.
-    3. A leg that ends without what it was for (its worker was lost, the client left) is not counted: its time says how
-       long a failure took.
-    4. At each of these moments one number is counted, by ``time.perf_counter``, which costs least. Nothing is done
-       per token.
 """
 
 from __future__ import annotations
@@ -92,7 +80,18 @@ class LegTimer:
 
 
 class LegTimes:
-    """The histogram of one router."""
+    """How long the legs of a request take, as its router sees them: a histogram with a series for each leg.
+
+    Rules
+        1. ``queue`` is all time without a worker: from the arrival to the first dispatch, and between two dispatches.
+        2. ``encode`` is from the dispatch to the embeddings; ``prefill`` from the dispatch to the first token, the
+           wait in the worker's own queue included; ``transfer`` from the dispatch of a decode leg to its first output,
+           which proves that the KV has arrived; ``decode`` from there, or from the first token, to the last one.
+        3. A leg that ends without what it was for (its worker was lost, the client left) is not counted: its time says
+           how long a failure took.
+        4. At each of these moments one number is counted, by ``time.perf_counter``, which costs least. Nothing is done
+           per token.
+    """
 
     def __init__(self, name: str, registry: CollectorRegistry) -> None:
         legs = Histogram(

@@ -13,20 +13,6 @@ Rules
        freed, and looked at by the garbage collector. A path that is whole is never changed: it is remembered as it is.
 
 So turn n of a conversation costs the hashes of its new text. No clock, no lock: owned by one event loop.
-
-What an infinite cache that all workers share would have reused: a bounded memory of the prompts that were seen.
-
-Rules
-    1. A prompt is its *path*: the sequence hashes of its whole blocks, each of which stands for its block and all
-       before it. So a block was seen exactly if its hash was, and what was seen of a prompt is a prefix of its path.
-    2. What a prompt added is kept as one *part*, under its first hash. A path is followed from part to part; how far it
-       goes along with one is found by halving, since hashes that are equal in one place are equal before it.
-    3. At most ``budget_bytes`` are used, in two generations. New parts go to the young generation; when that has half
-       of the bound, the old one is forgotten and the young one takes its place. What is asked for again becomes young
-       again, so at least what was asked for last is known, as much of it as half of the bound takes.
-    4. What was forgotten counts as never seen: the figure is a lower bound, exact as long as nothing was forgotten.
-    5. A path goes into one generation whole, or cut at its end. So each generation holds every ancestor of what it
-       holds.
 """
 
 from __future__ import annotations
@@ -340,7 +326,23 @@ class _Generation:
 
 
 class ReuseSketch:
-    """The prompts that one router saw."""
+    """What an infinite cache that all workers share would have reused: a bounded memory of the prompts that were seen.
+
+    Rules
+        1. A prompt is its *path*: the sequence hashes of its whole blocks, each of which stands for its block and all
+           before it. So a block was seen exactly if its hash was, and what was seen of a prompt is a prefix of its
+           path.
+        2. What a prompt added is kept as one *part*, under its first hash. A path is followed from part to part; how
+           far it goes along with one is found by halving, since hashes that are equal in one place are equal before
+           it.
+        3. At most ``budget_bytes`` are used, in two generations. New parts go to the young generation; when that has
+           half of the bound, the old one is forgotten and the young one takes its place. What is asked for again
+           becomes young again, so at least what was asked for last is known, as much of it as half of the bound takes.
+        4. What was forgotten counts as never seen: the figure is a lower bound, exact as long as nothing was
+           forgotten.
+        5. A path goes into one generation whole, or cut at its end. So each generation holds every ancestor of what it
+           holds.
+    """
 
     def __init__(self, budget_bytes: int = SKETCH_BYTES) -> None:
         """``budget_bytes`` bounds the memory; 0 keeps nothing, and nothing was ever seen."""

@@ -3,11 +3,6 @@
 Both routers have one (``RequestTracker`` with its router's own load accounting). A leg is sent here in one go: begun,
 encoded, given to its link. What happens to it there, and what follows, is the table of
 ``poolgrid.serving.request_machine``.
-
-The spans of a request's legs, made of what happens to them. Pure, and only for requests whose traces are kept.
-
-A leg's span begins when it is sent, and ends with its worker's part in it: its last delta, or whatever took it from
-that worker. The span of a leg that replaces a lost one is linked to it.
 """
 
 from __future__ import annotations
@@ -304,7 +299,11 @@ KEPT = (FinishReason.PREFILLED, FinishReason.ENCODED)
 def begin_leg(
     trace: TraceRecord, machine: RequestMachine, worker: WorkerKey, stage: Stage, pool: str = ""
 ) -> TraceContext:
-    """Begin the span of the leg that is about to be sent; return the context for its worker."""
+    """Begin the span of the leg that is about to be sent; return the context for its worker.
+
+    A leg's span begins when it is sent, and ends with its worker's part in it: its last delta, or whatever took it
+    from that worker. The span of a leg that replaces a lost one is linked to it.
+    """
     plan = machine.plan
     span = trace.begin(f"leg {STAGE_WORD[stage]}", SpanKind.CLIENT)
     span.attributes |= {

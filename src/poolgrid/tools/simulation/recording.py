@@ -1,23 +1,22 @@
-"""What `poolgrid simulate` and `poolgrid what-if` play: a trace or recorded traffic, and the engines for it.
-
-One workload under several settings of the router.
-"""
+"""What `poolgrid simulate` and `poolgrid what-if` play: a trace or recorded traffic, and the engines for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from poolgrid.cli.command_line import json_text, print_json
 from poolgrid.cli.journal_directory import UsageError, open_decisions, open_journal, progress_bar, survey_bytes
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.process.figures import counted
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.process.terminal_table import TerminalTable, terminal
+from poolgrid.router.core.policy import Policy
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
-from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceError, read_trace
-from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.tools.simulation.conditions import WorkerSpeeds
+from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.report import latency_summary, policy_report
 from poolgrid.tools.simulation.settings import EngineSettings
 from poolgrid.tools.simulation.workload import RecordedRequest, Workload, build_workload, recorded_workload
@@ -48,6 +47,42 @@ class Stage:
     measured: dict[str, Any] | None = None
     """What was measured while it was recorded, by the keys of a simulation's report."""
     remarks: list[str] = field(default_factory=list)
+
+    def play(
+        self, name: str, policy: Policy, routers: RouterFleet | None = None, speeds: WorkerSpeeds | None = None
+    ) -> dict[str, Any]:
+        """Return the figures of a policy, on fresh engines, and show its progress under a name."""
+        pool = SimulatedPool(
+            self.workload, policy, self.workers, self.limits, self.timing, routers=routers, speeds=speeds
+        )
+        with progress_bar(name, len(self.workload.requests), as_bytes=False) as on_progress:
+            return policy_report(pool.run(on_progress), self.workers)
+
+    def report(self, speed: float, policies: Mapping[str, Any], routers: RouterFleet, **more: Any) -> dict[str, Any]:
+        """Return the figures of several policies or settings, and what they were played on."""
+        return {
+            "trace": self.name,
+            "requests": len(self.workload.requests),
+            "workers": self.workers,
+            "routers": routers.routers,
+            "event_delay_ms": routers.event_delay_ms,
+            "speed": speed,
+            "block_size": self.workload.block_size,
+            "blocks_per_worker": self.limits.total_kv_blocks,
+            "ideal_cached_token_ratio": self.workload.ideal_cached_token_ratio,
+            **more,
+            "policies": dict(policies),
+        }
+
+
+def show_report(report: dict[str, Any], table: TerminalTable, as_json: bool, out: Path | None) -> None:
+    """Print a report as a table or as JSON, and write it where that is asked for."""
+    if as_json:
+        print_json(report)
+    else:
+        terminal().print(table)
+    if out is not None:
+        out.write_text(json_text(report), encoding="utf-8")
 
 
 def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> TimingModel:
@@ -114,8 +149,12 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
 
 
 def _limits(workload: Workload, given: dict[str, int]) -> SimulatedLimits:
+    """Return limits under which every request of a workload fits; what is ``given`` is taken as it is."""
+    blocks = workload.total_tokens // workload.block_size + 2 * len(workload.requests) + 1
+    values = {"total_kv_blocks": blocks, "max_sequence_length": workload.longest + 1, **given}
+    waiting = len(workload.requests) + 1
     try:
-        limits = roomy_limits(workload, **given)
+        limits = SimulatedLimits(block_size=workload.block_size, max_waiting_requests=waiting, **values)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if limits.total_kv_blocks * limits.block_size < workload.longest:
@@ -172,45 +211,3 @@ def measured(requests: Sequence[RecordedTraffic]) -> dict[str, Any]:
         "worker_tokens_max_over_mean": max(tokens.values()) / (sum(tokens.values()) / len(tokens)) if tokens else 0.0,
         "output_tokens": sum(each.osl or 0 for each in requests),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Settings of a router."""
-
-    name: str
-    policy: str = "kv"
-    weights: CostWeights = CostWeights()
-    temperature: float = 0.0
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings by their names in the router."""
-        return {
-            "policy": self.policy,
-            **asdict(self.weights),
-            "temperature": self.temperature,
-        }
-
-
-def run_variant(
-    workload: Workload,
-    variant: Variant,
-    workers: int,
-    limits: SimulatedLimits,
-    timing: TimingModel,
-    on_progress: Callable[[int], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Play a workload under a variant's settings, with fresh engines; return the figures and the settings.
-
-    ``on_progress`` is told the requests finished.
-    """
-    policy = make_policy(variant.policy, variant.weights, variant.temperature)
-    result = SimulatedPool(workload, policy, workers, limits, timing).run(on_progress)
-    return {**policy_report(result, workers), "settings": variant.settings()}
-
-
-def roomy_limits(workload: Workload, **given: int) -> SimulatedLimits:
-    """Return engine limits under which every request of a workload fits; what is ``given`` is taken as it is."""
-    blocks = workload.total_tokens // workload.block_size + 2 * len(workload.requests) + 1
-    values = {"total_kv_blocks": blocks, "max_sequence_length": workload.longest + 1, **given}
-    return SimulatedLimits(block_size=workload.block_size, max_waiting_requests=len(workload.requests) + 1, **values)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
 
 import click
 
-from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
-from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
+from poolgrid.cli.command_line import cannot_write, command
+from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted, number, percent
-from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.process.terminal_table import Heading, TerminalTable
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.tools.simulation.recording import Stage, Variant, load_recording, run_variant
+from poolgrid.router.policy_loading import make_policy
+from poolgrid.tools.simulation.pool import RouterFleet
+from poolgrid.tools.simulation.recording import Stage, load_recording, show_report
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 
 VARIANTS_MAX = 64
@@ -54,20 +56,27 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
         variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
         for variant in variants:
-            with progress_bar(variant.name, len(stage.workload.requests), as_bytes=False) as on_progress:
-                reports[variant.name] = run_variant(
-                    stage.workload, variant, stage.workers, stage.limits, stage.timing, on_progress
-                )
+            policy = make_policy(variant.policy, variant.weights, variant.temperature)
+            reports[variant.name] = {**stage.play(variant.name, policy), "settings": variant.settings()}
         for remark in stage.remarks:
             click.echo(remark, err=True)
-        report = report_of(stage, settings.speed, reports)
-        if settings.as_json:
-            print_json(report)
-        else:
-            terminal().print(difference_table(stage, reports))
-        if settings.out is not None:
-            settings.out.write_text(json_text(report), encoding="utf-8")
+        report = stage.report(settings.speed, reports, RouterFleet(), measured=stage.measured)
+        show_report(report, difference_table(stage, reports), settings.as_json, settings.out)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings of a router."""
+
+    name: str
+    policy: str
+    weights: CostWeights
+    temperature: float
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by their names in the router."""
+        return {"policy": self.policy, **asdict(self.weights), "temperature": self.temperature}
 
 
 def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
@@ -130,23 +139,6 @@ def _numbers(name: str, text: str | None) -> list[float]:
             raise UsageError(f"--{name.replace('_', '-')}: {word!r}, allowed are numbers from 0 to 1000")
         values.append(value)
     return values
-
-
-def report_of(stage: Stage, speed: float, policies: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures by the keys of ``poolgrid simulate``."""
-    return {
-        "trace": stage.name,
-        "requests": len(stage.workload.requests),
-        "workers": stage.workers,
-        "routers": 1,
-        "event_delay_ms": 0.0,
-        "speed": speed,
-        "block_size": stage.workload.block_size,
-        "blocks_per_worker": stage.limits.total_kv_blocks,
-        "ideal_cached_token_ratio": stage.workload.ideal_cached_token_ratio,
-        "measured": stage.measured,
-        "policies": dict(policies),
-    }
 
 
 def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
