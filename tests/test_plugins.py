@@ -82,7 +82,7 @@ app(["--help"], standalone_mode=False)
 """
     done = python(place, "-c", program)
     assert done.returncode == 0, done.stderr
-    assert "Commands:" in done.stdout
+    assert "Operate:" in done.stdout
 
     if plugin.command:
         refused = python(place, "-m", "poolgrid", *plugin.command)

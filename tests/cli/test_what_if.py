@@ -1,4 +1,4 @@
-"""`poolgrid what-if` on recorded traffic."""
+"""`poolgrid what-if` on recorded traffic, and the settings file of a router."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from poolgrid.cli.command_line import command
 from poolgrid.cli.main import app
+from poolgrid.cli.options import with_settings
+from poolgrid.router.settings import RouterSettings
 from tests.router.recorded_router import NAMES, RecordedRouter
 
 TRACE = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
@@ -109,3 +112,51 @@ def test_a_directory_without_decisions_is_refused(recording: Path, tmp_path: Pat
 
     assert "no decisions in" in run("what-if", tmp_path, status=2)
     assert "no decisions in" in run("replay", tmp_path, status=2)
+
+
+# -- the settings file -------------------------------------------------------------------------------------------------
+
+
+def router_settings(*arguments: str, env: dict[str, str] | None = None, status: int = 0) -> RouterSettings:
+    """What a router would run with."""
+    seen: list[RouterSettings] = []
+
+    @command()
+    @with_settings(RouterSettings, from_file=True)
+    def one(settings: RouterSettings) -> None:
+        """Keep the settings."""
+        seen.append(settings)
+
+    result = CliRunner().invoke(one, list(arguments), env=env)
+    assert result.exit_code == status, result.output
+    if status:
+        raise ValueError(result.stderr)
+    return seen[0]
+
+
+def test_a_settings_file_gives_way_to_the_environment_and_that_to_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text("queue_weight = 0.5\ndecode_weight = 0.1\ntemperature = 0.2\n")
+
+    found = router_settings("--settings-file", str(file), "--decode-weight", "0.3", env={"POOLGRID_TEMPERATURE": "0.4"})
+
+    assert (found.queue_weight, found.decode_weight, found.temperature) == (0.5, 0.3, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("que_weight = 1", "'que_weight' is no setting of this command"),
+        ("queue_weight = ", "is not TOML"),
+        ("queue_weight = " + "[" * 50_000, "is not TOML that can be read: it is nested too deeply"),
+        ("queue_weight = 5000", "--queue-weight 5000: must be less than or equal to 1000"),
+    ],
+)
+def test_a_settings_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text(text)
+
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        router_settings("--settings-file", str(file), status=2)
+    with pytest.raises(ValueError, match="cannot be read"):
+        router_settings("--settings-file", str(tmp_path / "absent"), status=2)
