@@ -157,7 +157,7 @@ class UpSettings(EventPlaneSettings):
     )
     settings_file: InputFile | None = Field(
         None,
-        description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it and "
+        description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it. "
         "Options given here win over it.",
     )
     api_keys: InputFile | None = Field(
