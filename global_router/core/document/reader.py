@@ -55,7 +55,7 @@ def load_document(text: bytes | str, source: str = "") -> LoadedDocument:
     data = frozen(translation.data)
     _, found = validate_model(GridDocument, data)
     clean, broken = check_document(sound_part(data, found), RULES if form == "dynamo" else frozenset())
-    found = [*found, *broken]
+    found = [*broken, *found]
     if form == "dynamo":
         clean["accept"] = tuple(sorted({problem.rule for problem in found if problem.rule}))
         found = [
