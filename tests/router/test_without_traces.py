@@ -17,7 +17,7 @@ from tests.router.test_admission import scene
 
 OF_TRACES = (
     "poolgrid.process.tracing",
-    "poolgrid.frontend.request_span",
+    "poolgrid.frontend.traffic.tell_request",
     "poolgrid.serving.request_tracker.begin_leg",
     "poolgrid.serving.request_tracker.follow_legs",
     "poolgrid.router.placement.tell_decision",
