@@ -6,11 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from poolgrid.global_router.configuration import Active
-from poolgrid.global_router.core.choice.attribution import Attribution
 from poolgrid.global_router.core.choice.circuit_breaker import Ticket
-from poolgrid.global_router.core.choice.destination import Destination
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput
-from poolgrid.global_router.core.choice.request_hints import RequestHints
+from poolgrid.global_router.core.choice.destination import Attribution, Destination
+from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.pools import PoolConnection

@@ -36,9 +36,9 @@ from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import detached
 from poolgrid.serving.fair_queue import QueuedRequest
-from poolgrid.serving.leg_times import LegTimer
 from poolgrid.serving.legs import LegEvent, PlaceNext
 from poolgrid.serving.links import LinksOnDemand
+from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -21,13 +20,13 @@ from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, pl
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.drain_endpoint import add_drain_endpoint
-from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
-from poolgrid.router.health import Completeness
 from poolgrid.router.http_api import (
+    Completeness,
+    add_drain_endpoint,
     add_index_endpoint,
     add_pool_endpoint,
+    add_route_endpoint,
     add_router_endpoints,
     endpoints,
     readiness,
@@ -191,6 +190,9 @@ def _make_feed(
             feed = query = ""  # names say where they are
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
+        # Late: it brings the whole state of a pool, which a consolidator elsewhere keeps.
+        from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+
         plane = load_plugin(EVENT_PLANES, settings.event_plane)
         followed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
         return cast(JournalFeed, followed), None

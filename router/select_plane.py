@@ -21,20 +21,20 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints, shown_peer
 from poolgrid.process.tracing.record import SpanRecord
 from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
-from poolgrid.router.decision_span import tell_decision
+from poolgrid.router.placement import tell_decision
 from poolgrid.router.service import RouterService
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import CallbackSocket, bind
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.hashing import hash_seed, unpack_hashes
+from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.loading import LoadingWorker
@@ -64,7 +64,6 @@ QUESTIONS_QUEUED_MAX = 64
 """Questions of one asker that ZMQ keeps while we are busy; the rest wait at the asker. They may be large."""
 
 EXCLUDED = "excluded by the asker"
-UNSALTED = hash_seed()
 NOT_READY_RETRY_S = 1.0
 
 
@@ -172,7 +171,6 @@ class SelectPlane:
             message.priority,
             unpack_hashes(message.media_hashes),
             message.media_kinds,
-            seed=message.seed,
         )
         if not isinstance(decision, Decision):
             return self._refusal(message.ask, decision)
@@ -191,7 +189,6 @@ class SelectPlane:
             worker.card.block_size,
             decision.reason,
             int(lease_ms),
-            decision.retention,
         )
 
     def probe(self, message: Probe) -> Probed:
@@ -278,7 +275,6 @@ class SelectPlane:
         media: tuple[int, ...] = (),
         media_kinds: tuple[str, ...] = (),
         dry_run: bool = False,
-        seed: int = 0,
     ) -> Found:
         block_size = max(1, self._block_size(model))
         request = RoutingRequest(
@@ -291,7 +287,6 @@ class SelectPlane:
             stage,
             media,
             media_kinds,
-            seed or UNSALTED if self._selector.projection.needs_seeds else 0,
         )
         unavailable = {**self._pool.unreachable, **excluded} if excluded else self._pool.unreachable
         wanted = WorkerWanted(

@@ -31,19 +31,18 @@ from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.router.decision_span import tell_decision
 from poolgrid.router.feeds import JournalFeed
 from poolgrid.router.fleet_links import FIRST_CONTACT_MS, CompatibilityCheck, FleetLinks
 from poolgrid.router.journal_applier import JournalApplier
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure, WaitCause
+from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure, WaitCause, tell_decision
 from poolgrid.router.queue import RouterQueue, queue_span
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.tracker import RouterTracker
-from poolgrid.serving.full_workers import FullWorkers
-from poolgrid.serving.leg_times import LegTimer
+from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegEvent, PlaceNext
 from poolgrid.serving.links import LINKS_MAX, OpenLink
+from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
@@ -262,7 +261,6 @@ class RouterService:
             leg.stage,
             chosen.overlap_tokens(),
             expected_prefill_tokens,
-            decision.retention,
         )
         if dispatch is None:
             return False

@@ -85,7 +85,6 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         examples=list(policy_names()),
         description="How a worker is chosen: " + ", ".join(policy_names()) + ", or module:Class of your own.",
     )
-    prefill_weight: float = Field(1.0, ge=0, le=1000, description="Cost of one block that must be computed.")
     queue_weight: float = Field(
         0.25, ge=0, le=1000, description="How much prompt tokens that a worker still has to compute for others count."
     )
@@ -151,16 +150,9 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         30_000, ge=100, le=3_600_000, description="How long a prediction counts as load when no worker confirms it."
     )
 
-    retention: Literal["off", "learned"] = Field(
-        "off",
-        description="What engines that take it are told of how long a prompt's blocks should stay: nothing, or what "
-        "this router learns. A request that says so itself goes as it is.",
-    )
-
     def cost_weights(self) -> CostWeights:
         """Return the weights of the kv policy."""
         return CostWeights(
-            prefill_weight=self.prefill_weight,
             queue_weight=self.queue_weight,
             decode_weight=self.decode_weight,
             device_weight=self.device_weight,

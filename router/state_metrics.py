@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.service import RouterService
 from poolgrid.serving.admission_queue import queue_metrics
 from poolgrid.wire.identifiers import StreamState
 from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
+
+if TYPE_CHECKING:
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 PREFIX = "poolgrid_router"
 WORKER_STATES = ("ready", "draining", "unreachable")
@@ -45,7 +48,6 @@ class StateCollector(Collector):
         service = self._service
         projection = service.projection
         index, ledger, trust = projection.index, projection.ledger, projection.trust
-        retention = projection.observer("retention")
         yield from queue_metrics(PREFIX, service.counts()[0], service.queue)
         yield _gauge(
             "behind_records",
@@ -92,18 +94,6 @@ class StateCollector(Collector):
             "Reservations that no worker confirmed in time. Events are missing, or `reservation_ttl_ms` is "
             "shorter than the queues.",
             ledger.expired_reservations,
-        )
-        yield _counter(
-            "retention_gained_tokens",
-            "Reused prompt tokens that an LRU cache of the worker would have lost; up to 16 workers. With "
-            "`retention` only.",
-            0 if retention is None else retention.gained_tokens,
-        )
-        yield _counter(
-            "retention_lost_tokens",
-            "Prompt tokens not reused that an LRU cache of the worker would have kept. If it grows faster than "
-            "`poolgrid_router_retention_gained_tokens_total`, switch `retention` off.",
-            0 if retention is None else retention.lost_tokens,
         )
         yield from self._of_workers()
 

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
-from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, Placement
-from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerOvercommitted, WorkerReported
+from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.serving.request_tracker import Placer, RequestTracker
-from poolgrid.serving.reuse_sketch import ReuseSketch
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of
 from poolgrid.wire.trace_context import TraceContext
+
+if TYPE_CHECKING:
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 DECISIONS_KEPT = 10_000
 """Decisions kept for ``/v1/decisions``, the oldest is forgotten first; their memory is bounded too."""

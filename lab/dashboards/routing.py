@@ -93,19 +93,6 @@ ROUTING = Board(
                     "Events dashboard.",
                     "index-untrusted",
                 ),
-                Panel(
-                    "Effect of retention hints",
-                    "percentunit",
-                    (
-                        Query(_of_prompts("retention_gained_tokens"), "reused, that LRU would have lost"),
-                        Query(_of_prompts("retention_lost_tokens"), "lost, that LRU would have kept"),
-                    ),
-                    "Reuse gained and lost by retention hints, as a share of prompt tokens; up to 16 workers per "
-                    "router. 0 without `retention`.",
-                    "Lost above gained for an hour: switch `retention` off.",
-                    "cache-thrashing",
-                    maximum=1,
-                ),
             ),
         ),
         Row(
@@ -232,7 +219,7 @@ ROUTING = Board(
                         ),
                     ),
                     "Requests of the busiest worker of a role, as a multiple of the mean. 1 is even.",
-                    "Above 3 for long: raise `queue_weight`, or set a `temperature`; `poolgrid tune` finds values.",
+                    "Above 3 for long: raise `queue_weight`, or set a `temperature`; compare values with `poolgrid what-if`.",
                     "spread",
                     no_value="idle",
                 ),

@@ -30,7 +30,7 @@ from poolgrid.router.settings import EndpointPickerSettings, RouterSettings
 from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
-from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
+from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, WhatIfSettings
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
 from poolgrid.workers.settings import WorkerProcessSettings
@@ -162,7 +162,6 @@ SECTIONS = (
         (EngineSettings, WhatIfSettings),
         "Procedure: [what-if](what_if.md).",
     ),
-    Section("Search for weights", "tune", (EngineSettings, TuneSettings), "Procedure: [tune](what_if.md#tune)."),
 )
 
 MODELS: Mapping[str, type[Settings]] = {model.__name__: model for section in SECTIONS for model in section.models}

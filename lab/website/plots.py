@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poolgrid.router.core.candidates import Candidates
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import Choice
-from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.policies.predicted.engine_times import Engines
 from poolgrid.router.policies.predicted.policy import Predicted
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
@@ -69,7 +69,7 @@ class Watched(Predicted):
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
         """Choose as the policy does."""
-        assert candidates.engines is not None
+        assert isinstance(candidates.engines, Engines)
         self.seen.append((request.request_id, candidates.engines.paces.tolist()))
         return super().choose(request, candidates)
 

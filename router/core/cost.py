@@ -20,8 +20,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Column, FloatArray
-from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.candidates import Candidates, Column, FloatArray, RoutingRequest
 from poolgrid.wire.identifiers import Stage
 
 TERMS: Final = ("overlap_credit", "adjusted_prefill", "potential_decode_blocks")

@@ -12,9 +12,9 @@ from typing import Final
 
 import msgspec
 
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.projection import SnapshotLoad
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.identifiers import Role, WorkerKey
 

@@ -125,10 +125,6 @@ class Projection:
         """Return the observer of a name, or ``None``."""
         return next((observer for observer in self.observers if observer.name == name), None)
 
-    @property
-    def needs_seeds(self) -> bool:
-        return any(observer.needs_seeds for observer in self.observers)
-
     def expect(self, offset: int) -> None:
         """Raise ``Hole`` unless the record at an offset is the next."""
         if offset != self.next_offset:

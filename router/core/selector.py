@@ -18,10 +18,9 @@ import numpy as np
 from poolgrid.router.core.candidates import Candidates, IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.media_affinity import MediaAffinity
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.overlap import Columns, overlap_columns
-from poolgrid.router.core.policy import KvAware, Planner, Policy
+from poolgrid.router.core.policy import KvAware, MediaAffinity, Planner, Policy
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.worker_groups import BUSY, WorkerGroup, WorkerGroups
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
@@ -117,7 +116,7 @@ class Selector:
             return PolicyFailed(policy.name, f"chose row {choice.row} of {len(candidates)} candidates")
         if untrusted:
             untrusted = {worker: why for worker, why in untrusted.items() if worker in group.row_of_worker}
-        decision = Decision(
+        return Decision(
             request,
             wanted.time_ms,
             policy.name,
@@ -131,9 +130,6 @@ class Selector:
             len(path) if request.media else None,
             wanted.queued_ms,
         )
-        for observer in projection.observers:
-            observer.on_decided(decision, group.members[int(rows[choice.row])].card, path, wanted.now_ms)
-        return decision
 
     def _few_candidates(self, group: WorkerGroup, rows: IndexArray, overlap: Columns) -> Candidates:
         """Return the rows of a small group as plain numbers."""

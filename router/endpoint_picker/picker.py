@@ -22,14 +22,14 @@ import msgspec
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
-from poolgrid.router.core.computed_prompts import TOKENS_MIN
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
+from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
 from poolgrid.router.service import RouterService

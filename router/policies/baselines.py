@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Choice
+from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import KvAware, PolicyOptions, lowest
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.hashing import stable_u64
 
 FIELD_WEIGHTS = CostWeights(queue_weight=1.0, decode_weight=1.0)

@@ -27,6 +27,7 @@ from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.router_link import PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
@@ -679,7 +680,8 @@ class GlobalRouterProcess(Process):
         self.links = links = LinksOnDemand(open_link, timings.link_idle_ms, clock)
         configuration = Configuration(self._document, settings.config, clock)
         urls = {name: f"http://{name}" for name in self._routers}
-        pools = Pools(urls, context, self._discover, clock, timings.status_interval_ms, timings.status_timeout_ms)
+        network = PoolNetwork(context, self._discover, clock, timings.status_interval_ms, timings.status_timeout_ms)
+        pools = Pools(urls, network)
         self.service = service = GlobalRouterService(
             settings, configuration, pools, links, metrics, clock, timings=timings
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from poolgrid.global_router.core.choice.attribution import Attribution, Served
 from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, Spill
-from poolgrid.global_router.core.choice.destination import Destination, destination
+from poolgrid.global_router.core.choice.destination import Attribution, Destination, Served, destination
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import RequestHints
 from poolgrid.wire.identifiers import Stage

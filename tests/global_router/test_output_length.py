@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput, OutputLengths
+from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, OutputLengths
 from poolgrid.global_router.core.document.grid_document import OutputLengthSettings
 
 SETTINGS = OutputLengthSettings(default_tokens=256, learn_after_requests=3, memory_requests=10)

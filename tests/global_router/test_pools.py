@@ -12,9 +12,8 @@ import zmq
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
-from poolgrid.global_router.pool_status import state_for
-from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint
-from poolgrid.global_router.router_link import PoolLost, RouterLink
+from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint, state_for
+from poolgrid.global_router.router_link import PoolLost, PoolNetwork, RouterLink
 from poolgrid.process.clock import SystemClock
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
@@ -98,11 +97,7 @@ class Scene:
             "p",
             "http://pool",
             CircuitBreakerSettings(),
-            context,
-            self._discover,
-            SystemClock(),
-            20,
-            400,
+            PoolNetwork(context, self._discover, SystemClock(), 20, 400),
             self._news.set,
         )
 
@@ -285,7 +280,7 @@ def test_a_changed_document_adds_drops_and_moves_pools_and_keeps_the_others() ->
             raise OSError("nobody there")
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        pools = Pools({"c": "http://given"}, context, discover, SystemClock(), 20, 400)
+        pools = Pools({"c": "http://given"}, PoolNetwork(context, discover, SystemClock(), 20, 400))
         raw = changed(aggregated(), ("aggregated", "pools", 0, "url"), "http://a:1/")
         try:
             pools.use(document(raw))
@@ -314,7 +309,7 @@ def test_other_settings_of_the_breaker_forget_nothing() -> None:
             raise OSError("nobody there")
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        pools = Pools({}, context, discover, SystemClock(), 20, 400)
+        pools = Pools({}, PoolNetwork(context, discover, SystemClock(), 20, 400))
         raw = changed(aggregated(), ("circuit_breaker",), {"failures_to_open": 1})
         try:
             pools.use(document(raw))
@@ -345,7 +340,7 @@ def test_a_pool_that_a_new_document_moved_is_waited_for_until_it_answers_or_does
             raise await answers.get()
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        pools = Pools({}, context, discover, SystemClock(), 20, 400)
+        pools = Pools({}, PoolNetwork(context, discover, SystemClock(), 20, 400))
         news = asyncio.Event()
         pools.listen(news.set)
         try:

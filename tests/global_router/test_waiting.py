@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from poolgrid.global_router.http_api import register_views
 from poolgrid.global_router.queue import ATTEMPTS_PER_LANE_MAX
-from poolgrid.global_router.state_metrics import register_views
 from poolgrid.inference.ports import Refused
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Role

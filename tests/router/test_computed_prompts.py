@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.computed_prompts import PROMPTS_MAX, SAME_BEGINNING_MAX, ComputedPrompts
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector
+from poolgrid.router.core.stream_health import PROMPTS_MAX, SAME_BEGINNING_MAX, ComputedPrompts
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.wire.events import (
     CacheCleared,

@@ -10,7 +10,7 @@ import pytest
 
 from poolgrid.inference.ports import Refused, TokenStream
 from poolgrid.inference.stream_delta import StreamDelta
-from poolgrid.serving.full_workers import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
+from poolgrid.serving.admission_queue import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
 from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta

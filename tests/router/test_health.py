@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from poolgrid.router.core.fleet import Worker
-from poolgrid.router.health import INSTANCES_SHOWN_MAX, Completeness, endpoint_rows
-from poolgrid.router.http_api import endpoints, readiness, troubles
+from poolgrid.router.http_api import INSTANCES_SHOWN_MAX, Completeness, endpoint_rows, endpoints, readiness, troubles
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import WorkerJoined

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates
-from poolgrid.router.core.media_affinity import LOAD_BOUND, MediaAffinity
-from poolgrid.router.core.policy import KvAware
-from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.policy import LOAD_BOUND, KvAware, MediaAffinity
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 
 MEDIA = range(400)

@@ -8,11 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from poolgrid.router.core.candidates import EXPECTED_MS
+from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import Planner
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import PUBLISHED, StepCurve
 from poolgrid.router.policies.predicted.learned_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, LearnedSpeeds
@@ -46,7 +45,7 @@ def speeds_of(pool: Pool) -> LearnedSpeeds:
 
 def like(request: RoutingRequest, **changed: Any) -> RoutingRequest:
     """Return another request, the same but for what is changed."""
-    names = ("request_id", "model", "isl", "block_size", "blocks", "priority", "stage", "media", "media_kinds", "seed")
+    names = ("request_id", "model", "isl", "block_size", "blocks", "priority", "stage", "media", "media_kinds")
     kept = {name: getattr(request, name) for name in (*names, "ttft_target_ms")}
     return RoutingRequest(**(kept | changed))
 

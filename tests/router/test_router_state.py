@@ -30,7 +30,7 @@ from poolgrid.router.core.inputs import (
 )
 from poolgrid.router.core.load_ledger import ENTRY_BYTES
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.decision_journal import recorder
+from poolgrid.router.decision_journal import recorder, replay
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
     PrefillEnded,
@@ -41,8 +41,8 @@ from poolgrid.router.decision_journal.entries import (
 from poolgrid.router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
 from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
+from poolgrid.router.decision_journal.recorder import DecisionSegments
 from poolgrid.router.decision_journal.replay import DecisionReplay
-from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
 from poolgrid.wire.events import AnyEvent, RequestStarted
 from tests.consolidator.journal_builder import FakeDisk
@@ -122,7 +122,7 @@ def told(state: RouterState) -> dict[str, Any]:
 def test_a_state_that_is_given_the_log_of_another_is_like_it_and_decides_alike(
     seed: int, steps: int, policy: str
 ) -> None:
-    learning = {"scale": 20, "retention": "learned"} if seed % 3 == 0 else {}
+    learning = {"scale": 20} if seed % 3 == 0 else {}
     router, log = played(seed, steps, policy=policy, temperature=0.2 if seed % 2 else 0.0, **learning)
     again = fresh(router)
 
@@ -283,6 +283,26 @@ def test_inputs_of_a_later_version_are_not_replayed_and_it_is_said_why(monkeypat
     (cause,) = outcome.causes
     assert f"inputs are of version {INPUTS_VERSION + 1}, written by poolgrid test" in cause
     assert f"knows versions up to {INPUTS_VERSION}" in cause
+
+
+def test_a_recording_with_a_setting_that_is_gone_is_not_replayed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay.FORMER_SETTINGS, "queue_weight", 0.5)
+
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(seed=3)
+        for name in NAMES:
+            router.join(name)
+        for _ in range(20):
+            router.step()
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    outcome = router.replay()
+
+    (cause,) = outcome.causes
+    assert "written by poolgrid test with queue_weight 0.25, which this version does not have" in cause
+    assert (outcome.identical, outcome.not_derivable) == (0, router.made)
 
 
 CHANGES = {

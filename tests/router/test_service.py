@@ -22,17 +22,15 @@ from poolgrid.inference.ports import Refused, TokenStream
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_check
-from poolgrid.router.core.candidates import Candidates
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Choice, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_links import CompatibilityCheck
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policies.retention.learner import RetentionLearner
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -42,20 +40,17 @@ from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
-from poolgrid.wire.hashing import hash_seed, pack_tokens
+from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.requests import (
     FinishReason,
     Generate,
-    KvRetention,
     RefusalKind,
-    RetainedTokens,
     Sampling,
     TokenDelta,
 )
 from tests.frontend.inference_requests import like
-from tests.router.retention.mixed_prompts import trained
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
 
@@ -137,13 +132,10 @@ class Routed:
         policy: Policy | None = None,
         links_max: int = LINKS_MAX,
         objection: CompatibilityCheck = lambda _: "",
-        learner: RetentionLearner | None = None,
         **settings_: Any,
     ) -> None:
         settings = RouterSettings.model_validate(settings_)
         projection = Projection(PrefixIndex(), LoadLedger())
-        if learner is not None:
-            projection.attach(learner)
         state = RouterState(Selector(projection, policy or make_policy("kv", settings.cost_weights(), 0.0)))
         self.feed = ToldFeed()
         self.metrics = RouterMetrics(CollectorRegistry())
@@ -371,35 +363,6 @@ def test_a_predicted_first_token_is_kept_beside_what_it_became_and_a_target_is_t
             explained = decision.explanation()
             assert explained.expected_ttft_ms is not None
             assert explained.realised_ttft_ms is not None
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("takes", [True, False])
-def test_what_is_learned_goes_with_the_request_to_an_engine_that_takes_it_and_what_the_client_says_goes_first(
-    takes: bool,
-) -> None:
-    async def scenario() -> None:
-        request = like(REQUEST, token_ids=pack_tokens(range(640)))
-        own = KvRetention((RetainedTokens(0, 64, 90),))
-        async with routed(learner=trained(hash_seed())) as router:
-            router.feed.tell((OLD, WorkerJoined(msgspec.structs.replace(card(BEFORE), takes_retention=takes))))
-            router.bring_up(BEFORE)
-
-            async def sent(request_id: str, **given: Any) -> KvRetention | None:
-                await router.service.submit(like(request, request_id=request_id, **given))
-                generate = router.dealers[BEFORE].last
-                assert generate is not None
-                assert generate.request_id == request_id
-                return generate.retention
-
-            learned = await sent("learned")
-            assert (learned is not None) is takes
-            if learned is not None:
-                assert learned.ranges[-1].end == 640
-                assert not learned.fault
-            assert await sent("own", retention=own) == own
-            assert await sent("salted", cache_salt="acme") is None, "nothing was learned of prompts with this salt"
 
     asyncio.run(scenario())
 

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.overlap_check import LEAST_REQUESTS, WINDOW, OverlapCheck
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.selector import Selector
+from poolgrid.router.core.stream_health import LEAST_REQUESTS, WINDOW, OverlapCheck
 from poolgrid.wire.events import RequestFinished, RequestStarted, StreamStateChanged, WorkerJoined, WorkerLeft
 from poolgrid.wire.feed import SourceStream, WorkerState
 from poolgrid.wire.identifiers import StreamState, WorkerKey

@@ -22,8 +22,8 @@ from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.queue import RouterQueue
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.full_workers import FullWorkers
-from poolgrid.serving.leg_times import LegTimer
+from poolgrid.serving.admission_queue import FullWorkers
+from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.hashing import pack_tokens

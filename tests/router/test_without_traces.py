@@ -17,9 +17,10 @@ from tests.router.test_admission import scene
 
 OF_TRACES = (
     "poolgrid.process.tracing",
-    "poolgrid.frontend.traffic",
-    "poolgrid.serving.leg_spans",
-    "poolgrid.router.decision_span",
+    "poolgrid.frontend.traffic.tell_request",
+    "poolgrid.serving.request_tracker.begin_leg",
+    "poolgrid.serving.request_tracker.follow_legs",
+    "poolgrid.router.placement.tell_decision",
     "poolgrid.wire.trace_context",
     "opentelemetry",
 )
@@ -27,12 +28,13 @@ OF_TRACES = (
 
 @contextmanager
 def calls() -> Iterator[list[str]]:
-    """Note the module of every function that is called in this thread."""
+    """Note every function that is called in this thread, and its module."""
     seen: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            seen.append(str(frame.f_globals.get("__name__", "")))
+            module = str(frame.f_globals.get("__name__", ""))
+            seen.extend((module, f"{module}.{frame.f_code.co_name}"))
 
     sys.setprofile(note)
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.serving.leg_times import LegTimer, LegTimes
 from poolgrid.serving.legs import Dispatch, WorkerReported
+from poolgrid.serving.metrics import LegTimer, LegTimes
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, TokenDelta
 

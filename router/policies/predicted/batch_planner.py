@@ -87,7 +87,8 @@ class BatchPlanner:
         untrusted, now_ms = projection.trust.untrusted, first.now_ms
         overlaps = [overlap_columns(projection, group, each.path, untrusted, now_ms) for each in wanted]
         candidates = selector.candidates(group, group.all_rows, overlaps[0], now_ms)
-        engines: Engines = candidates.engines
+        engines = candidates.engines
+        assert isinstance(engines, Engines), "it is what the policy's observer describes"
         tokens = np.stack(
             [uncached_tokens(each.request, *overlap) for each, overlap in zip(wanted, overlaps, strict=True)]
         )

@@ -157,8 +157,8 @@ class UpSettings(EventPlaneSettings):
     )
     settings_file: InputFile | None = Field(
         None,
-        description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it and "
-        "`poolgrid tune --config` writes it; options given here win over it.",
+        description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it. "
+        "Options given here win over it.",
     )
     api_keys: InputFile | None = Field(
         None,

@@ -19,7 +19,7 @@ from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput
 from poolgrid.wire.request_ids import dispatch_id
-from poolgrid.wire.requests import Generate, KvRetention, Routing, Sampling, TokenDelta
+from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 TOKENS_TOGETHER: Final = 32
@@ -279,13 +279,11 @@ class LegPlan:
         overlap_tokens: int = 0,
         expected_prefill_tokens: int | None = None,
         trace: TraceContext | None = None,
-        retention: KvRetention | None = None,
     ) -> Generate:
         """Start the next dispatch and return the message for its worker: prompt plus what was already generated.
 
         ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on
         (``poolgrid.wire.requests.Routing``), ``trace`` is what the worker is told of the request's trace.
-        ``retention`` is what the router has learned; what the client itself says goes before it.
         """
         request = self.request
         states_load = expected_prefill_tokens is not None
@@ -321,7 +319,7 @@ class LegPlan:
             multimodal=None if request.multimodal is None else self._media_for(stage),
             stage=stage,
             trace=trace,
-            retention=retention if request.retention is None else request.retention,
+            retention=request.retention,
         )
 
     def _params_for(self, stage: Stage) -> bytes | None:

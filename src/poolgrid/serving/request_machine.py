@@ -48,7 +48,7 @@ from poolgrid.serving.legs import (
 )
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.requests import FinishReason, Generate, KvRetention, RefusalKind, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 STATE_OF: Final = {
@@ -150,7 +150,6 @@ class RequestMachine:
         overlap_tokens: int = 0,
         expected_prefill_tokens: int | None = None,
         trace: TraceContext | None = None,
-        retention: KvRetention | None = None,
     ) -> Generate:
         """Start the next leg on a worker and return the message for it."""
         assert not self.ended, "nothing is sent for an ended request"
@@ -158,9 +157,7 @@ class RequestMachine:
         self.delivery.worker = str(worker)
         self.delivery.waits_for_room = False
         output = self.delivery.output
-        return self.plan.begin(
-            worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace, retention
-        )
+        return self.plan.begin(worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace)
 
     def not_sent(self) -> None:
         """Take back the leg that was begun last: its message could not be sent."""

@@ -15,8 +15,7 @@ from time import perf_counter
 from typing import Any, Final, Generic, Protocol, TypeVar, assert_never
 
 from poolgrid.process.clock import Clock
-from poolgrid.serving.leg_spans import begin_leg, follow_legs
-from poolgrid.serving.leg_times import LegTimer
+from poolgrid.process.tracing.record import SpanKind, TraceRecord
 from poolgrid.serving.legs import (
     AvoidWorker,
     CancelLeg,
@@ -32,11 +31,11 @@ from poolgrid.serving.legs import (
     WorkerReported,
 )
 from poolgrid.serving.links import LinkTable, WorkerLink
-from poolgrid.serving.metrics import ServingMetrics
+from poolgrid.serving.metrics import LegTimer, ServingMetrics
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.requests import FinishReason, KvRetention, TokenDelta
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
+from poolgrid.wire.requests import FinishReason, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 log: Final = logging.getLogger(__name__)
@@ -116,7 +115,6 @@ class RequestTracker(ABC, Generic[R]):
         stage: Stage,
         overlap_tokens: int,
         expected_prefill_tokens: int | None = None,
-        retention: KvRetention | None = None,
         pool: str = "",
     ) -> Dispatch | None:
         """Send a request's next leg to a worker; return ``None``, and change nothing, when its link takes nothing now.
@@ -128,7 +126,7 @@ class RequestTracker(ABC, Generic[R]):
         trace = machine.request.trace
         context = self._not_sampled if trace is None else begin_leg(trace, machine, worker, stage, pool)
         endpoint = link.endpoint
-        message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context, retention)
+        message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context)
         if not link.generate(message, not self._on_link.get(endpoint)):
             machine.not_sent()
             if trace is not None:
@@ -292,3 +290,82 @@ class RequestTracker(ABC, Generic[R]):
 
     def _count_fault(self, kind: str) -> None:
         self._serving_metrics.stream_faults.labels(kind).inc()
+
+
+KEPT = (FinishReason.PREFILLED, FinishReason.ENCODED)
+"""What a leg ends with whose result is kept for the next one."""
+
+
+def begin_leg(
+    trace: TraceRecord, machine: RequestMachine, worker: WorkerKey, stage: Stage, pool: str = ""
+) -> TraceContext:
+    """Begin the span of the leg that is about to be sent; return the context for its worker.
+
+    A leg's span begins when it is sent, and ends with its worker's part in it: its last delta, or whatever took it
+    from that worker. The span of a leg that replaces a lost one is linked to it.
+    """
+    plan = machine.plan
+    span = trace.begin(f"leg {STAGE_WORD[stage]}", SpanKind.CLIENT)
+    span.attributes |= {
+        "poolgrid.stage": STAGE_WORD[stage],
+        "poolgrid.worker": str(worker),
+        "poolgrid.dispatch_id": plan.next_dispatch_id,
+        "poolgrid.output_tokens_before": machine.delivery.tokens,
+    }
+    if pool:
+        span.attributes["poolgrid.pool"] = pool
+    lost = trace.lost.pop(machine.request.request_id, None)
+    if lost is not None:
+        span.links.append(lost.place)
+    trace.open[plan.next_dispatch_id] = span
+    return trace.context(span)
+
+
+def follow_legs(trace: TraceRecord, machine: RequestMachine, effects: tuple[Effect, ...]) -> None:
+    """Take note of what follows from an event, before it is carried out."""
+    moves = next((effect for effect in effects if isinstance(effect, PlaceNext) and effect.moved), None)
+    left, failed = ("", "") if moves is None else (moves.after.id, "refused")
+    for effect in effects:
+        match effect:
+            case RecordFailure(dispatch, event):
+                left, failed = dispatch.id, event.value
+            case WorkerOvercommitted(dispatch):
+                left, failed = dispatch.id, "crowded"
+            case _:
+                pass
+    for effect in effects:
+        match effect:
+            case WorkerReported():
+                _reported(trace, effect)
+            case ReleaseLeg(dispatch):
+                is_left = dispatch.id == left
+                span = trace.close(dispatch.id, failed if is_left else "")
+                if span is not None and is_left and moves is not None:
+                    trace.lost[machine.request.request_id] = span
+            case _:
+                pass
+    if moves is not None:
+        trace.root.event(
+            "moved",
+            trace.now_ms(),
+            {
+                "poolgrid.worker": str(moves.after.worker),
+                "poolgrid.cause": failed,
+                "poolgrid.output_tokens_before": machine.delivery.tokens,
+            },
+        )
+
+
+def _reported(trace: TraceRecord, report: WorkerReported) -> None:
+    span = trace.open.get(report.dispatch.id)
+    if span is None:
+        return
+    delta = report.delta
+    if not span.events and (delta.token_ids or delta.cached_tokens is not None):
+        span.event("first output", trace.now_ms())
+    if delta.cached_tokens is not None:
+        span.attributes["poolgrid.cached_tokens"] = delta.cached_tokens
+    if delta.finish_reason is not None:
+        span.attributes["poolgrid.finish_reason"] = delta.finish_reason.value
+    if delta.finish_reason in KEPT:
+        trace.close(report.dispatch.id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -63,9 +63,6 @@ class SimulationSettings(EngineSettings):
     event_delay_ms: float = Field(
         0.0, ge=0.0, le=60_000.0, description="How long a worker's events take to reach the routers."
     )
-    retention: Literal["off", "learned"] = Field(
-        "off", description="What engines are told of how long blocks should stay: nothing, or what the router learns."
-    )
     worker_speeds: str = Field(
         "1",
         description="Speed factors of the workers that their cards do not state, separated by commas, repeated for "
@@ -91,38 +88,8 @@ class WhatIfSettings(EngineSettings):
     overlap_weight: str | None = Field(
         None, description="Credit for reusable blocks, as a multiple of the recorded one; 0 ignores caches."
     )
-    prefill_weight: str | None = Field(None, description="Cost of one block that must be computed.")
     queue_weight: str | None = Field(None, description="How much queued prompt tokens count.")
     decode_weight: str | None = Field(None, description="Cost of one block of active requests.")
     temperature: str | None = Field(None, description="Above 0, workers are sampled by cost.")
-    retention: str | None = Field(
-        None,
-        examples=["off", "learned"],
-        description="What engines are told of how long blocks should stay: nothing, or what the router learns; by "
-        "default as recorded.",
-    )
     as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
-
-
-class TuneSettings(EngineSettings):
-    """A search for cost weights."""
-
-    panel: ClassVar[str] = "Search"
-
-    decisions: str | None = Field(
-        None, description="Where the recorded decisions are, when not in `decisions` below the journal."
-    )
-    objective: Literal["ttft-p99", "goodput"] = Field(
-        "ttft-p99", description="What to make better: the 99th percentile of TTFT, or requests within both targets."
-    )
-    ttft_target_ms: float = Field(1000.0, gt=0, description="TTFT that a request of the goodput must not exceed.")
-    itl_target_ms: float = Field(50.0, gt=0, description="Mean ITL that a request of the goodput must not exceed.")
-    trials: int = Field(40, ge=2, le=100_000, description="Simulations of the search part.")
-    seed: int = Field(0, ge=0, description="Seed of the search: the same one finds the same weights.")
-    block_size: int = Field(64, ge=1, le=65_536, description="Tokens in a KV block, of a trace.")
-    as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
-    out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
-    config_out: Path | None = Field(
-        None, description="Write the weights to this file, for poolgrid router --settings-file."
-    )
