@@ -23,6 +23,7 @@ from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end
 from poolgrid.transport.tls import Tls
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.wire.leadership import Leader
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.names import COMPONENTS
 from poolgrid.workers.adapters.http_api import HttpApi
@@ -235,7 +236,12 @@ def _follow_consolidator(
 ) -> asyncio.Task[None]:
     """Push to whichever consolidator of the pool is active, as the event plane knows."""
     plane = load_plugin(EVENT_PLANES, settings.event_plane)
-    following = plane.follow_consolidator(opened, settings, settings.worker_id, clock, place.move)
+
+    def move(leader: Leader | None) -> None:
+        # A consolidator that is active and has no address yet takes nothing in; the one before it does not either.
+        place.move("" if leader is None else leader.ingest)
+
+    following = plane.follow_consolidator(opened, settings, f"worker {settings.worker_id}", clock, move)
     return cast("asyncio.Task[None]", following)
 
 

@@ -309,18 +309,6 @@ class NatsConnection:
 
     # What the client says
 
-    async def tell(self, subject: str, body: bytes) -> None:
-        """Send a message that nobody keeps. It is left out while there is no connection, and when it is too large."""
-        client = self._client
-        if client is None or not client.is_connected or len(body) > self.body_bytes_max:
-            return
-        from nats.errors import Error
-
-        try:
-            await client.publish(subject, body)
-        except (Error, OSError) as error:
-            log.debug("telling %s failed: %s", subject, error)
-
     def _where(self) -> str:
         return ", ".join(url.rpartition("@")[2] for url in self._settings.nats_url)
 

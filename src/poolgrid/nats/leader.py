@@ -32,9 +32,6 @@ KEY = "leader"
 LEASE_S_MAX = 600
 """Longest lease that a consolidator may have (``leader_lease_s``)."""
 
-LOADING_KEY = "loading"
-"""What the active consolidator tells of workers that load; no entry of the bucket is called so."""
-
 RENEWALS_PER_LEASE = 3
 
 ASK_S = 0.5
@@ -119,13 +116,13 @@ class LeaderLease:
         self.lost.clear()
         self._renewing = supervised(self._renew, "renewal of the pool's lease", Restart())
 
-    async def announce(self, ingest: str) -> None:
-        """Say where workers push; it is told again with each renewal."""
-        self._leader = Leader(self._leader.consolidator_id, ingest)
+    async def announce(self, ingest: str, feed: str = "", query: str = "") -> None:
+        """Publish where workers push and routers follow; each renewal publishes it again."""
+        self._leader = Leader(self._leader.consolidator_id, ingest, feed, query)
         try:
             await self._try_renew()
         except (NatsUnavailable, TimeoutError) as error:
-            log.warning("saying where workers push failed (%s): it is said with the next renewal", error)
+            log.warning("publishing the consolidator's addresses failed (%s): the next renewal has them", error)
 
     async def give_back(self) -> None:
         """Let another one have the lease at once."""
