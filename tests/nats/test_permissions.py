@@ -160,7 +160,7 @@ def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_th
         ]
         for store in (registers, looks):  # who may make the bucket comes first
             await store.open()
-            await until(store._is_open.is_set)
+            await until(store._bucket.is_open.is_set)
         scopes = [Scope("blue", "router")]
         await registers.write(registration(1), seen(1).data)
         for store in (registers, looks):

@@ -21,6 +21,7 @@ import msgspec
 
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.nats.bucket import WRONG_LAST_SEQUENCE
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.nats.leader import BUCKET, bucket_stream, told_subject
 from poolgrid.nats.message import (
@@ -38,9 +39,6 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-WRONG_LAST_SEQUENCE = (10071, 10164)
-"""Error codes of a message whose ``Nats-Expected-Last-Sequence`` is not the stream's."""
 
 DUPLICATE_WINDOW_S = 120.0
 """How long a server knows the names of messages; a writer asks what is stored before it sends anything again."""

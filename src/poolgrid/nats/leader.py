@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from poolgrid.nats.bucket import NotLast, put
 from poolgrid.nats.connection import NatsConnection, NatsUnavailable
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, cancel_all, supervised
@@ -39,8 +40,6 @@ ASK_S = 0.5
 
 LOOK_S = 2.0
 """Silence after which who follows looks at the entry itself: one that is over is not told of."""
-
-WRONG_LAST_SEQUENCE = (10071, 10164)
 
 
 def bucket_stream(pool: str) -> str:
@@ -137,11 +136,8 @@ class LeaderLease:
             number, leader = await read_leader(self._connection)
             if leader is None or leader.consolidator_id != self._leader.consolidator_id:
                 return
-            headers = {"KV-Operation": "DEL", "Nats-Expected-Last-Subject-Sequence": str(number)}
-            await self._connection.asked(
-                "giving the pool's lease back",
-                self._connection.jetstream.publish(_subject(self._connection.pool), b"", headers=headers),
-            )
+            subject = _subject(self._connection.pool)
+            await put(self._connection, subject, b"", {"KV-Operation": "DEL"}, after=number)
         except NatsUnavailable as error:
             log.warning("giving the pool's lease back failed (%s): it ends by itself in %d s", error, self._lease_s)
 
@@ -173,24 +169,12 @@ class LeaderLease:
 
     async def _write(self, number: int) -> bool:
         """Write the entry behind the one with a number; say whether that was still the last."""
-        from nats.js.errors import APIError
-
         sent_ms = self._clock.monotonic_ms()
+        subject, entry = _subject(self._connection.pool), codec.leader.encode(self._leader)
         try:
-            answer = await self._connection.asked(
-                "writing the pool's lease",
-                self._connection.jetstream.publish(
-                    _subject(self._connection.pool),
-                    codec.leader.encode(self._leader),
-                    headers={"Nats-Expected-Last-Subject-Sequence": str(number)},
-                    msg_ttl=self._lease_s,
-                ),
-            )
-        except NatsUnavailable as error:
-            if isinstance(error.__cause__, APIError) and error.__cause__.err_code in WRONG_LAST_SEQUENCE:
-                return False
-            raise
-        self._number = answer.seq
+            self._number = await put(self._connection, subject, entry, ttl_s=self._lease_s, after=number)
+        except NotLast:
+            return False
         self._renewed_ms = sent_ms
         return True
 
