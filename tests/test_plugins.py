@@ -30,10 +30,15 @@ class Plugin(NamedTuple):
     folder: str
     command: tuple[str, ...] = ()
     words: str = ""
+    status: int = 2
 
+
+NO_NATS = "loading the plug-in 'nats' of poolgrid.event_planes"
 
 PLUGINS = (
     Plugin("fleet_page"),
+    Plugin("kubernetes", ("router", "--names", "kubernetes"), "loading the plug-in 'kubernetes'", 1),
+    Plugin("nats", ("consolidator", "--event-plane", "nats", "--nats-url", "nats://127.0.0.1:1"), NO_NATS, 1),
     Plugin("router/endpoint_picker", ("router", "--ext-proc-port", "0"), "poolgrid.router.endpoint_picker cannot be"),
     Plugin("tools", ("bench",), "bench: not installed"),
     Plugin("tools/bench", ("bench",), "bench: not installed"),
@@ -85,5 +90,5 @@ app(["--help"], standalone_mode=False)
 
     if plugin.command:
         refused = python(place, "-m", "poolgrid", *plugin.command)
-        assert refused.returncode == 2, refused
+        assert refused.returncode == plugin.status, refused
         assert plugin.words in " ".join(refused.stderr.split())
