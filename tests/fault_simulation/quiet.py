@@ -13,7 +13,8 @@ import numpy as np
 from poolgrid.consolidator.core.feed_reader import FeedState
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.files import FileJournal, records_of
+from poolgrid.consolidator.journal.files import FileJournal
+from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.nats.history import StreamHistory
 from poolgrid.router.feeds import RemoteFeed
 from poolgrid.wire.hashing import unpack_hashes
@@ -224,7 +225,7 @@ def unsound_journal(store: AnyStore) -> str | None:
     disk = store.disk()
     oldest = journal.oldest_offset
     try:
-        for expected, record in enumerate(records_of(disk), oldest):
+        for expected, record in enumerate((each.record for each in stored_records(disk)), oldest):
             if record.offset != expected:
                 return f"the journal has record {record.offset} where {expected} should be"
         reopened = FileJournal(disk)

@@ -42,7 +42,7 @@ from poolgrid.frontend.access.tenants import TenantAccount, Tenants
 from poolgrid.nats.bucket import Bucket, BucketSpec, NotLast, is_deleted, key_of, sequence_of
 from poolgrid.nats.connection import NatsUnavailable
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import PERIOD_MS, Complaints
+from poolgrid.process.complaints import Complaints
 from poolgrid.process.instruments import Counter, Gauge
 from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.process.tasks import Restart, cancel_all, supervised
@@ -158,7 +158,6 @@ class LimitsOnNats:
         self._was_away = False
         self._tasks: list[asyncio.Task[None]] = []
         self._complaints = Complaints(log, clock)
-        self._complained_ms = float("-inf")
         self._turned_ms = clock.monotonic_ms()
         self._has_shares = asyncio.Event()
         self._metrics = ShareMetrics(
@@ -212,7 +211,9 @@ class LimitsOnNats:
             except NatsUnavailable as error:
                 self._was_away = True
                 self._metrics.failures.inc()
-                self._complain(f"sharing limits failed ({error}): it is tried again for ever, and the shares stay")
+                self._complaints.note(
+                    "sharing", "sharing limits failed (%s): it is tried again for ever, and the shares stay%s", error
+                )
             await asyncio.sleep(LOOK_S)
 
     async def _turn(self) -> None:
@@ -350,9 +351,12 @@ class LimitsOnNats:
         ``NatsUnavailable``."""
         data = _encode(made)
         if len(data) > min(MESSAGE_BYTES_MAX - 1024, self._connection.body_bytes_max):
-            self._complain(
-                f"page {index} of the shares of limits would have {len(data)} bytes, more than NATS takes: the shares "
-                "on it stay as they are; have fewer routers, or fewer tenants with limits"
+            self._complaints.note(
+                "size",
+                "page %d of the shares of limits would have %d bytes, more than NATS takes: the shares on it stay as "
+                "they are; have fewer routers, or fewer tenants with limits%s",
+                index,
+                len(data),
             )
             return True
         try:
@@ -379,13 +383,6 @@ class LimitsOnNats:
             self._saw(index, message.seq, message.data or b"")
         except UNREADABLE as error:
             self._complaints.about(f"the bucket {BUCKET} (page {index})", error)
-
-    def _complain(self, what: str) -> None:
-        """Say what is wrong, now and then: it goes on twice a second."""
-        now_ms = self._clock.monotonic_ms()
-        if now_ms - self._complained_ms >= PERIOD_MS:
-            self._complained_ms = now_ms
-            log.warning("%s", what)
 
     def _grant(self, index: int, page: SharePage, charged: dict[str, Amounts]) -> None:
         now_ms = self._clock.monotonic_ms()
