@@ -39,6 +39,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": "tiny", "tokens": [1]},
     "/v1/route": CHAT,
 }
+QUERIES = {"/v1/fleet/playback": {"from_ms": 0, "to_ms": 1}}
 NO_ROUTE = (": Not Found", ": Method Not Allowed")
 """What the server answers where no operation is."""
 
@@ -113,7 +114,7 @@ def ask(client: httpx.Client, method: str, path: str) -> tuple[int, str]:
     """Return status and body of a request that the operation takes; a stream is left at its first bytes."""
     filled = re.sub(r"\{(\w+)(?::path)?\}", lambda match: VALUES.get(match[1], "unknown"), path)
     body = BODIES.get(path)
-    with client.stream(method, filled, json=body) as answer:
+    with client.stream(method, filled, json=body, params=QUERIES.get(path)) as answer:
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
             return answer.status_code, next(answer.iter_text())
         return answer.status_code, answer.read().decode()

@@ -100,7 +100,7 @@ def settled(browser: Browser) -> None:
 
 
 def pool(pictures: Pictures) -> str:
-    """A pool of four real workers: live, by keyboard, on a phone; and a router that is started again."""
+    """A pool of four real workers: live, by keyboard, on a phone, as it was; and a router that is started again."""
     with running_pool("--port", "0", workers=4, speedup=4.0) as up, talking(up.url, 12), Browser() as browser:
         checks.open_live(browser, up.url)
         enough_requests(browser, 120)
@@ -120,7 +120,14 @@ def pool(pictures: Pictures) -> str:
         browser.wait("its legs are shown", "return !!document.querySelector('#sheet svg.timeline rect')")
         pictures.take(browser, "fleet_page_request")
         browser.press(checks.ESCAPE)
-        checks.shows_a_moment(browser)
+        checks.plays_the_past_back(browser)
+        browser.run("document.querySelector('#strip canvas').focus()")
+        browser.press(*[checks.LEFT] * 8, checks.ENTER)
+        browser.wait("the past", "scrollTo(0, 0); return document.getElementById('link').dataset.state === 'past'")
+        settled(browser)
+        pictures.take(browser, "fleet_page_past")
+        browser.press(checks.ESCAPE)
+        browser.wait("it is now again", checks.LIVE)
         checks.fits_a_phone(browser)
         browser.run("scrollTo(0, 0)")
         pictures.take(browser, "fleet_page_phone")
@@ -241,7 +248,7 @@ def large(pictures: Pictures) -> str:
             gaps.sort()
             pictures.take(browser, "fleet_page_large")
             checks.worker_grid_works_by_keyboard(browser)
-            checks.shows_a_moment(browser)
+            checks.plays_the_past_back(browser)
             checks.no_complaints(browser)
     finally:
         process.kill()

@@ -35,6 +35,7 @@ return unnamed;
 TAB = "\ue004"
 ENTER = "\ue007"
 ESCAPE = "\ue00c"
+SPACE = " "
 RIGHT, DOWN, LEFT, END, HOME = "\ue014", "\ue015", "\ue012", "\ue010", "\ue011"
 
 
@@ -106,11 +107,16 @@ def request_opens_by_keyboard(browser: Browser) -> None:
     browser.wait("the sheet is closed", "return !document.getElementById('sheet').open")
 
 
-def shows_a_moment(browser: Browser) -> None:
-    """Enter on the strip shows the requests of a moment, and Escape leads back to now."""
+def plays_the_past_back(browser: Browser) -> None:
+    """Enter on the strip shows the pool as of a moment; it plays, and Escape leads back to now."""
     browser.run("document.querySelector('#strip canvas').focus()")
     browser.press(LEFT, LEFT, LEFT, ENTER)
-    browser.wait("a moment is shown", "return document.getElementById('link').dataset.state === 'past'")
+    browser.wait("the pool is shown as it was", "return document.getElementById('link').dataset.state === 'past'")
+    assert "as of" in browser.run("return document.getElementById('link-words').textContent")
+    at = "return Number(document.querySelector('#playback input[type=range]').value)"
+    before = browser.run(at)
+    browser.press(",")
+    browser.wait("one frame back", f"{at} === arguments[0]", max(0, before - 1))
     browser.press(ESCAPE)
     browser.wait("it is now again", LIVE)
 

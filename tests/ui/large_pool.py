@@ -15,8 +15,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page.endpoints import add_fleet_page
 from poolgrid.fleet_page.hub import FleetHub
+from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.router_source import RouterFleetSource
 from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
@@ -105,6 +107,9 @@ class LargePool:
     def counts(self) -> tuple[int, int]:
         return sum(self._running.values()), 0
 
+    def kept(self, from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
+        return from_offset, self.journal[from_offset : from_offset + limit]
+
     def say(self, worker: WorkerKey, events: Sequence[AnyEvent]) -> None:
         """Have a worker report events."""
         now_ms = self._clock.wall_ms()
@@ -191,8 +196,9 @@ async def main(workers: int, rate: float) -> None:
     """Serve until somebody ends this process."""
     pool = LargePool(workers, rate)
     app = application(FakeBackend())
+    player = Player(None, pool.kept, BLOCKS_PER_WORKER_MAX)
     served = ServedSeconds(app.served, SystemClock())
-    source = RouterFleetSource(pool.settings, cast(Any, pool), FleetWatch(pool.state), served)
+    source = RouterFleetSource(pool.settings, cast(Any, pool), FleetWatch(pool.state), player, served)
     add_fleet_page(app, FleetHub(source, SystemClock()), source)
     server = HttpServer(app, "127.0.0.1", 0, "port")
     server.start()

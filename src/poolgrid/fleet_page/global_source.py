@@ -15,6 +15,7 @@ import msgspec
 from poolgrid import __version__
 from poolgrid.fleet_page.ports import Picture, Row
 from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.global_router.configuration import Active
 from poolgrid.global_router.decisions import RequestDecision
@@ -34,7 +35,8 @@ STEPS_SHOWN = 20
 """Last steps of the closed loop."""
 
 ASK_TIMEOUT_S = 15.0
-"""Longest wait for a pool's router to say what it knows of a request."""
+"""Longest wait for a pool's router to say what it knows of a request: it may read its journal for that, in a process
+that takes half a second on an idle machine."""
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Largest answer of a pool's router about one request: a decision over thousands of workers."""
@@ -100,6 +102,7 @@ class GlobalFleetSource:
             "version": __version__,
             "process": 0 if place is None else place.index,
             "processes": 1 if place is None else place.size,
+            "no_playback": "a global router has no journal: each pool's own page plays its pool back",
         }
         self._grids: tuple[Active, dict[str, Any]] | None = None
 
@@ -169,6 +172,10 @@ class GlobalFleetSource:
             "legs": legs,
             "legs_from": "pools" if legs else "unknown",
         }
+
+    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
+        """Raise ``RequestError`` 409: the past of a pool is with its own router."""
+        raise RequestError(409, "no_journal", f"playing back: {self._about['no_playback']}")
 
     async def _ask(self, name: str, dispatch_id: str) -> dict[str, Any] | None:
         """Return what a pool's router says of a dispatch; ``None`` when it keeps nothing, or does not answer."""

@@ -6,8 +6,12 @@ from contextlib import AsyncExitStack
 
 import httpx
 
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.global_source import GlobalFleetSource
+from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.router_source import RouterFleetSource
 from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import open_served_seconds
@@ -24,15 +28,21 @@ def open_router_page(
     opened: AsyncExitStack,
     app: Application,
     settings: RouterSettings,
+    consolidator: ConsolidatorSettings,
+    embedded: ConsolidatorService | None,
     service: RouterService,
     state: RouterState,
     clock: Clock,
     place: GroupPlace | None,
 ) -> None:
     """Add the page of a router."""
+    kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
+    # A data_dir next to a stream has no journal in it, only decisions.
+    directory = None if consolidator.on_nats else consolidator.data_dir
+    player = Player(directory, kept, BLOCKS_PER_WORKER_MAX)
     watch = FleetWatch(state)
     served = open_served_seconds(opened, app.served, clock)
-    source = RouterFleetSource(settings, service, watch, served, place)
+    source = RouterFleetSource(settings, service, watch, player, served, place)
     open_fleet_page(opened, app, source, clock)
 
 

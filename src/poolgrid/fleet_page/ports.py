@@ -43,3 +43,7 @@ class FleetSource(Protocol):
     async def request(self, request_id: str) -> dict[str, Any] | None:
         """Return why a request went where it went, and the times of its legs; ``None`` when nothing is kept of it."""
         ...
+
+    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
+        """Return the pool between two wall-clock times as JSON, in so many frames. Raises ``RequestError``."""
+        ...

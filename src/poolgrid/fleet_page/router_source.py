@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from poolgrid import __version__
-from poolgrid.fleet_page.leg_times import Leg
+from poolgrid.fleet_page.playback.leg_times import Leg
+from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture, Row
 from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
@@ -20,6 +21,7 @@ from poolgrid.router.core.fleet import Worker
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.answers import QueueRow, RequestExplanation
+from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import STAGE_WORD, StreamState
 from poolgrid.wire.request_ids import dispatch_id
 
@@ -27,6 +29,9 @@ REQUESTS_SHOWN = 240
 """Of the last decisions, how many are watched for changes: what came of one that is older is seen when it is opened."""
 
 CONVERSATIONS_SHOWN = 24
+
+CONVERSATIONS_PLAYED = 128
+"""Of the latest, how many are looked for in a pool's past: those that were the latest then have mostly gone on."""
 
 CONVERSATIONS_EVERY = 4
 """Pictures between two looks at who holds which conversation: that asks the index for each of them."""
@@ -89,11 +94,13 @@ class RouterFleetSource:
         settings: RouterSettings,
         service: RouterService,
         watch: FleetWatch,
+        player: Player,
         served: ServedSeconds,
         place: GroupPlace | None = None,
     ) -> None:
         self._service = service
         self._watch = watch
+        self._player = player
         self._served = served
         self._looks = 0
         self._conversations: dict[str, Row] = {}
@@ -106,6 +113,7 @@ class RouterFleetSource:
             "process": 0 if place is None else place.index,
             "processes": 1 if place is None else place.size,
             "queue_factor": settings.worker_queue_factor,
+            "no_playback": player.unavailable,
         }
 
     def begin(self) -> None:
@@ -239,12 +247,12 @@ class RouterFleetSource:
     # -- one request ---------------------------------------------------------------------------------------------------
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
-        """Return a request's decisions, and the times of its legs where they were watched."""
+        """Return a request's decisions and the times of its legs: watched, else read in the journal."""
         decisions = self._service.decisions.of_request(request_id)
         if not decisions:
             return None
         legs: list[Leg] = []
-        is_watched = True
+        unknown: list[Leg] = []
         for decision in decisions:
             name = dispatch_id(decision.request.request_id, decision.attempt)
             watched = self._watch.legs.get(name)
@@ -256,14 +264,23 @@ class RouterFleetSource:
             if ended_unseen:
                 leg = msgspec.structs.replace(leg, released=True)
             legs.append(leg)
-            is_watched = is_watched and watched is not None and not ended_unseen
+            if watched is None or ended_unseen:
+                unknown.append(leg)
+        source = "watched"
+        if unknown and not self._player.unavailable:
+            await self._player.fill(unknown, min(each.offset for each in decisions))
+            source = "journal"
+        elif unknown:
+            source = "unknown"
         attempts = [decision.explanation() for decision in decisions]
         explanation = RequestExplanation(request_id=request_id, attempts=attempts).to_json()
-        return {
-            "explanation": explanation,
-            "legs": msgspec.to_builtins(legs),
-            "legs_from": "watched" if is_watched else "unknown",
-        }
+        return {"explanation": explanation, "legs": msgspec.to_builtins(legs), "legs_from": source}
+
+    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
+        """Return the pool between two times, from its journal."""
+        latest = self._watch.conversations.latest(CONVERSATIONS_PLAYED)
+        paths = [(each.name, pack_hashes(each.path), each.block_size) for each in latest]
+        return await self._player.reel(from_ms, to_ms, frames, paths)
 
 
 _STREAM_WORDS = {state: state.name.lower() for state in StreamState}

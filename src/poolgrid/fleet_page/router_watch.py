@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from poolgrid.fleet_page.leg_times import Leg, note_event
+from poolgrid.fleet_page.playback.leg_times import Leg, note_event
 from poolgrid.router.core.conversations import Conversations
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released

@@ -82,8 +82,8 @@ class EventPlaneSettings(NatsSettings):
 
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq",
-        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory; nats = "
-        "in a JetStream stream that several consolidators share (needs the extra nats).",
+        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory; nats = in a "
+        "JetStream stream that several consolidators share (needs the extra nats).",
     )
     nats_pool: str = Field(
         "default",

@@ -86,7 +86,8 @@ export function requestBody(found, row, nowMs, openWorker) {
 }
 
 function legsNote(source) {
-  if (source === "unknown") return "No page was open when it ran: poolgrid journal cat has its times.";
+  if (source === "journal") return "Read in the pool's journal. The choice is timed by the router's clock, the rest by the worker's.";
+  if (source === "unknown") return "Nobody looked when it ran, and there is no journal to read here.";
   return "The choice is timed by the router's clock, the rest by the worker's.";
 }
 
@@ -212,7 +213,7 @@ function follow(event, go) {
 
 // -- one worker --------------------------------------------------------------------------------------------------------
 
-export function workerBody(worker, { conversations, requests, flow, nowMs, openRequest }) {
+export function workerBody(worker, { conversations, requests, flow, nowMs, past, openRequest }) {
   const full = worker.total ? worker.held / worker.total : NaN;
   const pairs = [
     ["state", worker.state],
@@ -242,18 +243,20 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, openR
     );
   });
   return [
-    section("Now", facts(pairs)),
-    section(
-      "Its event stream",
-      facts([
-        ["state", worker.stream],
-        ["believed", worker.trusted ? "yes" : "no: its cache is what the router's own choices predict"],
-        ["lag", worker.lag_ms === null ? "–" : milliseconds(worker.lag_ms)],
-        ["last heard", worker.recorded_ms ? `${milliseconds(Math.max(0, nowMs - worker.recorded_ms))} ago` : "not yet"],
-      ]),
-      worker.note ? el("p", { class: "note" }, worker.note) : null,
-      worker.sources?.length ? el("ul", { class: "tree" }, worker.sources.map(([name, state, why]) => el("li", {}, `source ${name}: ${state}${why ? `, ${why}` : ""}`))) : null,
-    ),
+    section("Now", facts(pairs), past ? el("p", { class: "quiet" }, "As it was at the moment that is shown.") : null),
+    past
+      ? null
+      : section(
+          "Its event stream",
+          facts([
+            ["state", worker.stream],
+            ["believed", worker.trusted ? "yes" : "no: its cache is what the router's own choices predict"],
+            ["lag", worker.lag_ms === null ? "–" : milliseconds(worker.lag_ms)],
+            ["last heard", worker.recorded_ms ? `${milliseconds(Math.max(0, nowMs - worker.recorded_ms))} ago` : "not yet"],
+          ]),
+          worker.note ? el("p", { class: "note" }, worker.note) : null,
+          worker.sources?.length ? el("ul", { class: "tree" }, worker.sources.map(([name, state, why]) => el("li", {}, `source ${name}: ${state}${why ? `, ${why}` : ""}`))) : null,
+        ),
     section(
       "What it holds of the latest conversations",
       rows.length
@@ -270,7 +273,7 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, openR
           )
         : el("p", { class: "quiet" }, "None of the last requests went there."),
     ),
-    address ? section("The worker itself", el("p", {}, el("a", { href: address, target: "_blank", rel: "noreferrer" }, address))) : null,
+    address && !past ? section("The worker itself", el("p", {}, el("a", { href: address, target: "_blank", rel: "noreferrer" }, address))) : null,
   ].filter(Boolean);
 }
 
@@ -280,7 +283,9 @@ const KEYS = [
   ["Tab", "from one part of the page to the next"],
   ["← ↑ → ↓", "from worker to worker, request to request, cell to cell, second to second"],
   ["Home  End", "to the first, to the last"],
-  ["Enter", "open what is marked; on the strip of times: the requests of that moment"],
+  ["Enter", "open what is marked; on the strip of times: the pool at that moment"],
+  ["Space", "while playing back: go on, or pause"],
+  [",  .", "while playing back: one frame back, one frame on"],
   ["Escape", "close what is open; then back to now"],
 ];
 

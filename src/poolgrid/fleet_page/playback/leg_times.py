@@ -1,10 +1,15 @@
-"""When the legs of requests did what, as events of workers report it."""
+"""When the legs of requests did what, as the journal tells it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 
-from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.wire.events import JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
+
+RECORDS_MAX = 200_000
+"""Records read for the legs of one request: minutes of a busy pool. What is later is not found."""
 
 
 class Leg(msgspec.Struct):
@@ -55,3 +60,18 @@ def note_event(leg: Leg, event: object, time_ms: int) -> None:
         leg.ended_ms, leg.end = time_ms, event.reason
         if event.cached_tokens is not None:
             leg.cached_tokens = event.cached_tokens
+
+
+def fill(legs: Sequence[Leg], records: Iterable[JournalRecord]) -> None:
+    """Fill in what the journal says of legs; stops once all have ended."""
+    by_id = {leg.dispatch_id: leg for leg in legs}
+    open_legs = len(by_id)
+    for number, record in enumerate(records):
+        if not open_legs or number >= RECORDS_MAX:
+            return
+        for event in record.events:
+            if type(event) is RequestStarted or type(event) is PrefillCompleted or type(event) is RequestFinished:
+                leg = by_id.get(event.request_id)
+                if leg is not None:
+                    note_event(leg, event, record.time_ms)
+                    open_legs -= type(event) is RequestFinished
