@@ -33,10 +33,13 @@ class Plugin(NamedTuple):
     words: str = ""
 
 
+NO_NATS = "loading the plug-in 'nats' of poolgrid.event_planes"
 TRTLLM_POOL = ("up", "--engine", "trtllm", "--model-path", str(TINY_MODEL_PATH))
 
 PLUGINS = (
     Plugin("fleet_page"),
+    Plugin("kubernetes", ("router", "--names", "kubernetes"), "loading the plug-in 'kubernetes'"),
+    Plugin("nats", ("consolidator", "--event-plane", "nats", "--nats-url", "nats://127.0.0.1:1"), NO_NATS),
     Plugin("router/endpoint_picker", ("router", "--ext-proc-port", "0"), "poolgrid.router.endpoint_picker cannot be"),
     Plugin("router/policies", ("router", "--policy", "round-robin"), "loading policy 'round-robin'"),
     Plugin("tools", ("bench",), "bench: not installed"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings, verify
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER
 from poolgrid.consolidator.journal.inspection import (
     NotKept,
@@ -172,7 +172,7 @@ def test_records_of_a_later_version_are_skipped_counted_and_the_rest_is_folded()
     assert pool.offset == 12
     assert pool.workers[record(1).worker].presence.holds(12)  # from the record with the unknown event
     assert any("1 of the unknown kind LeaseGranted" in line for line in again.report)
-    assert verify(disk, BLOCKS_MAX) == 12
+    assert check_journal(disk, BLOCKS_MAX).records == 12
 
 
 def test_what_is_neither_known_nor_from_the_future_is_damage() -> None:

@@ -31,11 +31,11 @@ from poolgrid.global_router.router_link import PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
-from poolgrid.nats.follower import NatsFeed
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderWatch
 from poolgrid.nats.message import BODY_BYTES
 from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.tasks import detached
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
@@ -67,7 +67,7 @@ from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.transfers import KvExchange
-from tests.fault_simulation.jetstream import HeardStream, SimulatedJetStream, WrittenStream
+from tests.fault_simulation.jetstream import SimulatedJetStream, WrittenStream
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.recordings import Recordings, is_recorded
@@ -487,8 +487,9 @@ class RouterProcess(Process):
         feed: JournalFeed
         if isinstance(self.store, SharedStore):
             link = self.store.servers.link(life)
-            stream = HeardStream(link, str(life))
-            feed = NatsFeed(link.connection, stream, clock, BLOCKS_PER_WORKER_MAX)
+            await link.open()
+            feed = RemoteFeed("", "", clock, make_context=world.network.context)
+            await LeaderWatch(link.connection, partial(_follow, feed)).start()
         elif self.embedded:
             feed = EmbeddedFeed(self.store.make())
         else:
@@ -638,6 +639,11 @@ class WorkerProcess(Process):
         if self.alive and self._stop is not None:
             self.world.watcher.note("drain", str(self.life))
             self._stop.set()
+
+
+def _follow(feed: RemoteFeed, leader: Leader | None) -> None:
+    if leader is not None and leader.feed:
+        detached(feed.move(leader.feed, leader.query), "move to another consolidator")
 
 
 def _push_to(publisher: EventPublisher, leader: Leader | None) -> None:

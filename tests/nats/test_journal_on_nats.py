@@ -174,14 +174,6 @@ def test_a_foreign_entry_of_the_leader_keeps_no_consolidator_from_the_lease(
     assert kind.run(scenario()) == (True, Leader("c"))
 
 
-def test_positions_that_are_none_hold_nothing_back(kind: OnServer) -> None:
-    kind.stream.open()
-    for number, body in enumerate((b"null", b"", b"-1", b"1.5", "²".encode(), b"9" * 5000, b"9" * 21, b"7")):
-        publish(kind, f"$KV.poolgrid-{kind.connection.pool}.router.r{number}", body)
-
-    assert kind.stream.positions() == [7]
-
-
 FOREIGN_HEADERS: list[dict[str, str] | None] = [
     None,
     {"Nats-Msg-Id": "x.1"},

@@ -151,7 +151,7 @@ def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
         await names.register("lonely", "r1", {"http": "http://127.0.0.1:1"})
         store = names.store
         assert isinstance(store, NatsRegistrations)
-        client = store._connection.client
+        client = store._bucket.connection.client
         publish, asked = client.publish, 0
 
         async def lose_each_second(subject: str, *arguments: Any, **more: Any) -> None:
@@ -182,7 +182,7 @@ def test_a_replica_that_is_behind_takes_nobodys_name_and_brings_nobody_back(
         store = names.store
         assert isinstance(store, NatsRegistrations)
         scopes = [Scope("blue", "late")]
-        connection = store._connection
+        connection = store._bucket.connection
         batch = connection.batch
         old = await batch(STREAM, {"seq": 1, "next_by_subj": SUBJECT + "blue.late.*", "batch": 10})
         await store.write(registration(1, component="late"), seen(1, component="late").data)
@@ -225,7 +225,7 @@ def test_a_replica_that_has_come_to_a_stand_lets_nobodys_lease_run_out(
         await one.register("router", "r1", {"http": "http://127.0.0.1:1"})
         await until_found(other, 1)
         assert isinstance(other.store, NatsRegistrations)
-        connection = other.store._connection
+        connection = other.store._bucket.connection
         stale = await connection.batch(STREAM, {"seq": 1, "next_by_subj": SUBJECT + "blue.router.*", "batch": 10})
 
         # As a server does that a process is connected to, and that gets no messages of the stream any more.
@@ -270,7 +270,7 @@ def test_servers_that_are_away_take_nobodys_name_and_do_not_hold_up_a_start(tmp_
             server.start()
             await until_found(other, 2)
             assert isinstance(one.store, NatsRegistrations)
-            await one.store._connection.jetstream.delete_stream(STREAM)
+            await one.store._bucket.connection.jetstream.delete_stream(STREAM)
             async with asyncio.timeout(60):
                 while await listed(one.store) != 2:  # a bucket that is gone is made and filled anew
                     pass

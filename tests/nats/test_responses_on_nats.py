@@ -99,7 +99,7 @@ def test_what_no_router_kept_is_no_response_and_costs_no_other(
         async with stores(server, "blue.foreign", 1) as (store,):
             assert await store.keep(ACME, response("resp_a"))
             for name, number in (("resp_x", part), ("resp_a", "5"), ("resp_a", "7" * 200)):
-                subject = store._subject(ACME.name, store_on_nats._digest(name))
+                subject = store._bucket.spec.subject + store._key(ACME.name, store_on_nats._digest(name))
                 headers = {store_on_nats.PARTS_HEADER: count}
                 await store._connection.jetstream.publish(f"{subject}.{number}", data, headers=headers)
             assert await store.response(ACME, "resp_x") is None

@@ -124,7 +124,9 @@ class LeaderElection:
             await unless(lease.lost, service.start(), "start of the consolidator")
             if lease.lost.is_set():
                 return
-            await lease.announce(self._settings.reachable(service.ingest_endpoint))
+            reachable = self._settings.reachable
+            planes = (service.ingest_endpoint, service.feed_endpoint, service.query_endpoint)
+            await lease.announce(*map(reachable, planes))
             self._metrics.active.set(1)
             self._metrics.lives.inc()
             log.info("consolidator %s is the active one of pool %s", consolidator_id, self._journal.connection.pool)

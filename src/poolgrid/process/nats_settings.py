@@ -82,8 +82,8 @@ class EventPlaneSettings(NatsSettings):
 
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq",
-        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory, and "
-        "routers follow over ZMQ; nats = a JetStream stream that routers follow by themselves (needs the extra nats).",
+        description="Choose where the pool's journal is: zmq = at its consolidator, in a directory or in memory; nats = in a "
+        "JetStream stream that several consolidators share (needs poolgrid[nats]).",
     )
     nats_pool: str = Field(
         "default",
