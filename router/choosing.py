@@ -130,7 +130,7 @@ class Chooser:
         if not routed.path:
             routed.path = self.path_now(request)
         leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
-        found = self._state.apply(wanted)
+        found = self._state.select(wanted)
         if isinstance(found, Decision):
             return Placement(found, leg, now_ms)
         if isinstance(found, PolicyFailed):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import LegSpec
@@ -52,8 +54,7 @@ class LocalRequest(RoutedRequest):
         return self.machine.ended or (self.placed is not None and self.placed.done())
 
 
-@dataclass(slots=True)
-class Placement:
+class Placement(msgspec.Struct):
     """A worker, chosen for a leg of a request."""
 
     decision: Decision

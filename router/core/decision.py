@@ -105,7 +105,7 @@ class Decision(msgspec.Struct, eq=False):
     def size_bytes(self) -> int:
         """Return about how much memory the record takes: its columns, and what is measured for the rest."""
         # Six columns, the cost and the terms where they are kept: all as long as there are candidates.
-        choice, rows = self.choice, len(self.candidates)
+        choice, rows = self.choice, len(self.candidates.workers)
         columns = 6 + (choice.costs is not None)
         if not callable(choice.given_terms):
             columns += len(choice.given_terms)
@@ -246,11 +246,11 @@ class DecisionLog:
         self.added += 1
         request = decision.request
         if request.stage is not Stage.DECODE:
-            found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
-            first = decision.attempt == 0
-            self.seconds.add(
-                decision.time_ms, first, request.isl if first else 0, found_tokens if first else 0, not first
-            )
+            if decision.attempt:
+                self.seconds.add(decision.time_ms, 0, 0, 0, moves=1)
+            else:
+                found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
+                self.seconds.add(decision.time_ms, 1, request.isl, found_tokens)
         decisions = self._decisions
         request_id = decision.request.request_id
         key = (request_id, decision.attempt)

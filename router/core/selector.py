@@ -113,8 +113,8 @@ class Selector:
             choice = policy.choose(request, candidates)
         except Exception as error:
             return PolicyFailed(policy.name, f"raised {type(error).__name__}: {error}", error)
-        if not 0 <= choice.row < len(candidates):
-            return PolicyFailed(policy.name, f"chose row {choice.row} of {len(candidates)} candidates")
+        if not 0 <= choice.row < len(candidates.workers):
+            return PolicyFailed(policy.name, f"chose row {choice.row} of {len(candidates.workers)} candidates")
         if untrusted:
             untrusted = {worker: why for worker, why in untrusted.items() if worker in group.row_of_worker}
         decision = Decision(

@@ -103,7 +103,7 @@ class BatchPlanner:
             costs,
             terms[OWN_MS] * engines.paces,
             tokens,
-            [each.request.tie_key for each in wanted],
+            [each.request for each in wanted],
             [each.request.priority for each in wanted],
         )
         placed = plan(waiting, candidates.prefill_tokens, engines.step_tokens, engines.step_ms)
@@ -122,7 +122,7 @@ class PlanningBatch(msgspec.Struct, frozen=True, gc=False):
     """What the computation of its prompt takes there."""
     tokens: FloatArray
     """What would have to be computed."""
-    tie_keys: Sequence[str]
+    requests: Sequence[RoutingRequest]
     priorities: Sequence[int]
 
 
@@ -175,7 +175,7 @@ def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) ->
         costs = waiting.costs[request] + ahead_ms + behind * waiting.own_ms[request]
         if np.isinf(costs).all():
             continue
-        worker, _ = lowest(costs, waiting.tie_keys[request])
+        worker, _ = lowest(costs, waiting.requests[request])
         known = {each: len(requests) for each, requests in given.items()}
         given.setdefault(worker, []).append(PlannedRequest(request, worker, known))
         behind[worker] += 1

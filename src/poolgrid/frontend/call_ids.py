@@ -6,7 +6,7 @@ model is trained on ``functions.NAME:N`` with N counted over the whole conversat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from poolgrid.wire.hashing import stable_u64
 
@@ -16,8 +16,7 @@ MISTRAL_ID_CHARS = 9
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-@dataclass(frozen=True, slots=True)
-class CallIds:
+class CallIds(msgspec.Struct, frozen=True):
     """The ids of one answer's calls."""
 
     request_id: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.guides import Guide
@@ -49,8 +50,7 @@ class AnswerForm(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Prompt:
+class Prompt(msgspec.Struct, eq=False):
     """One tokenized prompt."""
 
     token_ids: bytes
@@ -69,8 +69,7 @@ class Prompt:
         return () if self.multimodal is None else self.multimodal.items
 
 
-@dataclass(slots=True, eq=False)
-class PromptText:
+class PromptText(msgspec.Struct, eq=False):
     """A prompt whose text is there, and what is known of its tokens."""
 
     text: str
@@ -84,8 +83,7 @@ class PromptText:
         return len(self.text) if self.text.isascii() else 3 * len(self.text)
 
 
-@dataclass(slots=True, eq=False)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, eq=False):
     """What one body asks for, with its prompts still text.
 
     A body of another API comes as the chat body that means the same, with the form of its answer.
@@ -105,7 +103,7 @@ class PreparedRequest:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     """Alternatives per token that the client wants; ``None`` = no log probabilities."""
-    guide: Guide = field(default_factory=dict)
+    guide: Guide = msgspec.field(default_factory=dict)
     """What the output must keep to, as fields of ``Sampling``."""
     guide_param: str = ""
     """The field of the body that it is from."""

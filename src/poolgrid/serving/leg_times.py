@@ -13,8 +13,7 @@ Rules
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.instruments import Histogram
@@ -28,8 +27,7 @@ LEG_BUCKETS_S = (
 """Half a millisecond (a decision, a transfer within a host) to ten minutes (a long answer)."""
 
 
-@dataclass(slots=True)
-class LegTimer:
+class LegTimer(msgspec.Struct):
     """Where a request stands between two moments that are counted."""
 
     since_s: float

@@ -83,8 +83,7 @@ class LegEvent(StrEnum):
     """The router ends."""
 
 
-@dataclass(slots=True, eq=False)
-class Dispatch:
+class Dispatch(msgspec.Struct, eq=False):
     """One leg of a request on one worker."""
 
     id: str

@@ -24,8 +24,10 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
@@ -94,8 +96,7 @@ FINAL_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
 """What an answer ends with."""
 
 
-@dataclass(slots=True)
-class Transition:
+class Transition(msgspec.Struct):
     """What happened to a request, and what has followed so far."""
 
     leg: Dispatch | None
@@ -105,7 +106,7 @@ class Transition:
     worker_delta: TokenDelta | None
     client_delta: StreamDelta | None
     """What of the worker's delta, or instead of it, is for the client."""
-    effects: list[Effect] = field(default_factory=list)
+    effects: list[Effect] = msgspec.field(default_factory=list)
 
     @property
     def dispatch(self) -> Dispatch:
@@ -343,7 +344,9 @@ class RequestMachine:
 
 def notify(machine: RequestMachine, at: Transition) -> None:
     """Report to the tracker what the worker sent: its first output, cached tokens, the end of a leg."""
-    at.effects.append(WorkerReported(at.dispatch, at.reported, not machine.delivery.output))
+    leg, delta = at.leg, at.worker_delta
+    assert leg is not None and delta is not None, "a worker sent something"
+    at.effects.append(WorkerReported(leg, delta, not machine.delivery.output))
 
 
 def deliver(machine: RequestMachine, at: Transition) -> None:
