@@ -153,7 +153,7 @@ class PreparedRequest(msgspec.Struct, eq=False):
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
         self.media, self.items, self.texts = (), (), ()
-        if isinstance(self.body, ChatBody):
+        if type(self.body) is ChatBody:
             self.body.messages = []
-        elif isinstance(self.body, CompletionBody):
+        elif type(self.body) is CompletionBody:
             self.body.prompt = ""

@@ -184,19 +184,10 @@ class RequestParser:
         """Check the whole head, then begin its request."""
         # Trailers go to whatever list is here, long after the head was checked.
         headers, self._headers = self._headers, []
-        announced: int | None = 0
-        expects_continue = False
-        host: bytes | None = None
-        for name, value in headers:
-            if name == b"content-length":
-                announced = int(value)  # httptools has checked it
-            elif name == b"transfer-encoding":
-                announced = None
-            elif name == b"host":
-                host = value if host is None else host
-            elif name == b"expect" and value.lower() == b"100-continue":
-                expects_continue = True
-        self._refusal = self._refused(headers, b"localhost" if host is None else host)
+        fields = dict(reversed(headers))  # of several of one name the first
+        announced = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))  # it was checked
+        expects_continue = fields.get(b"expect", b"").lower() == b"100-continue"
+        self._refusal = self._refused(headers, fields.get(b"host", b"localhost"))
         opened = self._open
         if self._refusal is not None or opened is None:
             return

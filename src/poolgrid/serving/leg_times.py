@@ -36,6 +36,8 @@ class LegTimer(msgspec.Struct):
     """The dispatch that is measured; below 0 while there is none."""
     generates: bool = False
     """Whether the dispatch has had its first output."""
+    waits_since_ms: float | None = None
+    """Since when the request has found no room; ``None`` once a worker has begun with it."""
 
 
 class LegTimes:

@@ -345,7 +345,8 @@ class RequestMachine:
 def notify(machine: RequestMachine, at: Transition) -> None:
     """Report to the tracker what the worker sent: its first output, cached tokens, the end of a leg."""
     leg, delta = at.leg, at.worker_delta
-    assert leg is not None and delta is not None, "a worker sent something"
+    assert leg is not None, "it happened to a leg"
+    assert delta is not None, "a worker sent something"
     at.effects.append(WorkerReported(leg, delta, not machine.delivery.output))
 
 
