@@ -26,7 +26,7 @@ from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.overlap_check import OverlapCheck
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.wire.feed import SourceStream
-from poolgrid.wire.identifiers import Stage, StreamState, WorkerKey
+from poolgrid.wire.identifiers import StreamState, WorkerKey
 from poolgrid.wire.streams import own_stream
 
 PENDING_MAX: Final = 16_384
@@ -136,7 +136,6 @@ class StreamHealth:
         request_id: str,
         path: Sequence[int],
         block_size: int,
-        stage: Stage,
         now_ms: float,
         blocks: int | None = None,
     ) -> None:
@@ -144,7 +143,7 @@ class StreamHealth:
 
         ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
         """
-        if not path or stage in (Stage.DECODE, Stage.ENCODE):
+        if not path:
             return
         self._pending[(worker, request_id)] = _Pending(
             path, block_size, self._index.overlap(path, worker).blocks if blocks is None else blocks

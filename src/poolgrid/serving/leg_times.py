@@ -27,6 +27,10 @@ LEG_BUCKETS_S = (
 """Half a millisecond (a decision, a transfer within a host) to ten minutes (a long answer)."""
 
 
+HANDED_OVER = (FinishReason.ENCODED, FinishReason.PREFILLED)
+"""The ends of legs that leave something for the leg after them."""
+
+
 class LegTimer(msgspec.Struct):
     """Where a request stands between two moments that are counted."""
 
@@ -54,9 +58,13 @@ class LegTimes:
             registry=registry,
         )
         self._queue = legs.labels("queue")
-        self._encode = legs.labels("encode")
-        self._prefill = legs.labels("prefill")
-        self._transfer = legs.labels("transfer")
+        self._first = {
+            Stage.ENCODE: legs.labels("encode"),
+            Stage.PREFILL: legs.labels("prefill"),
+            Stage.WHOLE: legs.labels("prefill"),
+            Stage.DECODE: legs.labels("transfer"),
+        }
+        """What the time up to a leg's first output counts for."""
         self._decode = legs.labels("decode")
 
     def sent(self, timer: LegTimer, dispatch_number: int, now_s: float) -> None:
@@ -71,14 +79,9 @@ class LegTimes:
         if dispatch.number != timer.dispatch_number or finish is FinishReason.ERROR:
             return
         if not timer.generates:
-            if finish is FinishReason.ENCODED:
-                leg = self._encode
-            elif dispatch.stage is Stage.DECODE:
-                leg = self._transfer
-            elif report.delta.token_ids or finish is FinishReason.PREFILLED:
-                leg = self._prefill
-            else:
+            if not (report.delta.token_ids or finish in HANDED_OVER or dispatch.stage is Stage.DECODE):
                 return  # it reports that it has begun
+            leg = self._first[dispatch.stage]
             timer.generates = True
         elif finish is not None and finish is not FinishReason.PREFILLED:
             leg = self._decode

@@ -316,18 +316,12 @@ class LegPlan:
                 expected_prefill_tokens,
                 TOKENS_TOGETHER if request.read_whole else 1,
             ),
-            disaggregated_params=self._params_for(stage),
+            disaggregated_params=self.prefill_params if stage is Stage.DECODE else self.encode_params,
             multimodal=None if request.multimodal is None else self._media_for(stage),
             stage=stage,
             trace=trace,
             retention=retention if request.retention is None else request.retention,
         )
-
-    def _params_for(self, stage: Stage) -> bytes | None:
-        """Return what the leg before returned."""
-        if stage is Stage.DECODE:
-            return self.prefill_params
-        return None if stage is Stage.ENCODE else self.encode_params
 
     def _media_for(self, stage: Stage) -> bytes | None:
         """Return the media as a leg gets them: none for a decode leg, no image bytes where embeddings replace them."""

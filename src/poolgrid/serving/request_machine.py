@@ -82,8 +82,14 @@ whole pool. More than that is a worker that refuses without ever being known to 
 
 NEXT_LEG_WHY: Final = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
 
-NO_END_OF_A_LEG = (FinishReason.EXPIRED, FinishReason.MIGRATED)
-"""Finish reasons of events, which no leg's output ends with."""
+_ENDS: Final = {None, *FinishReason} - {FinishReason.EXPIRED, FinishReason.MIGRATED}  # those are of events only
+ENDS_OF: Final = {
+    Stage.WHOLE: _ENDS - {FinishReason.PREFILLED, FinishReason.ENCODED},
+    Stage.ENCODE: {None, FinishReason.ENCODED, FinishReason.ERROR},
+    Stage.PREFILL: _ENDS - {FinishReason.ENCODED},
+    Stage.DECODE: _ENDS - {FinishReason.PREFILLED, FinishReason.ENCODED},
+}
+"""The finish reasons that the output of a leg may have, by its stage."""
 
 WELL: Final = {
     None: LegEvent.OUTPUT,
@@ -302,16 +308,10 @@ class RequestMachine:
         """Return what a delta says to the client; ``None`` when it does not continue what came before."""
         tokens = delta.token_ids
         finish = delta.finish_reason
-        if delta.position != dispatch.position or finish in NO_END_OF_A_LEG:
+        if delta.position != dispatch.position or finish not in ENDS_OF[dispatch.stage]:
             return None
-        if dispatch.stage is Stage.ENCODE:
-            # It makes no tokens, and ends well in one way only, which is no other leg's.
-            if tokens or finish not in (None, FinishReason.ENCODED, FinishReason.ERROR):
-                return None
-        elif finish is FinishReason.ENCODED or (
-            finish is FinishReason.PREFILLED and dispatch.stage is not Stage.PREFILL
-        ):
-            return None
+        if tokens and dispatch.stage is Stage.ENCODE:
+            return None  # it makes no tokens
         logprobs = delta.logprobs
         # Once: a later worker's prompt has the output so far in it.
         first = self._cached_tokens is None and not self.delivery.output
@@ -335,7 +335,7 @@ class RequestMachine:
             logprobs,
             delta.error if ends else None,
             of_prompt,
-            delta.refusal is RefusalKind.INVALID,
+            delta.refusal is not None and delta.refusal is RefusalKind.INVALID,
         )
 
 
