@@ -188,7 +188,7 @@ class RouterService:
             delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
             routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
             cause = WaitCause.BEHIND_OTHERS
-            if chooser.plans and chooser.can_be_planned(routed):
+            if chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
                 cause = WaitCause.HELD
             elif not self.queue.has_waiting(request.model):
                 failure = self._place(routed)

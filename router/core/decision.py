@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice
@@ -101,7 +102,6 @@ class Decision(msgspec.Struct, eq=False):
     def prefill_tokens(self) -> int:
         return int(self.candidates.prefill_tokens[self.choice.row])
 
-    @property
     def size_bytes(self) -> int:
         """Return about how much memory the record takes: its columns, and what is measured for the rest."""
         # Six columns, the cost and the terms where they are kept: all as long as there are candidates.
@@ -109,8 +109,8 @@ class Decision(msgspec.Struct, eq=False):
         columns = 6 + (choice.costs is not None)
         if not callable(choice.given_terms):
             columns += len(choice.given_terms)
-        is_plain = self.candidates.is_plain
-        column_bytes = LIST_BYTES + LIST_VALUE_BYTES * rows if is_plain else ARRAY_BYTES + 8 * rows
+        is_array = isinstance(self.candidates.prefill_tokens, np.ndarray)
+        column_bytes = ARRAY_BYTES + 8 * rows if is_array else LIST_BYTES + LIST_VALUE_BYTES * rows
         others = len(self.filtered) + len(self.untrusted)
         return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * others
 
@@ -263,7 +263,7 @@ class DecisionLog:
         name = name_of(request_id)
         if name != request_id:
             self._latest[name] = request_id
-        decision.kept_bytes = kept_bytes = decision.size_bytes
+        decision.kept_bytes = kept_bytes = decision.size_bytes()
         self.size_bytes += kept_bytes
         while len(decisions) > self._capacity or (self.size_bytes > self._budget_bytes and len(decisions) > 1):
             self._forget(self._by_age.popleft())

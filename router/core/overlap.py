@@ -59,7 +59,7 @@ def _fill(
 ) -> None:
     """Fill in what ``PrefixIndex.find`` found. No worker is in two of its masks."""
     device = columns[0]
-    if index.uses_lower_tiers:
+    if index.lower.in_use:
         for depth, mask in found:
             for slot in slots_of(mask):
                 row = group.row_of_slot.get(slot)

@@ -66,9 +66,10 @@ class OverlapCheck:
         if len(self._window) < LEAST_REQUESTS:
             return False
         before = self.is_suspect
-        if self.disagreement > SUSPECT_ABOVE:
+        disagreement = self.disagreement
+        if disagreement > SUSPECT_ABOVE:
             self.is_suspect = True
-        elif self.disagreement < TRUSTED_BELOW:
+        elif disagreement < TRUSTED_BELOW:
             self.is_suspect = False
         return self.is_suspect is not before
 

@@ -70,28 +70,24 @@ _DONE: Final = cast("Awaitable[None]", _Done())
 class HttpExchange:
     """One request and its answer."""
 
-    __slots__ = (
-        "_body",
-        "_chunked",
-        "_date_line",
-        "_event",
-        "_flow",
-        "_has_body",
-        "_head",
-        "_is_delivered",
-        "_left_bytes",
-        "_method",
-        "_on_complete",
-        "_on_disconnect",
-        "_transport",
-        "expects_continue",
-        "is_complete",
-        "is_disconnected",
-        "is_received",
-        "is_started",
-        "keep_alive",
-        "version",
-    )
+    # Most of it stays as it is here for most requests.
+    _body: bytes | bytearray = b""
+    _is_delivered = False
+    """The application has the whole body."""
+    _event: asyncio.Event | None = None
+    _on_disconnect: Callable[[], None] | None = None
+    _head = b""
+    """The head of the answer, until it leaves with the first part of the body."""
+    _chunked = False
+    _has_body = True
+    _left_bytes = 0
+    """What is still to come of an answer that announced its length."""
+    is_received = False
+    """The request is whole."""
+    is_started = False
+    """The application has begun its answer."""
+    is_complete = False
+    is_disconnected = False
 
     def __init__(
         self,
@@ -113,23 +109,6 @@ class HttpExchange:
         self.keep_alive = keep_alive
         self.expects_continue = expects_continue
         """The client sends the body only once it has been asked for it."""
-        self._body: bytes | bytearray = b""
-        self._is_delivered = False
-        """The application has the whole body."""
-        self._event: asyncio.Event | None = None
-        self._on_disconnect: Callable[[], None] | None = None
-        self._head = b""
-        """The head of the answer, until it leaves with the first part of the body."""
-        self._chunked = False
-        self._has_body = True
-        self._left_bytes = 0
-        """What is still to come of an answer that announced its length."""
-        self.is_received = False
-        """The request is whole."""
-        self.is_started = False
-        """The application has begun its answer."""
-        self.is_complete = False
-        self.is_disconnected = False
 
     # -- the request, from the connection ------------------------------------------------------------------------------
 

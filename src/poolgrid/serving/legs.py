@@ -288,7 +288,8 @@ class LegPlan:
         """
         request = self.request
         states_load = expected_prefill_tokens is not None
-        dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage, states_load)
+        number = self.dispatches
+        dispatch = Dispatch(dispatch_id(request.request_id, number), number, worker, endpoint, stage, states_load)
         self.dispatches += 1
         self.current = dispatch
         emitted = len(output) // 4

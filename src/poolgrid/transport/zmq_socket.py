@@ -392,11 +392,6 @@ class Subscription:
         self.inbox.start()
         self.socket.connect(endpoint)
 
-    @property
-    def has_more(self) -> bool:
-        """Return whether messages were left behind: others have their turn first."""
-        return self.inbox.has_more
-
     def close(self) -> None:
         """End; nothing more is handed over."""
         self.inbox.close()
