@@ -379,8 +379,8 @@ def test_few_workers_are_compared_without_arrays_to_the_same_bit(stage: Stage, m
         assert _columns(few) == _columns(general)
         assert (few.choice.row, few.reason, few.filtered) == (general.choice.row, general.reason, general.filtered)
         assert list(few.choice.terms) == list(general.choice.terms)
-        assert isinstance(few.candidates.prefill_tokens, tuple)
-        assert isinstance(general.candidates.prefill_tokens, np.ndarray)
+        assert not hasattr(few.candidates.prefill_tokens, "dtype")
+        assert hasattr(general.candidates.prefill_tokens, "dtype")
         assert few.candidates.workers == general.candidates.workers
         assert (few.worker, few.overlap_blocks, few.explanation()) == (
             general.worker,

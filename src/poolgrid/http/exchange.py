@@ -308,8 +308,8 @@ class ExchangeTask:
         self._tasks = tasks
         self._loop = loop
         self._task: asyncio.Task[None] | None = None
-        self._idle: asyncio.Future[tuple[HttpExchange, Scope]] | None = None
-        """What the task waits for between two requests."""
+        self._idle: asyncio.Future[tuple[HttpExchange, Scope] | None] | None = None
+        """What the task waits for between two requests; ``None`` comes at the end."""
 
     def serve(self, exchange: HttpExchange, scope: Scope) -> None:
         """Serve a request, in a new task where the application still does something for the one before."""
@@ -323,8 +323,9 @@ class ExchangeTask:
     def close(self) -> None:
         """End the task when it has nothing to serve."""
         self._task = None
-        if self._idle is not None:
-            self._idle.cancel()
+        # Not cancelled: a task that was holds the frame it was cancelled in, which holds the task.
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     async def _run(self, exchange: HttpExchange, scope: Scope) -> None:
         task = self._task
@@ -337,4 +338,7 @@ class ExchangeTask:
             if self._task is not task or task.cancelling():
                 return
             self._idle = self._loop.create_future()
-            exchange, scope = await self._idle
+            further = await self._idle
+            if further is None:
+                return
+            exchange, scope = further
