@@ -184,7 +184,8 @@ class GlobalRouterService:
         machine = RequestMachine(request, delivery, self._settings.migration_limit)
         now_ms = self._clock.monotonic_ms()
         timer = LegTimer(perf_counter())
-        return Flight(machine, timer, config, hints, expected, record, now_ms, waits_since_ms=now_ms)
+        timer.waits_since_ms = now_ms
+        return Flight(machine, timer, config, hints, expected, record, now_ms)
 
     def _queued(self, flight: Flight, attempt: Attempt, kind: object) -> Place:
         request = flight.machine.request
@@ -240,8 +241,8 @@ class GlobalRouterService:
         if not place.for_room:
             self._metrics.moves.labels("amid_output" if output else "before_output").inc()
             self.decisions.seconds.add(self._clock.wall_ms(), 0, 0, 0, moves=1)
-        elif flight.waits_since_ms is not None:
-            waited_ms = self._clock.monotonic_ms() - flight.waits_since_ms
+        elif flight.timer.waits_since_ms is not None:
+            waited_ms = self._clock.monotonic_ms() - flight.timer.waits_since_ms
             timeout_ms = max(0.0, self._settings.queue_timeout_ms - waited_ms)
         stage, work = flight.stage, flight.work
         if work is Stage.ENCODE:

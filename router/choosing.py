@@ -38,7 +38,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegPlan
 from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
-from poolgrid.wire.hashing import hash_seed
+from poolgrid.wire.hashing import TOKEN_BYTES, hash_seed
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 log: Final = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Chooser:
         self._state = state
         self._selector = state.selector
         self._projection = state.projection
-        self._planner: Planner | None = state.selector.planner if settings.hold_limit_ms > 0 else None
+        self.planner: Planner | None = state.selector.planner if settings.hold_limit_ms > 0 else None
         """Where requests may ever wait for the worker that is best for them."""
         self._links = links
         self._clock = clock
@@ -127,8 +127,9 @@ class Chooser:
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
             routed.path = self.path_now(request)
-        leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
-        found = self._state.apply(wanted)
+        output_tokens = len(machine.delivery.output) // TOKEN_BYTES
+        leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
+        found = self._state.select(wanted)
         if isinstance(found, Decision):
             return Placement(found, leg, now_ms)
         if isinstance(found, PolicyFailed):
@@ -180,16 +181,16 @@ class Chooser:
     @property
     def plans(self) -> bool:
         """Tell whether requests may wait for the worker that is best for them, now."""
-        return self._planner is not None and self._planner.is_active
+        return self.planner is not None and self.planner.is_active
 
     def takes_held(self, model: str) -> bool:
         """Tell whether any worker of a model has so few prompt tokens to compute that one may go there that waits."""
-        return self._planner is not None and self._planner.has_room(model, PROMPT_ROLES)
+        return self.planner is not None and self.planner.has_room(model, PROMPT_ROLES)
 
     def can_be_planned(self, routed: LocalRequest) -> bool:
         """Tell whether some worker could compute a request's prompt, which may wait for a better one."""
         wanted = self._wanted_by_plan(routed)
-        return wanted is not None and self._planner is not None and self._planner.can_plan(wanted)
+        return wanted is not None and self.planner is not None and self.planner.can_plan(wanted)
 
     def plan(self, waiting: Sequence[LocalRequest]) -> list[tuple[LocalRequest, Mapping[WorkerKey, int]]]:
         """Return who of those that wait is to be placed now, in order, and what is planned behind each."""
@@ -202,8 +203,8 @@ class Chooser:
             else:
                 by_roles.setdefault(wanted.roles, []).append((routed, wanted))
         for roles, group in by_roles.items():
-            if self._planner is not None and self._planner.has_room(group[0][1].request.model, roles):
-                planned = self._planner.plan([wanted for _, wanted in group])
+            if self.planner is not None and self.planner.has_room(group[0][1].request.model, roles):
+                planned = self.planner.plan([wanted for _, wanted in group])
                 due += [(group[row][0], behind) for row, behind in planned]
         return due
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from poolgrid.process.tracing.record import SpanRecord, Value
 from poolgrid.router.core.decision import Decision
@@ -28,19 +30,18 @@ class WaitCause(StrEnum):
     NEXT_LEG = "next_leg"
 
 
-@dataclass(slots=True, eq=False)
-class LocalRequest(RoutedRequest):
+class LocalRequest(RoutedRequest, eq=False):
     """A request of a pool's router."""
 
     path: array[int]
     """Sequence hashes of the prompt's whole blocks."""
-    tried: dict[WorkerKey, str] = field(default_factory=dict)
+    tried: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that failed this request, and how: they come last."""
-    unable: dict[WorkerKey, str] = field(default_factory=dict)
+    unable: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that cannot do what it asks for, and why: they are not asked again."""
     queued: QueuedRequest[LocalRequest] | None = None
     """Its place in the queue, while it waits."""
-    behind: Mapping[WorkerKey, int] = field(default_factory=dict)
+    behind: Mapping[WorkerKey, int] = msgspec.field(default_factory=dict)
     """Those that wait and will be computed behind it on each worker, while it is placed by a plan."""
     resumed_for: WaitCause = WaitCause.WORKER_LOST
     """Why it waits, while its client is being served already."""
@@ -53,8 +54,7 @@ class LocalRequest(RoutedRequest):
         return self.machine.ended or (self.placed is not None and self.placed.done())
 
 
-@dataclass(slots=True)
-class Placement:
+class Placement(msgspec.Struct):
     """A worker, chosen for a leg of a request."""
 
     decision: Decision

@@ -133,12 +133,12 @@ class SelectPlane:
         if isinstance(message, Renew):
             now_ms = self._clock.monotonic_ms()
             for reservation in message.reservations:
-                self._state.apply(Renewed(_key(reservation.worker), reservation.request_id, now_ms))
+                self._state.renew(Renewed(_key(reservation.worker), reservation.request_id, now_ms))
         else:
             self._give_back(message.reservation.worker, message.reservation.request_id)
 
     def _give_back(self, worker: WorkerRank, request_id: str) -> None:
-        self._state.apply(Released(_key(worker), request_id))
+        self._state.release(Released(_key(worker), request_id))
         self._pool.room_changed()
 
     def _select_traced(self, message: Select) -> Selected | SelectRefused:
@@ -175,7 +175,7 @@ class SelectPlane:
         if not isinstance(decision, Decision):
             return self._refusal(message.ask, decision)
         lease_ms = self._pool.projection.ledger.lease_ms(message.lease_ms)
-        self._state.apply(Booked(decision, path, message.request_id, now_ms, lease_ms))
+        self._state.book(Booked(decision, path, message.request_id, now_ms, lease_ms))
         self._pool.reserved(decision, path)
         if span is not None:
             tell_decision(span, decision)
@@ -298,7 +298,7 @@ class SelectPlane:
             roles=self._roles(model, stage),
             behind_records=self._pool.behind_records,
         )
-        return self._state.preview(wanted) if dry_run else self._state.apply(wanted)
+        return self._state.preview(wanted) if dry_run else self._state.select(wanted)
 
     def _roles(self, model: str, stage: Stage) -> tuple[Role, ...]:
         """Return who can do a stage: workers of that role; an aggregated one can do all but

@@ -25,7 +25,8 @@ Column = FloatArray | Sequence[float]
 class Candidates(msgspec.Struct, frozen=True, eq=False):
     """Columns of equal length, one row per worker, in the order of worker keys.
 
-    They are arrays for every policy but ``KvAware``, which compares few workers as sequences of floats (``is_plain``).
+    They are arrays for every policy but ``KvAware``, which compares few workers as sequences of floats: walking a few
+    of them costs less than an array.
     """
 
     workers: tuple[WorkerKey, ...]
@@ -43,11 +44,6 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
     """What the policy's observer knows of the workers (``Observer.describe``)."""
     behind: FloatArray | None = None
     """Requests that wait at the router and will be computed behind this one, by worker; ``None`` = none anywhere."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Tell whether the columns are sequences of plain numbers: walking a few of them costs less than an array."""
-        return not isinstance(self.prefill_tokens, np.ndarray)
 
     def __len__(self) -> int:
         """Return the number of candidates (at least 1 when a policy is asked)."""

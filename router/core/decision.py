@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, RoutingRequest
@@ -99,16 +100,15 @@ class Decision(msgspec.Struct, eq=False):
     def prefill_tokens(self) -> int:
         return int(self.candidates.prefill_tokens[self.choice.row])
 
-    @property
     def size_bytes(self) -> int:
         """Return about how much memory the record takes: its columns, and what is measured for the rest."""
         # Six columns, the cost and the terms where they are kept: all as long as there are candidates.
-        choice, rows = self.choice, len(self.candidates)
+        choice, rows = self.choice, len(self.candidates.workers)
         columns = 6 + (choice.costs is not None)
         if not callable(choice.given_terms):
             columns += len(choice.given_terms)
-        is_plain = self.candidates.is_plain
-        column_bytes = LIST_BYTES + LIST_VALUE_BYTES * rows if is_plain else ARRAY_BYTES + 8 * rows
+        is_array = isinstance(self.candidates.prefill_tokens, np.ndarray)
+        column_bytes = ARRAY_BYTES + 8 * rows if is_array else LIST_BYTES + LIST_VALUE_BYTES * rows
         others = len(self.filtered) + len(self.untrusted)
         return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * others
 
@@ -232,11 +232,11 @@ class DecisionLog:
         self.added += 1
         request = decision.request
         if request.stage is not Stage.DECODE:
-            found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
-            first = decision.attempt == 0
-            self.seconds.add(
-                decision.time_ms, first, request.isl if first else 0, found_tokens if first else 0, not first
-            )
+            if decision.attempt:
+                self.seconds.add(decision.time_ms, 0, 0, 0, moves=1)
+            else:
+                found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
+                self.seconds.add(decision.time_ms, 1, request.isl, found_tokens)
         decisions = self._decisions
         request_id = decision.request.request_id
         key = (request_id, decision.attempt)
@@ -247,7 +247,7 @@ class DecisionLog:
         name = name_of(request_id)
         if name != request_id:
             self._latest[name] = request_id
-        decision.kept_bytes = kept_bytes = decision.size_bytes
+        decision.kept_bytes = kept_bytes = decision.size_bytes()
         self.size_bytes += kept_bytes
         while len(decisions) > self._capacity or (self.size_bytes > self._budget_bytes and len(decisions) > 1):
             self._forget_oldest()

@@ -102,14 +102,14 @@ HOLD_LIMIT_MS: Final = 4000.0
 does anybody wait that long; and then long prompts would wait without end for shorter ones."""
 
 
-def lowest(costs: Column, tie_key: str) -> tuple[int, str]:
-    """Return the row of the lowest cost and ``cheapest``, or a tie broken by ``tie_key`` and ``tie``."""
+def lowest(costs: Column, request: RoutingRequest) -> tuple[int, str]:
+    """Return the row of the lowest cost and ``cheapest``, or a tie broken by the request's key and ``tie``."""
     values: Sequence[float] = costs.tolist() if isinstance(costs, np.ndarray) else costs
     least = min(values)
     row, equal = values.index(least), values.count(least)
     if equal == 1:
         return row, "cheapest" if len(values) > 1 else "only"
-    for _ in range(stable_u64(tie_key, _TIE_SEED) % equal):
+    for _ in range(stable_u64(request.tie_key, _TIE_SEED) % equal):
         row = values.index(least, row + 1)
     return row, "tie"
 
@@ -139,7 +139,7 @@ class KvAware:
             point = stable_u64(request.drawn_by, _SAMPLE_SEED) / 2**64
             row = min(int(np.searchsorted(shares, point, side="right")), len(costs) - 1)
             return Choice(row, "sampled", costs, terms)
-        row, reason = lowest(costs, request.tie_key)
+        row, reason = lowest(costs, request)
         return Choice(row, reason, costs, terms)
 
 

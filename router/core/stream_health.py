@@ -25,7 +25,7 @@ from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.wire.feed import SourceStream
-from poolgrid.wire.identifiers import Stage, StreamState, WorkerKey
+from poolgrid.wire.identifiers import StreamState, WorkerKey
 from poolgrid.wire.streams import own_stream
 
 PENDING_MAX: Final = 16_384
@@ -135,7 +135,6 @@ class StreamHealth:
         request_id: str,
         path: Sequence[int],
         block_size: int,
-        stage: Stage,
         now_ms: float,
         blocks: int | None = None,
     ) -> None:
@@ -143,7 +142,7 @@ class StreamHealth:
 
         ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
         """
-        if not path or stage in (Stage.DECODE, Stage.ENCODE):
+        if not path:
             return
         self._pending[(worker, request_id)] = _Pending(
             path, block_size, self._index.overlap(path, worker).blocks if blocks is None else blocks
@@ -268,9 +267,10 @@ class OverlapCheck:
         if len(self._window) < LEAST_REQUESTS:
             return False
         before = self.is_suspect
-        if self.disagreement > SUSPECT_ABOVE:
+        disagreement = self.disagreement
+        if disagreement > SUSPECT_ABOVE:
             self.is_suspect = True
-        elif self.disagreement < TRUSTED_BELOW:
+        elif disagreement < TRUSTED_BELOW:
             self.is_suspect = False
         return self.is_suspect is not before
 

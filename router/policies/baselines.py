@@ -41,7 +41,7 @@ class Lmetric:
         new = np.maximum(0.0, request.isl - held * request.block_size) + candidates.prefill_tokens
         batch = candidates.requests + 1.0
         costs = new * batch
-        row, reason = lowest(costs, request.tie_key)
+        row, reason = lowest(costs, request)
         return Choice(row, reason, costs, {"new_tokens": new, "batch": batch})
 
 
@@ -55,7 +55,7 @@ class LeastLoaded:
         """Choose the worker with the fewest requests."""
         queued = candidates.prefill_tokens
         costs = candidates.requests + queued / (1.0 + queued.max())
-        row, reason = lowest(costs, request.tie_key)
+        row, reason = lowest(costs, request)
         return Choice(row, reason, costs, {"requests": candidates.requests})
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.policies.predicted.batch_planner import PlannedRequest, PlanningBatch, divide, plan
 
 STEP_TOKENS = 8192
@@ -35,7 +36,8 @@ def waiting(
     matrix = np.array(tokens, np.float64)
     own = np.vectorize(own_ms)(matrix) / (np.ones(matrix.shape[1]) if speeds is None else np.array(speeds))
     costs = own + (0.0 if busy_ms is None else np.array(busy_ms))
-    return PlanningBatch(costs, own, matrix, [f"r{row}" for row in range(len(tokens))], priorities or [0] * len(tokens))
+    requests = [RoutingRequest(f"r{row}", "m", 1, 1, 1) for row in range(len(tokens))]
+    return PlanningBatch(costs, own, matrix, requests, priorities or [0] * len(tokens))
 
 
 def placed(

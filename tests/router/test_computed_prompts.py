@@ -145,7 +145,7 @@ def test_a_worker_that_leaves_or_empties_its_cache_or_whose_stream_breaks_is_bel
     a, b = pool.join("a", "b")
     selector, trust = pool.selector(KvAware()), pool.projection.trust
     for worker in (a, b):
-        trust.chosen(worker, "r", PATH, BLOCK_SIZE, request().stage, 0.0)
+        trust.chosen(worker, "r", PATH, BLOCK_SIZE, 0.0)
         trust.prompt_computed(worker, "r")
     assert len(trust.computed) == 2
 

@@ -158,7 +158,7 @@ def test_the_oldest_decisions_give_way_to_the_budget_and_the_last_one_never_does
     kept = [decision.request.request_id for decision in log.newest(1000)]
     assert 1 < len(kept) < 10
     assert kept[0] == "r49"
-    assert log.size_bytes == sum(decision.size_bytes for decision in log.newest(1000)) <= 20_000
+    assert log.size_bytes == sum(decision.size_bytes() for decision in log.newest(1000)) <= 20_000
 
     tiny = DecisionLog(1000, budget_bytes=1)
     tiny.add(decided(selector.select(WorkerWanted(request("r"), PATH, 0.0, 0))))

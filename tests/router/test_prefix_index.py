@@ -171,8 +171,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.index.sweep()
         assert len(self.index) == 0, "blocks outlived their last holder"
         assert_sound(self.index)
-        assert not self.index._lower.in_use
-        assert not self.index._lower.off_device.entries
+        assert not self.index.lower.in_use
+        assert not self.index.lower.off_device.entries
 
 
 def walked(index: PrefixIndex, worker: WorkerKey, entries: int = 1) -> list[tuple[int, Tier]]:

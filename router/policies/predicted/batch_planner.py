@@ -34,6 +34,7 @@ from poolgrid.router.core.candidates import Candidates, FloatArray
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
+from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
 from poolgrid.router.policies.predicted.learned_speeds import OWN_MS
@@ -104,7 +105,7 @@ class BatchPlanner:
             costs,
             terms[OWN_MS] * engines.paces,
             tokens,
-            [each.request.tie_key for each in wanted],
+            [each.request for each in wanted],
             [each.request.priority for each in wanted],
         )
         placed = plan(waiting, candidates.prefill_tokens, engines.step_tokens, engines.step_ms)
@@ -123,7 +124,7 @@ class PlanningBatch(msgspec.Struct, frozen=True, gc=False):
     """What the computation of its prompt takes there."""
     tokens: FloatArray
     """What would have to be computed."""
-    tie_keys: Sequence[str]
+    requests: Sequence[RoutingRequest]
     priorities: Sequence[int]
 
 
@@ -176,7 +177,7 @@ def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) ->
         costs = waiting.costs[request] + ahead_ms + behind * waiting.own_ms[request]
         if np.isinf(costs).all():
             continue
-        worker, _ = lowest(costs, waiting.tie_keys[request])
+        worker, _ = lowest(costs, waiting.requests[request])
         known = {each: len(requests) for each, requests in given.items()}
         given.setdefault(worker, []).append(PlannedRequest(request, worker, known))
         behind[worker] += 1

@@ -63,7 +63,7 @@ class Predicted:
         paces, blocks = engines.paces, candidates.active_blocks
         if request.stage is Stage.DECODE:
             step = paces * engines.decode_ms(blocks + request.blocks)
-            row, reason = lowest(step, request.tie_key)
+            row, reason = lowest(step, request)
             return Choice(row, reason, step, {"step_ms": step, PACE: paces})
         uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
         costs, terms = self.estimate(np.array((request.ttft_target_ms,)), uncached, candidates)
@@ -71,7 +71,7 @@ class Predicted:
             behind = candidates.behind * paces * terms[OWN_MS]
             costs = costs + behind
             terms["behind_ms"] = behind
-        row, reason = lowest(costs, request.tie_key)
+        row, reason = lowest(costs, request)
         return Choice(row, reason, costs, terms)
 
     def estimate(

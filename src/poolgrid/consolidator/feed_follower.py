@@ -95,7 +95,7 @@ class FeedFollower:
     def behind(self) -> int:
         """Return how many records, at least, are missing of those that the consolidator is known to have."""
         behind = self._reader.behind
-        return behind or int(self._subscription is not None and self._subscription.has_more)
+        return behind or int(self._subscription is not None and self._subscription.inbox.has_more)
 
     def loading(self) -> list[LoadingWorker]:
         return self._loading.workers(self._clock.monotonic_ms())

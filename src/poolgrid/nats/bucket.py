@@ -145,7 +145,7 @@ class Bucket:
         if importlib.util.find_spec("nats") is None:
             raise ValueError(
                 f"{option} is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
+                "(extra nats: pip install '.[nats]' in a checkout)"
             )
         self._opening = supervised(self._open, self._what)
 

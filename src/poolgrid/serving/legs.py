@@ -83,8 +83,7 @@ class LegEvent(StrEnum):
     """The router ends."""
 
 
-@dataclass(slots=True, eq=False)
-class Dispatch:
+class Dispatch(msgspec.Struct, eq=False):
     """One leg of a request on one worker."""
 
     id: str
@@ -287,7 +286,8 @@ class LegPlan:
         """
         request = self.request
         states_load = expected_prefill_tokens is not None
-        dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage, states_load)
+        number = self.dispatches
+        dispatch = Dispatch(dispatch_id(request.request_id, number), number, worker, endpoint, stage, states_load)
         self.dispatches += 1
         self.current = dispatch
         emitted = len(output) // 4
@@ -315,18 +315,12 @@ class LegPlan:
                 expected_prefill_tokens,
                 TOKENS_TOGETHER if request.read_whole else 1,
             ),
-            disaggregated_params=self._params_for(stage),
+            disaggregated_params=self.prefill_params if stage is Stage.DECODE else self.encode_params,
             multimodal=None if request.multimodal is None else self._media_for(stage),
             stage=stage,
             trace=trace,
             retention=request.retention,
         )
-
-    def _params_for(self, stage: Stage) -> bytes | None:
-        """Return what the leg before returned."""
-        if stage is Stage.DECODE:
-            return self.prefill_params
-        return None if stage is Stage.ENCODE else self.encode_params
 
     def _media_for(self, stage: Stage) -> bytes | None:
         """Return the media as a leg gets them: none for a decode leg, no image bytes where embeddings replace them."""

@@ -5,8 +5,7 @@ Counters move where things happen; gauges that mirror state are read at scrape t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.instruments import Counter, Histogram
@@ -65,8 +64,11 @@ LEG_BUCKETS_S = (
 """Half a millisecond (a decision, a transfer within a host) to ten minutes (a long answer)."""
 
 
-@dataclass(slots=True)
-class LegTimer:
+HANDED_OVER = (FinishReason.ENCODED, FinishReason.PREFILLED)
+"""The ends of legs that leave something for the leg after them."""
+
+
+class LegTimer(msgspec.Struct):
     """Where a request stands between two moments that are counted."""
 
     since_s: float
@@ -75,6 +77,8 @@ class LegTimer:
     """The dispatch that is measured; below 0 while there is none."""
     generates: bool = False
     """Whether the dispatch has had its first output."""
+    waits_since_ms: float | None = None
+    """Since when the request has found no room; ``None`` once a worker has begun with it."""
 
 
 class LegTimes:
@@ -101,9 +105,13 @@ class LegTimes:
             registry=registry,
         )
         self._queue = legs.labels("queue")
-        self._encode = legs.labels("encode")
-        self._prefill = legs.labels("prefill")
-        self._transfer = legs.labels("transfer")
+        self._first = {
+            Stage.ENCODE: legs.labels("encode"),
+            Stage.PREFILL: legs.labels("prefill"),
+            Stage.WHOLE: legs.labels("prefill"),
+            Stage.DECODE: legs.labels("transfer"),
+        }
+        """What the time up to a leg's first output counts for."""
         self._decode = legs.labels("decode")
 
     def sent(self, timer: LegTimer, dispatch_number: int, now_s: float) -> None:
@@ -118,14 +126,9 @@ class LegTimes:
         if dispatch.number != timer.dispatch_number or finish is FinishReason.ERROR:
             return
         if not timer.generates:
-            if finish is FinishReason.ENCODED:
-                leg = self._encode
-            elif dispatch.stage is Stage.DECODE:
-                leg = self._transfer
-            elif report.delta.token_ids or finish is FinishReason.PREFILLED:
-                leg = self._prefill
-            else:
+            if not (report.delta.token_ids or finish in HANDED_OVER or dispatch.stage is Stage.DECODE):
                 return  # it reports that it has begun
+            leg = self._first[dispatch.stage]
             timer.generates = True
         elif finish is not None and finish is not FinishReason.PREFILLED:
             leg = self._decode

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final, Generic, Protocol, TypeVar, assert_never
+
+import msgspec
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
@@ -50,15 +51,12 @@ CONTINUES: Final = frozenset({None, FinishReason.PREFILLED, FinishReason.ENCODED
 """Finish reasons behind which a worker still computes, or keeps something."""
 
 
-@dataclass(slots=True, eq=False)
-class RoutedRequest:
+class RoutedRequest(msgspec.Struct, eq=False):
     """A request at its router, from its arrival to its end."""
 
     machine: RequestMachine
     timer: LegTimer
     """Where it stands among the times of its legs."""
-    waits_since_ms: float | None = field(default=None, kw_only=True)
-    """Since when it has found no room; ``None`` once a worker has begun with it."""
 
 
 R = TypeVar("R", bound=RoutedRequest)
@@ -210,15 +208,17 @@ class RequestTracker(ABC, Generic[R]):
         if request.trace is not None:
             follow_legs(request.trace, routed.machine, effects)  # first: what is placed next is linked to what was lost
         for effect in effects:
-            match effect:  # those of every request first
+            # Those of every request first, and without their fields in the pattern, which Python looks up each time.
+            match effect:
                 case WorkerReported():
                     self._leg_times.reported(routed.timer, effect, perf_counter())
-                    routed.waits_since_ms = None
+                    routed.timer.waits_since_ms = None
                     self.reported(routed, effect)
-                case ReleaseLeg(dispatch):
-                    self._forget(routed, dispatch)
-                    self.release(routed, dispatch)
-                case EndRequest(last):
+                case ReleaseLeg():
+                    self._forget(routed, effect.dispatch)
+                    self.release(routed, effect.dispatch)
+                case EndRequest():
+                    last = effect.last
                     if last.poison:
                         self._serving_metrics.poison_requests.inc()
                         log.error(
@@ -238,8 +238,8 @@ class RequestTracker(ABC, Generic[R]):
                     self.avoid(routed, effect)
                 case WorkerFull():
                     self._leg_times.withdrawn(routed.timer, perf_counter())
-                    if routed.waits_since_ms is None:
-                        routed.waits_since_ms = self._clock.monotonic_ms()
+                    if routed.timer.waits_since_ms is None:
+                        routed.timer.waits_since_ms = self._clock.monotonic_ms()
                     self.worker_full(routed, effect)
                 case RecordFailure(dispatch, event):
                     if event is LegEvent.OUT_OF_PLACE:
