@@ -29,8 +29,8 @@ class EndpointPickerSettings(Settings):
         ge=0,
         le=65535,
         description=(
-            "Serve Envoy's ext-proc requests (gRPC) at this port, usually 9002; 0 = any free port, unset = none. "
-            "Needs poolgrid[ext-proc]."
+            "Serve Envoy's ext-proc requests (gRPC) at this port, usually 9002; 0 = any free port, unset = "
+            "none. Needs poolgrid[ext-proc]."
         ),
     )
     ext_proc_streams: int = Field(
@@ -38,15 +38,15 @@ class EndpointPickerSettings(Settings):
         ge=1,
         le=1_000_000,
         description=(
-            "Limit the requests of gateways in flight. At the limit the oldest incomplete one gets 429, or else the "
-            "new one is refused."
+            "Limit the requests of gateways in flight. At the limit the oldest incomplete one gets 429, or "
+            "else the new one is refused."
         ),
     )
     ext_proc_body_bytes: int = Field(
         256 * 1024 * 1024,
         ge=1024,
         le=2**40,
-        description="Limit the memory for incomplete requests of gateways; beyond it the oldest one gets 429.",
+        description=("Limit the memory for incomplete requests of gateways; beyond it the oldest one gets 429."),
     )
 
     @model_validator(mode="after")
@@ -68,77 +68,79 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         0,
         ge=0,
         le=65535,
-        description="Serve selection and reservation for global routers at this port; 0 = any free port.",
+        description=("Serve selection and reservation for global routers at this port; 0 = any free port."),
     )
     feed_endpoint: ZmqAddress | None = Field(
         None,
         description=(
-            "Follow the consolidator at this feed (tcp://HOST:PORT or a dyn:// name); needs query_endpoint. Unset = "
-            "run one inside the router."
+            "Follow the consolidator at this feed (tcp://HOST:PORT or a dyn:// name); needs query_endpoint. "
+            "Unset = run one inside the router."
         ),
     )
     query_endpoint: ZmqAddress | None = Field(
         None,
-        description="Request replays and snapshots of that consolidator at this endpoint (tcp://HOST:PORT or a dyn:// name).",
+        description=(
+            "Request replays and snapshots of that consolidator at this endpoint (tcp://HOST:PORT or a dyn:// name)."
+        ),
     )
     policy: str = Field(
         "kv",
         examples=list(policy_names()),
         description=(
-            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, predicted, random, "
-            "round-robin, or your module:Class."
+            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, predicted, "
+            "random, round-robin, or your module:Class."
         ),
     )
     queue_weight: float = Field(
         0.25,
         ge=0,
         le=1000,
-        description="Set the cost of prompt tokens that a worker has yet to compute for other requests.",
+        description=("Set the cost of prompt tokens that a worker has yet to compute for other requests."),
     )
     decode_weight: float = Field(
-        0.02, ge=0, le=1000, description="Set the cost of one KV block of a worker's active requests."
+        0.02, ge=0, le=1000, description=("Set the cost of one KV block of a worker's active requests.")
     )
     device_weight: float = Field(
-        1.0, ge=0, le=1000, description="Set the credit for one block cached in device memory; 0 ignores caches."
+        1.0, ge=0, le=1000, description=("Set the credit for one block cached in device memory; 0 ignores caches.")
     )
     host_weight: float = Field(
-        0.75, ge=0, le=1000, description="Set the credit for one block cached in host memory only."
+        0.75, ge=0, le=1000, description=("Set the credit for one block cached in host memory only.")
     )
     disk_weight: float = Field(0.25, ge=0, le=1000, description="Set the credit for one block cached on disk only.")
     temperature: float = Field(
-        0.0, ge=0, le=1000, description="Sample workers by cost with this temperature; 0 = take the cheapest."
+        0.0, ge=0, le=1000, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
     )
     approximate_ttl_ms: float = Field(
         APPROXIMATE_TTL_MS,
         gt=0,
-        description="Assume with policy approximate that a worker keeps a prompt's blocks for this time.",
+        description=("Assume with policy approximate that a worker keeps a prompt's blocks for this time."),
     )
     index_budget_bytes: int = Field(
         4 * 1024**3,
         ge=1024,
-        description="Limit the memory of the prefix index; beyond it the oldest paths are removed.",
+        description=("Limit the memory of the prefix index; beyond it the oldest paths are removed."),
     )
     ledger_budget_bytes: int = Field(
         LEDGER_BYTES,
         ge=65_536,
-        description="Limit the memory of the load ledger; further requests do not count as load.",
+        description=("Limit the memory of the load ledger; further requests do not count as load."),
     )
     router_id: str = Field(
         "router",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="Name this router within its pool; its decisions are recorded under that name.",
+        description=("Name this router within its pool; its decisions are recorded under that name."),
     )
     record_decisions: bool = Field(
         True,
-        description="With a data_dir, record every decision and its inputs for poolgrid replay, what-if and explain.",
+        description=("With a data_dir, record every decision and its inputs for poolgrid replay, what-if and explain."),
     )
     worker_queue_factor: float = Field(
         2.0,
         gt=0,
         le=1000,
         description=(
-            "Send a worker at most this multiple of its batch size; other requests wait in the router, where they "
-            "can still move."
+            "Send a worker at most this multiple of its batch size; other requests wait in the router, where "
+            "they can still move."
         ),
     )
     queue_order: Literal["arrival", "shortest-uncached-work-first"] = Field(
@@ -151,15 +153,15 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         HOLD_LIMIT_MS,
         ge=0,
         le=600_000,
-        description="With policy predicted, hold a request for its best worker at most this long; 0 = never.",
+        description=("With policy predicted, hold a request for its best worker at most this long; 0 = never."),
     )
     local_prefill_max_tokens: int = Field(
         256,
         ge=0,
         le=4_194_304,
         description=(
-            "In a disaggregated pool, prefill on the decode worker when at most this many prompt tokens are not "
-            "cached there."
+            "In a disaggregated pool, prefill on the decode worker when at most this many prompt tokens are "
+            "not cached there."
         ),
     )
     reservation_ttl_ms: float = Field(

@@ -32,12 +32,12 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     engine_name: ClassVar[str] = ""
     """Name of the engine whose settings these are."""
 
-    worker_id: Name = Field("worker-0", description="Name this worker within its pool. Keep the name over restarts.")
+    worker_id: Name = Field("worker-0", description=("Name this worker within its pool. Keep the name over restarts."))
     consolidator: ZmqAddress = Field(
         "tcp://127.0.0.1:5557",
         description=(
-            "Send events to the consolidator at this endpoint (tcp://HOST:PORT or a dyn:// name). With names or "
-            "NATS, it is found by itself."
+            "Send events to the consolidator at this endpoint (tcp://HOST:PORT or a dyn:// name). With names "
+            "or NATS, it is found by itself."
         ),
     )
     host: Name = Field("127.0.0.1", description="Listen on this address.")
@@ -45,19 +45,19 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         "",
         max_length=IDENTIFIER_BYTES_MAX,
         description=(
-            "Register this host for routers to connect to. Unset = the bound address. Needed when host is 0.0.0.0 or "
-            "::."
+            "Register this host for routers to connect to. Unset = the bound address. Needed when host is "
+            "0.0.0.0 or ::."
         ),
     )
     request_port: int = Field(
-        0, ge=0, le=65535, description="Receive requests from routers at this port; 0 = any free port."
+        0, ge=0, le=65535, description=("Receive requests from routers at this port; 0 = any free port.")
     )
-    http_port: int = Field(0, ge=0, le=65535, description="Serve health and metrics at this port; 0 = any free port.")
+    http_port: int = Field(0, ge=0, le=65535, description=("Serve health and metrics at this port; 0 = any free port."))
     peer_lease_ms: int = Field(
-        10_000, ge=100, le=3_600_000, description="Cancel the requests of a router that is silent for this time."
+        10_000, ge=100, le=3_600_000, description=("Cancel the requests of a router that is silent for this time.")
     )
     drain_timeout_ms: int = Field(
-        30_000, ge=0, le=86_400_000, description="Let running requests finish for this time after SIGTERM."
+        30_000, ge=0, le=86_400_000, description=("Let running requests finish for this time after SIGTERM.")
     )
     load_interval_ms: ClassVar[float] = 100.0
     """Least time between two load reports while busy; one more when idle."""
@@ -67,22 +67,22 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     reasoning_parser: ReasoningParser = Field(
         "auto",
         description=(
-            "Announce the format in which this model writes reasoning. auto = routers find it. All workers of a "
-            "model must agree."
+            "Announce the format in which this model writes reasoning. auto = routers find it. All workers of "
+            "a model must agree."
         ),
     )
     tool_call_parser: ToolCallParser = Field(
         "auto",
         description=(
-            "Announce the format in which this model writes tool calls. auto = routers find it. All workers of a "
-            "model must agree."
+            "Announce the format in which this model writes tool calls. auto = routers find it. All workers "
+            "of a model must agree."
         ),
     )
     chat_template: InputFile | None = Field(
         None,
         description=(
-            "Announce this Jinja file as the model's chat template; a router's own option wins. All workers of a "
-            "model must agree."
+            "Announce this Jinja file as the model's chat template; a router's own option wins. All workers "
+            "of a model must agree."
         ),
     )
     max_file_size_mb: int | None = Field(
@@ -90,24 +90,24 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         ge=1,
         le=52,
         description=(
-            "Limit one media file of this model's requests, in MiB. Unset = the router's limit. All workers of a "
-            "model must agree."
+            "Limit one media file of this model's requests, in MiB. Unset = the router's limit. All workers "
+            "of a model must agree."
         ),
     )
 
     model_cache_dir: Path | None = Field(
         None,
         description=(
-            "Fetch the model into this directory (poolgrid model) and load it from there. Unset = the engine fetches "
-            "it."
+            "Fetch the model into this directory (poolgrid model) and load it from there. Unset = the engine "
+            "fetches it."
         ),
     )
     model_source: str = Field(
         "",
         max_length=4096,
         description=(
-            "Fetch the model from this directory or hub repository (ORG/MODEL[@REVISION]). Unset = the model that "
-            "the engine loads."
+            "Fetch the model from this directory or hub repository (ORG/MODEL[@REVISION]). Unset = the model "
+            "that the engine loads."
         ),
     )
 
@@ -177,12 +177,12 @@ class StepTimesSettings(Settings):
     timing: TimingName | None = Field(
         None,
         description=(
-            "Announce these step times, from which policy predicted starts. Unset = routers start with the published "
-            "ones."
+            "Announce these step times, from which policy predicted starts. Unset = routers start with the "
+            "published ones."
         ),
     )
     timing_table: InputFile | None = Field(
-        None, description="Announce measured step times from this JSON file, instead of timing."
+        None, description=("Announce measured step times from this JSON file, instead of timing.")
     )
 
     @model_validator(mode="after")

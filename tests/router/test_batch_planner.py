@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.policies.predicted.batch_planner import PlannedRequest, PlanningBatch, divide, plan
 
 STEP_TOKENS = 8192

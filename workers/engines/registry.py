@@ -60,8 +60,8 @@ class EngineChoice(Settings):
     engine: EngineName = Field(
         DEFAULT,
         description=(
-            "Choose the engine: simulated (no GPU), trtllm (TensorRT-LLM in this process), or a vllm, sglang or "
-            "trtllm-serve server."
+            "Choose the engine: simulated (no GPU), trtllm (TensorRT-LLM in this process), or a vllm, sglang "
+            "or trtllm-serve server."
         ),
     )
 

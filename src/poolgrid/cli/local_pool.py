@@ -105,8 +105,8 @@ class UpSettings(EventPlaneSettings):
     engine: Literal["simulated", "trtllm"] = Field(
         "simulated",
         description=(
-            "Choose the engine of the workers: simulated needs no GPU; trtllm assigns the GPUs that the engine files "
-            "ask for."
+            "Choose the engine of the workers: simulated needs no GPU; trtllm assigns the GPUs that the "
+            "engine files ask for."
         ),
     )
 
@@ -122,51 +122,51 @@ class UpSettings(EventPlaneSettings):
         "",
         max_length=4096,
         description=(
-            "Send this API key to the engine servers. Set the environment variable instead, so that no process list "
-            "shows it."
+            "Send this API key to the engine servers. Set the environment variable instead, so that no "
+            "process list shows it."
         ),
     )
     pools: InputFile | None = Field(
         None,
         description=(
-            "Run a whole fleet from this pool-grid document: a router and simulated workers per pool, and a global "
-            "router. Its urls are ignored."
+            "Run a whole fleet from this pool-grid document: a router and simulated workers per pool, and a "
+            "global router. Its urls are ignored."
         ),
     )
     workers: int | None = Field(
         None,
         ge=0,
         le=256,
-        description="Start this many workers that serve whole requests. Unset = 4, or 0 with decode workers.",
+        description=("Start this many workers that serve whole requests. Unset = 4, or 0 with decode workers."),
     )
-    prefill: int = Field(0, ge=0, le=256, description="Start this many prefill workers. They need decode workers.")
+    prefill: int = Field(0, ge=0, le=256, description=("Start this many prefill workers. They need decode workers."))
     decode: int = Field(0, ge=0, le=256, description="Start this many decode workers.")
     encode: int = Field(
-        0, ge=0, le=256, description="Start this many workers that encode images; all workers then accept images."
+        0, ge=0, le=256, description=("Start this many workers that encode images; all workers then accept images.")
     )
     host: str = Field("127.0.0.1", description="Listen on this address.")
-    port: int = Field(8000, ge=0, le=65535, description="Serve the OpenAI API at this port; 0 = any free port.")
+    port: int = Field(8000, ge=0, le=65535, description=("Serve the OpenAI API at this port; 0 = any free port."))
     speedup: float = Field(
         1.0,
         gt=0,
         le=1e6,
         description=(
-            "Run the simulated engines this many times faster than real ones. With --pools, it multiplies each "
-            "pool's own factor."
+            "Run the simulated engines this many times faster than real ones. With --pools, it multiplies "
+            "each pool's own factor."
         ),
     )
     timing: TimingName = Field(
         PUBLISHED,
         description=(
-            "Choose the step times of the simulated engines: published formulas, or measured on an H100 or H200 with "
-            "Qwen3-8B."
+            "Choose the step times of the simulated engines: published formulas, or measured on an H100 or "
+            "H200 with Qwen3-8B."
         ),
     )
     data_dir: Path | None = Field(
         None,
         description=(
-            "Keep the journal and the recorded decisions in this directory. Unset = a temporary one; with --pools, "
-            "none."
+            "Keep the journal and the recorded decisions in this directory. Unset = a temporary one; with "
+            "--pools, none."
         ),
     )
     consolidators: int = Field(
@@ -179,35 +179,41 @@ class UpSettings(EventPlaneSettings):
     )
     settings_file: InputFile | None = Field(
         None,
-        description="Read settings of the routers from this TOML file; options given here override it.",
+        description=("Read settings of the routers from this TOML file; options given here override it."),
     )
     api_keys: InputFile | None = Field(
         None,
-        description="Read API keys and tenants from this JSON file (poolgrid keys create). Unset = no authentication.",
+        description=(
+            "Read API keys and tenants from this JSON file (poolgrid keys create). Unset = no authentication."
+        ),
     )
     policy: str = Field(
-        "kv", description="Choose how a worker is selected; `poolgrid router --help` lists the policies."
+        "kv", description=("Choose how a worker is selected; `poolgrid router --help` lists the policies.")
     )
     model_path: Path = Field(
         TINY_MODEL_PATH,
-        description="Read tokenizer and configuration from this Hugging Face style model directory. Weights are not needed.",
+        description=(
+            "Read tokenizer and configuration from this Hugging Face style model directory. Weights are not needed."
+        ),
     )
     block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
     log_level: str = Field("warning", description=LEVEL_HELP)
     log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
     served_model_name: str = Field(
-        "", max_length=256, description="Serve the model under this name. Unset = the name of its directory."
+        "", max_length=256, description=("Serve the model under this name. Unset = the name of its directory.")
     )
     modality: Literal["text", "multimodal"] | None = Field(
         None,
-        description="Accept text only, or images too (multimodal). Unset = multimodal with encode workers, else text.",
+        description=(
+            "Accept text only, or images too (multimodal). Unset = multimodal with encode workers, else text."
+        ),
     )
     engine_args: tuple[Option, ...] = Field(
         (),
         max_length=8,
         description=(
-            "Read engine arguments from this YAML file, or ROLE=FILE for prefill, decode or encode workers. Repeat "
-            "for more roles."
+            "Read engine arguments from this YAML file, or ROLE=FILE for prefill, decode or encode workers. "
+            "Repeat for more roles."
         ),
     )
     part_option: tuple[Option, ...] = Field(
@@ -228,20 +234,20 @@ class UpSettings(EventPlaneSettings):
     )
     dry_run: bool = Field(
         False,
-        description="Print every process, its GPUs, port and command, and whether the GPUs exist. Start nothing.",
+        description=("Print every process, its GPUs, port and command, and whether the GPUs exist. Start nothing."),
     )
     log_dir: Path | None = Field(
         None,
         description=(
-            "Write a log file per worker into this directory. Unset = poolgrid-logs with a real engine, standard "
-            "error otherwise."
+            "Write a log file per worker into this directory. Unset = poolgrid-logs with a real engine, "
+            "standard error otherwise."
         ),
     )
     start_timeout_s: float | None = Field(
         None,
         gt=0,
         le=86_400,
-        description="Give up when a worker is not ready after this time. Unset = 60, or 1800 with trtllm.",
+        description=("Give up when a worker is not ready after this time. Unset = 60, or 1800 with trtllm."),
     )
 
     @model_validator(mode="after")

@@ -31,120 +31,126 @@ class FrontendSettings(MediaSettings):
     model_path: Path = Field(
         default=TINY_MODEL_PATH,
         description=(
-            "Read tokenizer and chat template from this Hugging Face style model directory. Unset = the tiny model "
-            "of the simulated engine."
+            "Read tokenizer and chat template from this Hugging Face style model directory. Unset = the tiny "
+            "model of the simulated engine."
         ),
     )
     model_name: str = Field(
         default="",
         max_length=256,
-        description="Serve the model under this name. Unset = the name of its directory.",
+        description=("Serve the model under this name. Unset = the name of its directory."),
     )
     chat_template: InputFile | None = Field(
         default=None,
-        description="Use this Jinja file as the chat template. Unset = the workers' template, else the model's.",
+        description=("Use this Jinja file as the chat template. Unset = the workers' template, else the model's."),
     )
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=1024,
         le=1024 * 1024 * 1024,
-        description="Limit a request body; larger ones get 413. Raise it for prompts of more than 262,144 token ids.",
+        description=("Limit a request body; larger ones get 413. Raise it for prompts of more than 262,144 token ids."),
     )
     api_keys: InputFile | None = Field(
         default=None,
         description=(
-            "Read API keys and tenants from this JSON file (poolgrid keys create); changes are reloaded. Unset = no "
-            "authentication."
+            "Read API keys and tenants from this JSON file (poolgrid keys create); changes are reloaded. "
+            "Unset = no authentication."
         ),
     )
     isolate_tenants: bool = Field(
         default=False,
         description=(
-            "Share cached work only between requests with equal tenant_header and cache_salt, also without API keys, "
-            "and hide workers from clients."
+            "Share cached work only between requests with equal tenant_header and cache_salt, also without "
+            "API keys, and hide workers from clients."
         ),
     )
     tenant_header: str = Field(
         default="",
         pattern=r"^([A-Za-z0-9-]{1,64})?$",
         description=(
-            "Read a request's tenant from this header, for isolate_tenants without API keys. The proxy must set and "
-            "overwrite it."
+            "Read a request's tenant from this header, for isolate_tenants without API keys. The proxy must "
+            "set and overwrite it."
         ),
     )
     share_word_cache: bool = Field(
         default=False,
         description=(
-            "Share the tokenizer's word cache between isolated tenants: faster, but timing can reveal which words "
-            "others sent."
+            "Share the tokenizer's word cache between isolated tenants: faster, but timing can reveal which "
+            "words others sent."
         ),
     )
     metrics_need_key: bool = Field(
-        default=False, description="Require an operator's API key for /metrics; needs api_keys."
+        default=False, description=("Require an operator's API key for /metrics; needs api_keys.")
     )
     ttft_target_ms: float = Field(
         default=TTFT_TARGET_MS,
         gt=0,
         le=86_400_000,
         description=(
-            "Count requests whose TTFT is within this target (poolgrid_frontend_target_judgements_total), for alerts "
-            "on the error budget."
+            "Count requests whose TTFT is within this target (poolgrid_frontend_target_judgements_total), for "
+            "alerts on the error budget."
         ),
     )
     itl_target_ms: float = Field(
         default=ITL_TARGET_MS,
         gt=0,
         le=86_400_000,
-        description="Count requests whose mean time between tokens is within this target, in the same metric.",
+        description=("Count requests whose mean time between tokens is within this target, in the same metric."),
     )
     access_log: bool = Field(
         default=False,
         description=(
-            "Log one line per inference request at its end: id, status, model, tenant, token counts, times, worker. "
-            "Never its text."
+            "Log one line per inference request at its end: id, status, model, tenant, token counts, times, "
+            "worker. Never its text."
         ),
     )
     fleet_page: bool = Field(
         default=True,
-        description="Serve the fleet page, a live view of the pool, at /ui. With API keys it needs an operator's key.",
+        description=(
+            "Serve the fleet page, a live view of the pool, at /ui. With API keys it needs an operator's key."
+        ),
     )
     tokenizer_threads: int = Field(
         default=2,
         ge=1,
         le=64,
-        description="Tokenize long prompts on this many threads, so that one long prompt does not delay the next.",
+        description=("Tokenize long prompts on this many threads, so that one long prompt does not delay the next."),
     )
     tokenization_cache_bytes: int = Field(
         default=CACHE_BYTES_DEFAULT,
         ge=0,
         le=1024**4,
-        description="Cache the token ids of repeated prompt segments (earlier turns) in this much memory; 0 = no cache.",
+        description=(
+            "Cache the token ids of repeated prompt segments (earlier turns) in this much memory; 0 = no cache."
+        ),
     )
     response_store_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=0,
         le=1024**4,
         description=(
-            "Keep responses for previous_response_id in this much space, least recently used out first; on disk with "
-            "a data_dir. 0 = keep none."
+            "Keep responses for previous_response_id in this much space, least recently used out first; on "
+            "disk with a data_dir. 0 = keep none."
         ),
     )
     cors_allow_origins: tuple[str, ...] = Field(
         default=(),
-        description="Allow browsers' requests from this origin, or * for any. Repeat for more. Unset = no CORS headers.",
+        description=(
+            "Allow browsers' requests from this origin, or * for any. Repeat for more. Unset = no CORS headers."
+        ),
     )
     reasoning_parser: ReasoningParser = Field(
         default="auto",
         description=(
-            "Choose the format in which the model writes reasoning. auto = the workers' choice, else found from the "
-            "model's template."
+            "Choose the format in which the model writes reasoning. auto = the workers' choice, else found "
+            "from the model's template."
         ),
     )
     tool_call_parser: ToolCallParser = Field(
         default="auto",
         description=(
-            "Choose the format in which the model writes tool calls. auto = the workers' choice, else found from the "
-            "model's template."
+            "Choose the format in which the model writes tool calls. auto = the workers' choice, else found "
+            "from the model's template."
         ),
     )
 

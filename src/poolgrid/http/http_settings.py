@@ -57,35 +57,35 @@ class HttpSettings(SecuritySettings):
         ge=1024,
         le=16 * MIB,
         description=(
-            "Limit the head of a request, and its longest line to a quarter of that; larger ones get 431. Raise it "
-            "for large tokens or cookies."
+            "Limit the head of a request, and its longest line to a quarter of that; larger ones get 431. "
+            "Raise it for large tokens or cookies."
         ),
     )
     http_request_timeout_ms: float = Field(
         _DEFAULTS.header_timeout_s * 1000,
         gt=0,
         le=3_600_000,
-        description="Limit the time for a head, and for a body plus 1 s per 10 kB received; slower requests get 408.",
+        description=("Limit the time for a head, and for a body plus 1 s per 10 kB received; slower requests get 408."),
     )
     http_keep_alive_timeout_ms: float = Field(
         _DEFAULTS.keep_alive_timeout_s * 1000,
         gt=0,
         le=86_400_000,
-        description="Close a connection that is idle for this time. Set it above the proxy's own idle timeout.",
+        description=("Close a connection that is idle for this time. Set it above the proxy's own idle timeout."),
     )
     http_write_timeout_ms: float = Field(
         _DEFAULTS.write_timeout_s * 1000,
         gt=0,
         le=86_400_000,
-        description="Close the connection of a client that reads nothing of its answer for this time.",
+        description=("Close the connection of a client that reads nothing of its answer for this time."),
     )
     http_connections: int = Field(
         _DEFAULTS.connections,
         ge=1,
         le=1_000_000,
         description=(
-            "Limit the connections of one process. At the limit an idle connection is closed; if none is idle, the "
-            "new one gets 503."
+            "Limit the connections of one process. At the limit an idle connection is closed; if none is "
+            "idle, the new one gets 503."
         ),
     )
     http_connections_per_address: int = Field(
@@ -93,21 +93,23 @@ class HttpSettings(SecuritySettings):
         ge=0,
         le=1_000_000,
         description=(
-            "Limit the connections from one IPv4 address or IPv6 /64 network; more get 503. 0 = three quarters of "
-            "http_connections."
+            "Limit the connections from one IPv4 address or IPv6 /64 network; more get 503. 0 = three "
+            "quarters of http_connections."
         ),
     )
     http_unfinished_bytes: int = Field(
         _DEFAULTS.unfinished_bytes,
         ge=1024,
         le=2**40,
-        description="Limit the memory for requests that are not complete; beyond it the oldest incomplete request gets 503.",
+        description=(
+            "Limit the memory for requests that are not complete; beyond it the oldest incomplete request gets 503."
+        ),
     )
     http_hosts: tuple[str, ...] = Field(
         (),
         description=(
-            "Accept this Host header on a loopback server without API keys; others get 403. * = any. Addresses are "
-            "always accepted. Repeat for more."
+            "Accept this Host header on a loopback server without API keys; others get 403. * = any. "
+            "Addresses are always accepted. Repeat for more."
         ),
     )
 
@@ -139,8 +141,8 @@ class ServerSettings(HttpSettings):
         ge=1,
         le=256,
         description=(
-            "Start this many processes that share the HTTP port, each with its own queue and caches. One process "
-            "uses one core."
+            "Start this many processes that share the HTTP port, each with its own queue and caches. One "
+            "process uses one core."
         ),
     )
     admin_port: int = Field(
@@ -148,10 +150,10 @@ class ServerSettings(HttpSettings):
         ge=0,
         le=65535,
         description=(
-            "With http_workers, serve the first process alone at this port (metrics, decisions, fleet page), the "
-            "next at the next port. 0 = any."
+            "With http_workers, serve the first process alone at this port (metrics, decisions, fleet page), "
+            "the next at the next port. 0 = any."
         ),
     )
     shutdown_timeout_ms: float = Field(
-        5_000, ge=0, le=600_000, description="Let open responses finish for this time after SIGINT or SIGTERM."
+        5_000, ge=0, le=600_000, description=("Let open responses finish for this time after SIGINT or SIGTERM.")
     )

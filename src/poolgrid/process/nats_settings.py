@@ -36,33 +36,33 @@ class NatsSettings(Settings):
         (),
         max_length=64,
         description=(
-            "Connect to this NATS server with JetStream, nats://HOST:PORT or tls://HOST:PORT. Repeat for the other "
-            "servers of the cluster."
+            "Connect to this NATS server with JetStream, nats://HOST:PORT or tls://HOST:PORT. Repeat for the "
+            "other servers of the cluster."
         ),
     )
     nats_credentials: InputFile | None = Field(
-        None, description="Read the NATS account's JWT and key from this credentials file (.creds)."
+        None, description=("Read the NATS account's JWT and key from this credentials file (.creds).")
     )
     nats_nkey: InputFile | None = Field(
-        None, description="Read the seed of a NATS user's nkey from this file, instead of --nats-credentials."
+        None, description=("Read the seed of a NATS user's nkey from this file, instead of --nats-credentials.")
     )
     nats_tls_ca: InputFile | None = Field(
         None,
-        description="Trust the authorities in this PEM file for NATS servers. Unset = the system's.",
+        description=("Trust the authorities in this PEM file for NATS servers. Unset = the system's."),
     )
     nats_tls_certificate: InputFile | None = Field(
-        None, description="Present the certificate in this PEM file to NATS servers that ask for one."
+        None, description=("Present the certificate in this PEM file to NATS servers that ask for one.")
     )
     nats_tls_key: InputFile | None = Field(
-        None, description="Read the private key of nats_tls_certificate from this PEM file."
+        None, description=("Read the private key of nats_tls_certificate from this PEM file.")
     )
     nats_replicas: int = Field(
         1,
         ge=1,
         le=5,
         description=(
-            "Keep this many copies of the streams and buckets that this process creates. 3 in a cluster tolerates "
-            "the loss of one server."
+            "Keep this many copies of the streams and buckets that this process creates. 3 in a cluster "
+            "tolerates the loss of one server."
         ),
     )
 
@@ -91,14 +91,14 @@ class EventPlaneSettings(NatsSettings):
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq",
         description=(
-            "Choose where the pool's journal is: zmq = at its consolidator, followed over ZMQ; nats = in a JetStream "
-            "stream (needs poolgrid[nats])."
+            "Choose where the pool's journal is: zmq = at its consolidator, followed over ZMQ; nats = in a "
+            "JetStream stream (needs poolgrid[nats])."
         ),
     )
     nats_pool: str = Field(
         "default",
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description="Name the pool within the NATS account; its stream is poolgrid-NAME.",
+        description=("Name the pool within the NATS account; its stream is poolgrid-NAME."),
     )
 
     @property

@@ -17,12 +17,13 @@ class SecuritySettings(Settings):
     panel: ClassVar[str] = "TLS and CURVE"
 
     tls_certificate: InputFile | None = Field(
-        None, description="Serve HTTPS with the certificate chain in this PEM file; needs tls_key. Unset = plain HTTP."
+        None,
+        description=("Serve HTTPS with the certificate chain in this PEM file; needs tls_key. Unset = plain HTTP."),
     )
-    tls_key: InputFile | None = Field(None, description="Read the private key of tls_certificate from this PEM file.")
+    tls_key: InputFile | None = Field(None, description=("Read the private key of tls_certificate from this PEM file."))
     tls_client_ca: InputFile | None = Field(
         None,
-        description="Require client certificates from the authorities in this PEM file (mTLS).",
+        description=("Require client certificates from the authorities in this PEM file (mTLS)."),
     )
     curve_key: InputFile | None = Field(
         None,
@@ -33,15 +34,15 @@ class SecuritySettings(Settings):
     curve_server_key: InputFile | None = Field(
         None,
         description=(
-            "Read the public key of the servers that this process connects to from this file. Unset = this process's "
-            "own key."
+            "Read the public key of the servers that this process connects to from this file. Unset = this "
+            "process's own key."
         ),
     )
     curve_allowed_keys: Path | None = Field(
         None,
         description=(
-            "Allow peers whose public key files (*.key) are in this directory. Unset = only this process's own key. "
-            "Changes apply to new connections."
+            "Allow peers whose public key files (*.key) are in this directory. Unset = only this process's "
+            "own key. Changes apply to new connections."
         ),
     )
 

@@ -42,38 +42,40 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     engine_url: str = Field(
         "",
         max_length=2048,
-        description="Work in front of this running engine server, as http://gpu1:8000.",
+        description=("Work in front of this running engine server, as http://gpu1:8000."),
     )
     model_path: str = Field(
         "",
         max_length=4096,
         description=(
-            "Start the engine's server with this model directory or hub name, without engine_url. Arguments after -- "
-            "go to the server."
+            "Start the engine's server with this model directory or hub name, without engine_url. Arguments "
+            "after -- go to the server."
         ),
     )
     engine_command: str = Field(
         "",
         max_length=4096,
-        description="Start the server with this command line. Unset = the engine's usual command, found on PATH.",
+        description=("Start the server with this command line. Unset = the engine's usual command, found on PATH."),
     )
     engine_argument: tuple[Argument, ...] = Field(
         (),
         max_length=1024,
-        description="Pass this argument to the server, as those after -- are. Repeat for more.",
+        description=("Pass this argument to the server, as those after -- are. Repeat for more."),
     )
     engine_port: int = Field(
-        0, ge=0, le=65535, description="Start the server at this port of the loopback interface; 0 = any free port."
+        0, ge=0, le=65535, description=("Start the server at this port of the loopback interface; 0 = any free port.")
     )
     engine_log_dir: Path = Field(
         Path("poolgrid-logs"),
-        description="Write the server's log into this directory, in a file with the worker's name.",
+        description=("Write the server's log into this directory, in a file with the worker's name."),
     )
     engine_start_timeout_s: float = Field(
         1800.0,
         gt=0,
         le=86_400,
-        description="Give up when the server does not answer after this time. Large models may load for half an hour.",
+        description=(
+            "Give up when the server does not answer after this time. Large models may load for half an hour."
+        ),
     )
     engine_stop_timeout_s: ClassVar[float] = 60.0
     """How long its own server may take to end before it is killed."""
@@ -83,27 +85,29 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         "",
         max_length=4096,
         description=(
-            "Send this API key to the engine server. Set the environment variable instead, so that no process list "
-            "shows it."
+            "Send this API key to the engine server. Set the environment variable instead, so that no process "
+            "list shows it."
         ),
     )
     served_model_name: str = Field(
         "",
         max_length=256,
-        description="Serve this model of the server. Unset = its first model that is not an adapter.",
+        description=("Serve this model of the server. Unset = its first model that is not an adapter."),
     )
     role: Literal["aggregated", "prefill", "decode"] = Field(
         "aggregated",
-        description="Choose what the worker does: whole requests and any leg, prefill only, or decode and whole requests.",
+        description=(
+            "Choose what the worker does: whole requests and any leg, prefill only, or decode and whole requests."
+        ),
     )
     kv_block_size: int | None = Field(
-        None, ge=1, le=4096, description="Set the number of tokens in a KV block. Unset = as the server reports."
+        None, ge=1, le=4096, description=("Set the number of tokens in a KV block. Unset = as the server reports.")
     )
     max_batch_size: int = Field(
         256,
         ge=1,
         le=65_536,
-        description="Assume this many requests per engine step of a rank if the server does not report it.",
+        description=("Assume this many requests per engine step of a rank if the server does not report it."),
     )
     max_num_tokens: ClassVar[int] = 8192
     """Tokens in one engine step of a rank, where the server does not say."""
@@ -111,36 +115,36 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         None,
         ge=1,
         le=1024,
-        description="Route to this many data-parallel ranks behind the URL. Unset = as the server reports.",
+        description=("Route to this many data-parallel ranks behind the URL. Unset = as the server reports."),
     )
     kv_events_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=1024,
         description=(
-            "Subscribe to the server's cache events at this ZMQ endpoint. Repeat for each rank. Unset = as the "
-            "server reports."
+            "Subscribe to the server's cache events at this ZMQ endpoint. Repeat for each rank. Unset = as "
+            "the server reports."
         ),
     )
     kv_events_replay_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=1024,
-        description="Request missed events at this ZMQ endpoint. Repeat for each rank; needs kv_events_endpoint.",
+        description=("Request missed events at this ZMQ endpoint. Repeat for each rank; needs kv_events_endpoint."),
     )
     follow_events: bool = Field(
         True,
-        description="Follow the server's cache events. Without them, give routers --policy approximate.",
+        description=("Follow the server's cache events. Without them, give routers --policy approximate."),
     )
     serving_endpoint: tuple[str, ...] = Field(
         (),
         max_length=SERVING_ENDPOINTS_MAX,
         description=(
-            "Announce ip:port at which Envoy reaches the server, once per rank or once for all. Unset = engine_url's "
-            "address."
+            "Announce ip:port at which Envoy reaches the server, once per rank or once for all. Unset = "
+            "engine_url's address."
         ),
     )
     engine_priorities: bool = Field(
         False,
-        description="Pass priorities of requests to the server. It must schedule by priority, else it refuses them.",
+        description=("Pass priorities of requests to the server. It must schedule by priority, else it refuses them."),
     )
     image_placeholder: str = Field(
         "",
@@ -165,7 +169,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         120_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description="Treat the server as silent when its requests make no progress for this time.",
+        description=("Treat the server as silent when its requests make no progress for this time."),
     )
 
     @field_validator("engine_url")

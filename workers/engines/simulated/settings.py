@@ -47,8 +47,8 @@ class SimulatedWorkerSettings(TensorSettings):
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
         description=(
-            "Choose what the worker does: whole requests and any leg, prefill only, decode and whole requests, or "
-            "encode images."
+            "Choose what the worker does: whole requests and any leg, prefill only, decode and whole "
+            "requests, or encode images."
         ),
     )
     block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
@@ -59,17 +59,17 @@ class SimulatedWorkerSettings(TensorSettings):
         0,
         ge=0,
         le=BLOCKS_PER_EVENT_MAX,
-        description="Set the number of KV blocks in host memory, which receive evicted blocks; 0 = none.",
+        description=("Set the number of KV blocks in host memory, which receive evicted blocks; 0 = none."),
     )
     max_batch_size: int = Field(256, ge=1, le=65_536, description="Limit the requests of one engine step.")
     max_num_tokens: int = Field(
-        8192, ge=1, le=1_048_576, description="Limit the tokens of one engine step; at least max_batch_size."
+        8192, ge=1, le=1_048_576, description=("Limit the tokens of one engine step; at least max_batch_size.")
     )
     max_sequence_length: int = Field(
         131_072,
         ge=2,
         le=4_194_304,
-        description="Limit the prompt and output tokens of one request; longer ones are refused.",
+        description=("Limit the prompt and output tokens of one request; longer ones are refused."),
     )
     max_waiting_requests: ClassVar[int] = 4096
     """Requests that may wait for a place; one more is refused as busy."""
@@ -77,7 +77,9 @@ class SimulatedWorkerSettings(TensorSettings):
         None,
         ge=1,
         le=2**32,
-        description="Generate token ids below this number. Unset = the size of the tokenizer at tokenizer_path, else 32,000.",
+        description=(
+            "Generate token ids below this number. Unset = the size of the tokenizer at tokenizer_path, else 32,000."
+        ),
     )
     first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Set the lowest token id that is generated.")
     eos_token_id: int = Field(2, ge=0, le=2**32 - 1, description="Set the token id that ends an output.")
@@ -85,13 +87,13 @@ class SimulatedWorkerSettings(TensorSettings):
         MEAN_DEFAULT,
         ge=0.0,
         le=TOKENS_MAX,
-        description="Set the mean length of outputs that end by themselves, in tokens; 0 = none does.",
+        description=("Set the mean length of outputs that end by themselves, in tokens; 0 = none does."),
     )
     output_tokens_stddev: float = Field(
         STDDEV_DEFAULT,
         ge=0.0,
         le=TOKENS_MAX,
-        description="Set the standard deviation of these lengths; 0 = all are equal.",
+        description=("Set the standard deviation of these lengths; 0 = all are equal."),
     )
     eos_probability: ClassVar[float] = 0.0
     """Chance of the end-of-sequence token at each position, beside the lengths of answers."""
@@ -103,14 +105,14 @@ class SimulatedWorkerSettings(TensorSettings):
         ),
     )
     speedup: float = Field(
-        1.0, gt=0.0, le=SPEEDUP_MAX, description="Run the engine this many times faster than its step times."
+        1.0, gt=0.0, le=SPEEDUP_MAX, description=("Run the engine this many times faster than its step times.")
     )
     timing: TimingName = Field(
         PUBLISHED,
-        description="Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B.",
+        description=("Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B."),
     )
     timing_table: InputFile | None = Field(
-        None, description="Read measured step times from this JSON file, instead of timing."
+        None, description=("Read measured step times from this JSON file, instead of timing.")
     )
     kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT
     """KV of one token, for the time that a transfer takes."""
@@ -118,7 +120,7 @@ class SimulatedWorkerSettings(TensorSettings):
         KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
         gt=0.0,
         le=1e6,
-        description="Set the bandwidth of a KV transfer, in 10^9 bytes per second; speedup multiplies it.",
+        description=("Set the bandwidth of a KV transfer, in 10^9 bytes per second; speedup multiplies it."),
     )
     kv_transfer_latency_ms: ClassVar[float] = KV_TRANSFER_LATENCY_MS_DEFAULT
     """Set-up time of a KV transfer, whatever its size; divided by ``speedup``."""
@@ -138,15 +140,15 @@ class SimulatedWorkerSettings(TensorSettings):
     tensor_transport: Literal["zmq", "nixl"] = Field(
         "zmq",
         description=(
-            "Receive embeddings from encode workers in messages (zmq), or read them from memory with NIXL (needs "
-            "poolgrid[nixl])."
+            "Receive embeddings from encode workers in messages (zmq), or read them from memory with NIXL "
+            "(needs poolgrid[nixl])."
         ),
     )
     load_ms: float = Field(
         0.0,
         ge=0.0,
         le=86_400_000.0,
-        description="Delay the start by this time, as loading weights does.",
+        description=("Delay the start by this time, as loading weights does."),
     )
     load_bytes: ClassVar[int] = 16_000_000_000
     """Bytes of the weights, for what the worker reports while it loads: an 8B model's in 16 bit."""

@@ -53,18 +53,18 @@ class TrtllmSettings(Settings):
     panel: ClassVar[str] = "TensorRT-LLM"
 
     model_path: str = Field(
-        "", max_length=4096, description="Load the model from this checkpoint directory or hub name. Required."
+        "", max_length=4096, description=("Load the model from this checkpoint directory or hub name. Required.")
     )
-    served_model_name: Name = Field("", description="Serve the model under this name. Unset = the model path.")
+    served_model_name: Name = Field("", description=("Serve the model under this name. Unset = the model path."))
     tensor_parallel_size: int = Field(1, ge=1, le=4096, description="Share each layer among this many GPUs.")
     enable_attention_dp: bool = Field(
-        False, description="Run attention data parallel: each rank has its own KV cache and is routed to on its own."
+        False, description=("Run attention data parallel: each rank has its own KV cache and is routed to on its own.")
     )
     kv_block_size: int = Field(
-        32, ge=1, le=4096, description="Set the number of tokens in a KV block; all workers of a pool must agree."
+        32, ge=1, le=4096, description=("Set the number of tokens in a KV block; all workers of a pool must agree.")
     )
     free_gpu_memory_fraction: float = Field(
-        0.9, ge=0.0, le=1.0, description="Give the KV cache this share of the GPU memory that is free after loading."
+        0.9, ge=0.0, le=1.0, description=("Give the KV cache this share of the GPU memory that is free after loading.")
     )
     max_batch_size: int = Field(2048, ge=1, le=65_536, description="Limit the requests of one engine step.")
     max_num_tokens: int = Field(8192, ge=1, le=1_048_576, description="Limit the tokens of one engine step.")
@@ -72,7 +72,7 @@ class TrtllmSettings(Settings):
         None,
         ge=2,
         le=16_777_216,
-        description="Limit the prompt and output tokens of one request. Unset = the model's own limit.",
+        description=("Limit the prompt and output tokens of one request. Unset = the model's own limit."),
     )
     disaggregation_mode: DisaggregationMode = Field(
         "prefill_and_decode", description="Choose which part of a request this worker does."
@@ -86,52 +86,56 @@ class TrtllmSettings(Settings):
         ),
     )
     modality: Literal["text", "multimodal", "video_diffusion"] = Field(
-        "text", description="Accept text only, or images too. video_diffusion is refused."
+        "text", description=("Accept text only, or images too. video_diffusion is refused.")
     )
     tokens_per_image: int = Field(
         0,
         ge=0,
         le=1_048_576,
-        description="Count this many prompt tokens per image, for models with a fixed number; 0 = from the model's files.",
+        description=(
+            "Count this many prompt tokens per image, for models with a fixed number; 0 = from the model's files."
+        ),
     )
     publish_events_and_metrics: bool = Field(
         True,
-        description="Publish KV cache events and engine statistics. Without them routers know only what they sent.",
+        description=("Publish KV cache events and engine statistics. Without them routers know only what they sent."),
     )
     connector: Literal["none", "kvbm"] = Field(
         "none",
-        description="Choose the KV cache connector: none, or kvbm (Dynamo's block manager with host and disk tiers).",
+        description=("Choose the KV cache connector: none, or kvbm (Dynamo's block manager with host and disk tiers)."),
     )
     encode_endpoint: Name = Field(
         "",
         description=(
-            "Require embeddings from encode workers at namespace.component.endpoint for every image. Unset = encode "
-            "images here."
+            "Require embeddings from encode workers at namespace.component.endpoint for every image. Unset = "
+            "encode images here."
         ),
     )
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
-        None, description="Choose the library for structured output. Unset = such requests are refused."
+        None, description=("Choose the library for structured output. Unset = such requests are refused.")
     )
     logits_processors: tuple[str, ...] = Field(
         (),
         max_length=256,
-        description="Offer this logits processor to requests, NAME=package.module:factory. Repeat for more.",
+        description=("Offer this logits processor to requests, NAME=package.module:factory. Repeat for more."),
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     namespace: Name = Field(
-        "poolgrid", min_length=1, description="Name the pool: the first part of namespace.component.endpoint."
+        "poolgrid", min_length=1, description=("Name the pool: the first part of namespace.component.endpoint.")
     )
     endpoint: Name = Field(
         "",
-        description="List this worker as namespace.component.endpoint in routers' /health. Unset = from namespace and mode.",
+        description=(
+            "List this worker as namespace.component.endpoint in routers' /health. Unset = from namespace and mode."
+        ),
     )
     extra_engine_args: InputFile | None = Field(
-        None, description="Read TensorRT-LLM arguments from this YAML file; they override the options above."
+        None, description=("Read TensorRT-LLM arguments from this YAML file; they override the options above.")
     )
     override_engine_args: str = Field(
         "",
         max_length=1_048_576,
-        description="Override TensorRT-LLM arguments with this JSON object; it wins over all else.",
+        description=("Override TensorRT-LLM arguments with this JSON object; it wins over all else."),
     )
 
     @field_validator("modality")
@@ -204,8 +208,8 @@ class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):
     tensor_transport: Literal["none", "zmq", "nixl"] = Field(
         "none",
         description=(
-            "Receive embeddings as handles on one machine (none), in messages (zmq), or read them with NIXL (needs "
-            "poolgrid[nixl])."
+            "Receive embeddings as handles on one machine (none), in messages (zmq), or read them with NIXL "
+            "(needs poolgrid[nixl])."
         ),
     )
     kept_transfers_max: ClassVar[int] = 256
@@ -221,13 +225,13 @@ class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):
         5_000.0,
         ge=10.0,
         le=86_400_000.0,
-        description="Leave the pool when a call of the engine takes longer than this; return when it answers.",
+        description=("Leave the pool when a call of the engine takes longer than this; return when it answers."),
     )
     progress_timeout_ms: float = Field(
         60_000.0,
         ge=10.0,
         le=86_400_000.0,
-        description="Report the worker as unhealthy when its requests make no progress for this time.",
+        description=("Report the worker as unhealthy when its requests make no progress for this time."),
     )
 
 

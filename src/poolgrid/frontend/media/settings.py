@@ -47,24 +47,28 @@ class MediaSettings(Settings):
     allowed_local_media_path: Path | None = Field(
         default=None,
         description=(
-            "Allow media by file path (file:///...) below this directory, after resolving links. Unset = no local "
-            "files."
+            "Allow media by file path (file:///...) below this directory, after resolving links. Unset = no "
+            "local files."
         ),
     )
     media_allowed_schemes: tuple[str, ...] = Field(
         default=("https", "http", "data"),
-        description="Allow media by URLs of this scheme: https, http or data. Repeat for more.",
+        description=("Allow media by URLs of this scheme: https, http or data. Repeat for more."),
     )
     media_allowed_networks: tuple[str, ...] = Field(
         default=(),
         max_length=256,
-        description="Allow media from this private, loopback or link-local network (CIDR, as 10.1.0.0/16). Repeat for more.",
+        description=(
+            "Allow media from this private, loopback or link-local network (CIDR, as 10.1.0.0/16). Repeat for more."
+        ),
     )
     media_memory_mb: int = Field(
         default=1024,
         ge=1,
         le=1_048_576,
-        description="Limit the memory for media of requests in flight, in MiB; beyond it requests with media get 429.",
+        description=(
+            "Limit the memory for media of requests in flight, in MiB; beyond it requests with media get 429."
+        ),
     )
 
     @field_validator("allowed_local_media_path")

@@ -42,7 +42,9 @@ class TraceSettings(Settings):
         None,
         ge=0,
         le=1,
-        description="Keep this share of traces of requests without a traceparent. Unset = OTEL_TRACES_SAMPLER, else all.",
+        description=(
+            "Keep this share of traces of requests without a traceparent. Unset = OTEL_TRACES_SAMPLER, else all."
+        ),
     )
 
 

@@ -20,7 +20,7 @@ class EngineCheckSettings(Settings):
 
     panel: ClassVar[str] = "Check"
 
-    url: str = Field("", max_length=2048, description="Check the engine server at this URL, http://HOST:PORT.")
+    url: str = Field("", max_length=2048, description=("Check the engine server at this URL, http://HOST:PORT."))
     engine: Literal["auto", "vllm", "sglang", "trtllm-serve"] = Field(
         "auto", description="Set the kind of the server; auto = detect it."
     )
@@ -28,42 +28,42 @@ class EngineCheckSettings(Settings):
         (),
         max_length=SOURCES_MAX,
         description=(
-            "Subscribe to events at this ZMQ endpoint. Repeat for each data-parallel rank. Unset = as the server "
-            "reports."
+            "Subscribe to events at this ZMQ endpoint. Repeat for each data-parallel rank. Unset = as the "
+            "server reports."
         ),
     )
     replay: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=SOURCES_MAX,
-        description="Request replays at this ZMQ endpoint. Repeat for each rank. Unset = as the server reports.",
+        description=("Request replays at this ZMQ endpoint. Repeat for each rank. Unset = as the server reports."),
     )
-    model: Name = Field("", description="Request this model. Unset = the first that the server lists.")
+    model: Name = Field("", description=("Request this model. Unset = the first that the server lists."))
     block_size: int | None = Field(
         None,
         ge=1,
         le=65_536,
-        description="Expect this many tokens in a KV block. Unset = as the server or its events report.",
+        description=("Expect this many tokens in a KV block. Unset = as the server or its events report."),
     )
     lora: Name = Field("", description="Also send probes to this LoRA adapter of the server.")
     record: Path | None = Field(
-        None, description="Record all traffic in this file, for --recorded and for bug reports."
+        None, description=("Record all traffic in this file, for --recorded and for bug reports.")
     )
     recorded: InputFile | None = Field(None, description="Judge this recording instead of a server.")
     as_json: bool = Field(False, description="Print the findings as JSON instead of a table.")
     measure_timing: Path | None = Field(
         None,
         description=(
-            "Measure the server's step times and write a table for --timing-table to this file, instead of checking "
-            "events."
+            "Measure the server's step times and write a table for --timing-table to this file, instead of "
+            "checking events."
         ),
     )
     concurrency: int = Field(
-        32, ge=1, le=4096, description="Decode at most this many requests together while step times are measured."
+        32, ge=1, le=4096, description=("Decode at most this many requests together while step times are measured.")
     )
     kv_tokens: int | None = Field(
         None,
         ge=1,
-        description="Set how many tokens the server's KV cache holds. Unset = as its metrics report.",
+        description=("Set how many tokens the server's KV cache holds. Unset = as its metrics report."),
     )
 
     @model_validator(mode="after")

@@ -20,26 +20,26 @@ class EngineSettings(Settings):
     panel: ClassVar[str] = "Workload and engines"
 
     workers: int | None = Field(
-        None, ge=1, le=4096, description="Simulate this many workers. Unset = as recorded, or 8 for a trace."
+        None, ge=1, le=4096, description=("Simulate this many workers. Unset = as recorded, or 8 for a trace.")
     )
-    speed: float = Field(1.0, gt=0, le=10_000, description="Replay arrivals this many times faster than recorded.")
+    speed: float = Field(1.0, gt=0, le=10_000, description=("Replay arrivals this many times faster than recorded."))
     engine_speedup: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Run engines this many times faster than their step times. Unset = as recorded.",
+        description=("Run engines this many times faster than their step times. Unset = as recorded."),
     )
     timing: TimingName = Field(
         PUBLISHED,
-        description="Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B.",
+        description=("Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B."),
     )
     timing_table: InputFile | None = Field(
-        None, description="Read measured step times from this JSON file, instead of timing."
+        None, description=("Read measured step times from this JSON file, instead of timing.")
     )
     blocks_per_worker: int | None = Field(
         None,
         ge=1,
-        description="Give each worker this many KV blocks. Unset = as recorded, or enough for the whole trace.",
+        description=("Give each worker this many KV blocks. Unset = as recorded, or enough for the whole trace."),
     )
     requests: int | None = Field(None, ge=1, description="Use only the first requests, this many.")
 
@@ -52,19 +52,19 @@ class SimulationSettings(EngineSettings):
     policy: str = Field(
         "kv,round-robin,least-loaded",
         examples=list(SIMULATED_POLICIES),
-        description="Compare these policies, separated by commas: built-in ones, or your module:Class.",
+        description=("Compare these policies, separated by commas: built-in ones, or your module:Class."),
     )
     block_size: int = Field(64, ge=1, le=65_536, description="Set the number of tokens in a KV block.")
     queue_weight: float = Field(0.25, ge=0, le=1000, description="Set the cost of queued prompt tokens.")
     decode_weight: float = Field(0.02, ge=0, le=1000, description="Set the cost of one KV block of active requests.")
     temperature: float = Field(
-        0.0, ge=0, le=1000, description="Sample workers by cost with this temperature; 0 = take the cheapest."
+        0.0, ge=0, le=1000, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
     )
     routers: int = Field(
         1,
         ge=1,
         le=256,
-        description="Simulate this many routers; requests go to them round robin, each receives all events.",
+        description=("Simulate this many routers; requests go to them round robin, each receives all events."),
     )
     event_delay_ms: float = Field(
         0.0, ge=0.0, le=60_000.0, description="Delay a worker's events to the routers by this time."
@@ -72,11 +72,11 @@ class SimulationSettings(EngineSettings):
     worker_speeds: str = Field(
         "1",
         description=(
-            "Set the workers' speed factors, separated by commas and repeated; 1,1,1,0.33 makes every fourth worker "
-            "three times slower."
+            "Set the workers' speed factors, separated by commas and repeated; 1,1,1,0.33 makes every fourth "
+            "worker three times slower."
         ),
     )
-    as_json: bool = Field(False, description="Print the figures to standard output as JSON instead of a table.")
+    as_json: bool = Field(False, description=("Print the figures to standard output as JSON instead of a table."))
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
 
 
@@ -86,20 +86,20 @@ class WhatIfSettings(EngineSettings):
     panel: ClassVar[str] = "Comparison"
 
     decisions: str | None = Field(
-        None, description="Read recorded decisions from here. Unset = `decisions` below the journal."
+        None, description=("Read recorded decisions from here. Unset = `decisions` below the journal.")
     )
     policy: str | None = Field(
         None,
         examples=list(SIMULATED_POLICIES),
-        description="Replay with these policies. Unset = the recorded one.",
+        description=("Replay with these policies. Unset = the recorded one."),
     )
     overlap_weight: str | None = Field(
-        None, description="Multiply the recorded credit for reusable blocks by this; 0 ignores caches."
+        None, description=("Multiply the recorded credit for reusable blocks by this; 0 ignores caches.")
     )
     queue_weight: str | None = Field(None, description="Set the cost of queued prompt tokens.")
     decode_weight: str | None = Field(None, description="Set the cost of one KV block of active requests.")
     temperature: str | None = Field(
-        None, description="Sample workers by cost with this temperature; 0 = take the cheapest."
+        None, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
     )
-    as_json: bool = Field(False, description="Print the figures to standard output as JSON instead of a table.")
+    as_json: bool = Field(False, description=("Print the figures to standard output as JSON instead of a table."))
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
