@@ -117,21 +117,6 @@ def test_the_role_says_which_stages_are_taken() -> None:
     asyncio.run(scenario())
 
 
-def test_an_aggregated_worker_can_hand_over_to_itself() -> None:
-    async def scenario() -> None:
-        async with running_worker() as worker, fake_router(worker.request_endpoint) as other:
-            request = make_request("r", range(30), max_tokens=9)
-            leg = msgspec.structs.replace(await prefill(worker, request), request_id="r/decode")
-            await other.send(leg)
-            await other.until_finished("r/decode")
-
-            assert other.output("r/decode") == expected(request)
-            assert other.deltas["r/decode"][0].cached_tokens == 28
-            await finished(worker, "r", "prefilled")
-
-    asyncio.run(scenario())
-
-
 def test_a_prefill_worker_that_dies_between_the_legs_fails_the_second_in_time_and_retryably() -> None:
     async def scenario() -> None:
         async with running_worker(worker_id="d", role="decode", kv_fetch_timeout_ms=150) as target:
@@ -269,66 +254,6 @@ def test_a_decode_leg_cancelled_while_its_source_is_asked_ends_at_once() -> None
     asyncio.run(scenario())
 
 
-def test_a_decode_leg_cancelled_while_its_kv_moves_lets_the_source_go() -> None:
-    async def scenario() -> None:
-        async with two_workers(kv_transfer_latency_ms=60_000, speedup=1.0) as (source, target):
-            await target.router.send(await prefill(source, make_request("r", range(20), max_tokens=9)))
-            await target.consolidator.until(
-                lambda journal: any(isinstance(event, RequestStarted) for event in journal.events)
-            )
-            assert (await source.get("/health")).json()["kept_transfers"] == 1
-            await target.router.send(Cancel("r"))
-            await target.router.until_finished("r")
-
-            assert target.router.last("r").finish_reason == "cancelled"
-            await finished(source, "r", "prefilled")
-            await assert_nothing_left(source, target)
-
-    asyncio.run(scenario())
-
-
-def test_a_decode_leg_whose_router_is_gone_frees_both_workers() -> None:
-    async def scenario() -> None:
-        async with two_workers(kv_transfer_latency_ms=60_000, speedup=1.0, peer_lease_ms=150) as (source, target):
-            leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            async with fake_router(target.request_endpoint) as gone:
-                await gone.send(leg)
-                await finished(target, "r", "cancelled")
-
-            await finished(source, "r", "prefilled")
-            await assert_nothing_left(source, target)
-
-    asyncio.run(scenario())
-
-
-def test_a_decode_leg_whose_router_is_gone_while_its_source_is_asked_is_forgotten() -> None:
-    async def scenario() -> None:
-        async with running_worker(worker_id="d", role="decode", peer_lease_ms=150) as target:
-            async with running_worker(worker_id="p", role="prefill") as source:
-                leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            async with fake_router(target.request_endpoint) as gone:
-                await gone.send(leg)
-                await gone.send(Ping(1))
-                await gone.pong()
-            await finished(target, "r", "cancelled")
-            await assert_nothing_left(target)
-
-    asyncio.run(scenario())
-
-
-def test_the_source_is_let_go_as_soon_as_the_kv_has_moved() -> None:
-    async def scenario() -> None:
-        async with two_workers(speedup=1.0) as (source, target):
-            await target.router.send(await prefill(source, make_request("r", range(20), max_tokens=900)))
-            await finished(source, "r", "prefilled")
-            assert (await target.get("/health")).json()["running_requests"] == 1
-            await target.router.send(Cancel("r"))
-            await target.router.until_finished("r")
-            await assert_nothing_left(source, target)
-
-    asyncio.run(scenario())
-
-
 def test_a_kept_prefill_leg_ends_silently_when_its_router_cancels_it_and_only_then() -> None:
     async def scenario() -> None:
         async with running_worker(role="prefill") as source, fake_router(source.request_endpoint) as stranger:
@@ -344,16 +269,6 @@ def test_a_kept_prefill_leg_ends_silently_when_its_router_cancels_it_and_only_th
             assert source.router.last("r").finish_reason == "prefilled"
             await stranger.send(FetchKv(read_ticket(leg).transfer_id))
             assert await stranger.receive() == KvOffered(read_ticket(leg).transfer_id, False)
-
-    asyncio.run(scenario())
-
-
-def test_a_kept_prefill_leg_ends_when_its_router_is_gone() -> None:
-    async def scenario() -> None:
-        async with running_worker(role="prefill", peer_lease_ms=150) as source:
-            await prefill(source, make_request("r", range(20), max_tokens=9))
-            await finished(source, "r", "cancelled")
-            await assert_nothing_left(source)
 
     asyncio.run(scenario())
 
@@ -394,19 +309,6 @@ def test_a_draining_prefill_worker_waits_for_what_it_keeps() -> None:
 
             assert target.router.output("r") == expected(request)
             assert RequestFinished("r", "prefilled") in source.journal.events
-            assert source.journal.goodbyes == ["drained"]
-
-    asyncio.run(scenario())
-
-
-def test_a_drain_does_not_wait_for_kept_kv_for_ever() -> None:
-    async def scenario() -> None:
-        async with running_worker(role="prefill", drain_timeout_ms=50) as source:
-            await prefill(source, make_request("r", range(20), max_tokens=9))
-            source.stop.set()
-            await source.ended()
-
-            assert RequestFinished("r", "cancelled") in source.journal.events
             assert source.journal.goodbyes == ["drained"]
 
     asyncio.run(scenario())

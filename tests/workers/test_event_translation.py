@@ -62,16 +62,6 @@ def test_a_partial_block_and_what_follows_is_swallowed_and_so_is_its_removal() -
     assert translator.resident_blocks == 1
 
 
-def test_a_block_that_became_whole_after_being_partial_counts() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([stored(0, None, block(901, 0, count=3))])
-
-    translation = translator.translate([stored(1, None, block(901, 0)), removed(2, 901)])
-
-    assert fold(translation.events) == {tier: set() for tier in Tier}
-    assert len(translation.events) == 2
-
-
 def test_blocks_on_an_unknown_parent_cannot_be_named_and_are_swallowed_with_their_children() -> None:
     translator = EventTranslator(BLOCK_SIZE)
 
@@ -215,16 +205,6 @@ def test_claims_are_given_up_when_nobody_knows_what_happened() -> None:
     assert translator.lose() == CacheCleared()
     assert translator.is_incomplete
     assert fold(translator.translate([stored(1, 901, block(902, 4))]).events)[Tier.DEVICE] == set(NAMES[:2])
-
-
-def test_an_engine_that_starts_over_is_empty() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([stored(0, None, block(901, 0)), removed(1)])
-
-    translation = translator.translate([Created(event_id=0, window_size=WINDOW, num_blocks_per_cache_level=(10, 0))])
-
-    assert translation.events == [CacheCleared()]
-    assert translator.resident_blocks == 0
 
 
 def test_moves_between_levels_become_moves_between_tiers() -> None:
@@ -420,16 +400,6 @@ def test_a_story_in_tensorrt_llms_shapes_translates_and_leaves_nothing() -> None
     assert translator.counts.multimodal_blocks == 1
     held = fold(translator.translate([parse_event(removal)]).events, fold(translation.events))
     assert held == {tier: set() for tier in Tier}
-
-
-def test_null_diffs_and_unknown_fields_are_tolerated() -> None:
-    event = copy.deepcopy(CONTRACT["updated"])
-    event["data"]["cache_level"] = None
-    event["data"]["priority"] = None
-    event["data"]["layer_group_id"] = 3
-    event["novelty"] = {"a": [1]}
-
-    assert parse_event(event) == Updated(event_id=4, window_size=32768, block_hash=924206229973855)
 
 
 @pytest.mark.parametrize(

@@ -207,22 +207,6 @@ def test_a_guided_request_that_gives_up_its_blocks_says_the_same() -> None:
     assert outputs(outcomes) == {request.request_id: bytes(stream(request).output) for request in requests}
 
 
-def test_what_is_not_complete_after_max_tokens_ends_with_length() -> None:
-    made = stream(asked(max_tokens=5, guided_json=json.dumps(PERSON).encode()))
-    assert (made.finish_reason, made.final) == ("length", 5)
-
-
-def test_a_complete_answer_ends_whatever_min_tokens_and_ignore_eos_say() -> None:
-    made = stream(asked(guided_choice=("yes",), min_tokens=50, ignore_eos=True))
-    assert (text_of(made), made.finish_reason) == ("yes", STOP)
-
-
-def test_an_answer_of_any_length_is_at_least_min_tokens_long() -> None:
-    made = stream(asked(guided_regex="[a-z ]*", min_tokens=50))
-    assert made.final is not None
-    assert made.final > 50
-
-
 def test_log_probabilities_name_no_token_twice() -> None:
     made = stream(asked(guided_json=json.dumps(PERSON).encode(), logprobs=5))
     assert made.final is not None

@@ -88,14 +88,6 @@ def test_ranks_that_go_at_the_orderly_end_are_not_lost() -> None:
     assert group.word == Word(GroupState.DONE)
 
 
-def test_a_word_to_one_rank_to_end_is_one_to_all() -> None:
-    group = whole()
-    assert not group.stops
-    group.heard(beat(2, stops=True), 1.0)
-    group.heard(beat(1), 1.0)
-    assert group.stops
-
-
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [

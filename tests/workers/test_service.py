@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-import httpx
 import msgspec
 import pytest
 import zmq
@@ -255,17 +254,6 @@ def test_a_peer_that_disconnects_loses_its_requests_long_before_its_lease() -> N
     asyncio.run(scenario())
 
 
-def test_a_ping_is_answered_with_the_epoch_of_this_life() -> None:
-    async def scenario() -> None:
-        async with running_worker() as worker:
-            await worker.router.send(Ping(7))
-            pong = await worker.router.pong()
-
-            assert (pong.nonce, pong.epoch, pong.draining) == (7, worker.journal.epoch, False)
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize("remembers", [True, False])
 def test_nothing_is_lost_when_the_consolidator_restarts_under_load(remembers: bool) -> None:
     async def scenario() -> None:
@@ -308,19 +296,6 @@ def test_nothing_is_lost_when_the_consolidator_restarts_under_load(remembers: bo
     asyncio.run(scenario())
 
 
-def test_batches_lost_on_the_way_are_sent_again() -> None:
-    async def scenario() -> None:
-        async with running_worker() as worker:
-            worker.consolidator.lose_batches = 3
-            await worker.router.send(make_request("r", range(30), max_tokens=40))
-            await worker.router.until_finished("r")
-            await worker.consolidator.until(lambda journal: RequestFinished("r", "length") in journal.events)
-
-            assert [batch.seq for batch in worker.journal.batches] == list(range(len(worker.journal.batches)))
-
-    asyncio.run(scenario())
-
-
 def test_a_draining_worker_finishes_what_it_has_refuses_the_rest_and_says_goodbye() -> None:
     async def scenario() -> None:
         async with running_worker(speedup=2.0) as worker:
@@ -341,21 +316,6 @@ def test_a_draining_worker_finishes_what_it_has_refuses_the_rest_and_says_goodby
             assert worker.router.output("running") == expected(request)
             assert worker.journal.goodbyes == ["drained"]
             assert RequestFinished("running", "length") in worker.journal.events
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("header", [("origin", "http://evil.example"), ("sec-fetch-site", "same-origin")])
-def test_draining_is_not_for_web_pages(header: tuple[str, str]) -> None:
-    """A browser on the worker's machine comes from that machine, whichever page it shows."""
-
-    async def scenario() -> None:
-        async with running_worker() as worker:
-            async with httpx.AsyncClient(base_url=worker.http_url) as client:
-                answer = await client.post("/drain", headers=[header])
-            assert answer.status_code == 403
-            assert "web pages" in answer.text
-            assert (await worker.get("/ready")).status_code == 200
 
     asyncio.run(scenario())
 
@@ -429,24 +389,6 @@ def test_only_its_own_machine_drains_a_worker_over_http() -> None:
     assert is_from_here({"client": ("::1", 4711), "server": ("::1", 9000)})
     assert not is_from_here(here | {"client": ("10.0.0.8", 4711)})
     assert not is_from_here(here | {"client": None})
-
-
-def test_a_cancelled_worker_ends_at_once_with_requests_running() -> None:
-    async def scenario() -> None:
-        async with running_worker(speedup=1.0) as worker:
-            await worker.router.send(make_request("r", range(20), max_tokens=900))
-            await worker.router.until_started("r")
-            worker.stop.set()
-            await worker.consolidator.until(lambda journal: WorkerDraining() in journal.events)
-
-            worker.task.cancel()
-            async with asyncio.timeout(PATIENCE_S):
-                await asyncio.wait({worker.task})
-
-            assert worker.task.cancelled()
-            assert worker.journal.goodbyes == []
-
-    asyncio.run(scenario())
 
 
 def test_health_live_ready_and_metrics_are_served() -> None:
@@ -788,19 +730,6 @@ def test_of_several_routers_one_that_knows_too_little_is_told_and_asked_to_choos
             await other.send(routed("knows", range(40), Routing(expected_prefill_tokens=2000)))
             await other.send(routed("insists", range(40), Routing()))
             await were_taken(other, go_on, "knows", "insists")
-
-    asyncio.run(scenario())
-
-
-def test_a_lone_router_is_never_told_to_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = hold_engines(monkeypatch)
-
-    async def scenario() -> None:
-        async with running_worker(total_kv_blocks=1024) as worker:
-            await known(worker.router)
-            for name in ("first", "second"):
-                await worker.router.send(routed(name, range(2000), Routing(expected_prefill_tokens=0)))
-            await were_taken(worker.router, go_on, "first", "second")
 
     asyncio.run(scenario())
 

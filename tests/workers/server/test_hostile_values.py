@@ -50,24 +50,6 @@ def test_cached_tokens_that_cannot_be_are_absent_and_lose_no_answer(kind: str, v
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("usage", [5, "many", [], {"prompt_tokens_details": 3}, {"prompt_tokens_details": []}, {}])
-def test_usage_of_another_form_is_absent(kind: str, usage: Any) -> None:
-    if kind == "sglang":
-        pytest.skip("it has no usage: its counts are in meta_info")
-
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            (stream,) = await worker.ask(make_request("r1", (1, 2, 3), 3))
-            stream.send(*chunks(kind, TOKENS)[:-1], {"choices": [], "usage": usage})
-            stream.end()
-            await worker.until_finished("r1")
-            assert worker.output("r1") == pack_tokens(TOKENS)
-            assert worker.requests.deltas["r1"][-1].finish_reason is FinishReason.LENGTH
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("token", [*WRONG, "x"], ids=repr)
 def test_a_token_that_cannot_be_breaks_its_own_request_only(kind: str, token: Any) -> None:
     async def scenario() -> None:
@@ -87,28 +69,6 @@ def test_a_token_that_cannot_be_breaks_its_own_request_only(kind: str, token: An
             assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
             assert worker.output("r2") == pack_tokens(TOKENS[:1])
             assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "bomb",
-    ['{"choices":' + "[" * 200_000, '{"error":' + '{"a":' * 200_000, '{"usage":1' + "0" * 9000 + "}", "NaN", "1e999"],
-    ids=["lists", "objects", "digits", "nan", "exponent"],
-)
-def test_a_json_bomb_breaks_its_own_request_only(kind: str, bomb: str) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            first, second = await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 3) for number in (1, 2)))
-            second.send(bomb)
-            first.send(*chunks(kind, TOKENS))
-            first.end()
-            await worker.until_finished("r1", "r2")
-            last = worker.last("r2")
-            assert last is not None
-            assert last.refusal is RefusalKind.BROKEN
-            assert worker.output("r1") == pack_tokens(TOKENS)
 
     asyncio.run(scenario())
 
@@ -144,35 +104,6 @@ def test_an_answer_is_cut_at_max_tokens(kind: str, together: bool) -> None:
             assert worker.metrics.overlong_answers._value.get() == 1
             assert worker.output("r2") == pack_tokens(TOKENS)
             assert not worker.engine._active
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probabilities_are_cut_with_their_tokens(kind: str) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            (stream,) = await worker.ask(make_request("r1", (1, 2, 3), 2, logprobs=0 if kind == "trtllm-serve" else 1))
-            stream.send(*chunks(kind, (11, 12, 13, 14), logprobs=True))
-            await worker.until_finished("r1")
-            rows = [row for delta in worker.requests.deltas["r1"] for row in delta.logprobs or ()]
-            assert [row.token_id for row in rows] == [11, 12]
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_comes_behind_the_end_is_no_output(kind: str) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            (stream,) = await worker.ask(make_request("r1", (1, 2, 3), 9))
-            stream.send(*chunks(kind, TOKENS, finish="stop")[:3], *chunks(kind, (7, 8))[:1])
-            stream.end()
-            await worker.until_finished("r1")
-            assert worker.output("r1") == pack_tokens(TOKENS)
-            last = worker.last("r1")
-            assert last is not None
-            assert last.finish_reason is FinishReason.STOP
 
     asyncio.run(scenario())
 

@@ -197,19 +197,6 @@ def test_adapters_and_names_that_come_and_go_are_followed_and_what_runs_goes_on(
     asyncio.run(scenario())
 
 
-def test_another_block_size_of_a_server_that_was_quickly_started_again_ends_its_worker() -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server) as front:
-            server.options.block_size = 8
-            server.faults.cuts_after.append(1)
-            await front.router.send(make_request("r", [1, 2, 3], 4))
-            with pytest.raises(RuntimeError, match="its block_size is 8, it was 4"):
-                async with asyncio.timeout(PATIENCE_S):
-                    await front.task
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(("key", "said"), [("", "engine_api_key is missing"), ("wrong", "engine_api_key is not the")])
 def test_a_worker_whose_key_is_refused_does_not_start(key: str, said: str) -> None:
     async def scenario() -> None:
@@ -310,24 +297,6 @@ def test_a_server_that_answers_late_how_it_is_is_not_given_up_while_it_streams()
             await front.router.until_finished("r")
             assert front.router.last("r").finish_reason is FinishReason.LENGTH
             await front.consolidator.until(lambda journal: journal.goodbyes)  # now nothing shows that it lives
-
-    asyncio.run(scenario())
-
-
-def test_comments_without_end_and_without_a_token_are_given_up() -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server, progress_timeout_ms=100) as front:
-
-            async def endless(reply: Reply) -> None:
-                await reply.begin()
-                while True:
-                    await reply.chunk(b": computing\n\n")
-                    await asyncio.sleep(0.02)
-
-            server.faults.scripts.append(endless)
-            await front.router.send(make_request("r", [1, 2, 3], 4))
-            await front.router.until_finished("r")
-            assert front.router.last("r").refusal is RefusalKind.BROKEN
 
     asyncio.run(scenario())
 

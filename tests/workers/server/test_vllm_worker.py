@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from typing import Any
 
 import httpx
 import pytest
@@ -141,21 +140,6 @@ def test_what_a_server_refuses_or_breaks_is_told_apart() -> None:
     asyncio.run(scenario())
 
 
-def test_a_cancelled_request_ends_at_the_server_too() -> None:
-    async def scenario() -> None:
-        async with engine_server(Options(step_s=0.01)) as server, worker_before(server) as front:
-            await front.router.send(make_request("r", [1, 2, 3], 4000))
-            await front.router.until_started("r")
-            await front.router.send(Cancel("r"))
-            await front.router.until_finished("r")
-            assert front.router.last("r").finish_reason is FinishReason.CANCELLED
-            async with asyncio.timeout(PATIENCE_S):
-                await server.aborted.wait()
-            assert server.running == 0
-
-    asyncio.run(scenario())
-
-
 def test_requests_of_a_server_that_ends_go_on_elsewhere_and_its_worker_leaves_the_pool() -> None:
     async def scenario() -> None:
         async with engine_server(Options(step_s=0.01)) as server, worker_before(server) as front:
@@ -224,23 +208,6 @@ def test_without_events_a_worker_serves_and_says_what_to_set(
 
     asyncio.run(scenario())
     assert said in caplog.text
-
-
-def test_events_are_followed_at_an_address_that_was_given() -> None:
-    async def scenario() -> None:
-        async with engine_server(Options(lists_sources=False)) as server:
-            publisher = server.publishers[0]
-            where: dict[str, Any] = {
-                "kv_events_endpoint": (publisher.endpoint,),
-                "kv_events_replay_endpoint": (publisher.replay_endpoint,),
-            }
-            async with worker_before(server, **where) as front:
-                await front.router.send(make_request("r", list(range(9)), 4))
-                await front.router.until_finished("r")
-                await front.settled()
-                assert index_of(front.journal.events)
-
-    asyncio.run(scenario())
 
 
 def test_prompt_and_output_on_two_servers_of_their_own() -> None:
