@@ -53,6 +53,7 @@ from poolgrid.wire.ingest import (
 )
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, POOL_TEMPLATES_CHARS_MAX
 from tests.consolidator.pusher import batch, card, removed, stored
+from tests.examples import examples
 
 W = WorkerKey(WorkerId("w"))
 
@@ -495,7 +496,7 @@ def played(bench: Bench, history: list[Step], after_each: Callable[[], None] = l
         after_each()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(steps, st.integers(0, 100))
 def test_a_snapshot_and_what_follows_is_everything_from_the_start(history: list[Step], cut_percent: int) -> None:
     bench = Bench()

@@ -16,6 +16,7 @@ from poolgrid.wire.feed_frames import (
 )
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
 from tests.consolidator.journal_builder import encoded
+from tests.examples import examples
 
 
 def live(offset: int, life: bytes = b"x") -> FeedFrame:
@@ -125,7 +126,7 @@ def test_silence_is_asked_again() -> None:
     assert reader.due_ms() == 200
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_whatever_is_lost_doubled_or_late_every_record_is_delivered_once_in_order(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 25))

@@ -18,6 +18,7 @@ from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.consolidator.pusher import removed, stored
 from tests.consolidator.test_consolidator import Bench, Step, played, same, steps
+from tests.examples import examples
 
 Held = dict[int, "int | None"]
 """Blocks and their parents, as a plain dict has them."""
@@ -35,7 +36,7 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.dictionaries(hashes, st.none() | hashes), changes)
 def test_an_overlay_answers_as_the_mapping_would_and_its_base_stays_until_it_is_thawed(
     before: Held, history: list[tuple[str, object]]
@@ -140,7 +141,7 @@ class Freezing:
         assert self.compared
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(steps, st.integers(1, 4))
 def test_what_is_frozen_is_the_plain_copy_whatever_happens_meanwhile_and_changes_nothing(
     history: list[Step], pace: int
@@ -164,7 +165,7 @@ def test_what_is_frozen_is_the_plain_copy_whatever_happens_meanwhile_and_changes
         assert len(discarded) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(steps, st.integers(1, 4))
 def test_a_fold_that_is_frozen_meanwhile_reaches_the_same_state(history: list[Step], pace: int) -> None:
     bench = Bench()
@@ -180,7 +181,7 @@ def test_a_fold_that_is_frozen_meanwhile_reaches_the_same_state(history: list[St
     same(frozen, plain)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.dictionaries(hashes, st.none() | hashes), max_size=3), st.integers(1, 5))
 def test_a_dump_names_each_block_once_however_long_its_steps_are(holdings: list[Held], step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

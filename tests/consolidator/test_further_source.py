@@ -28,6 +28,7 @@ from poolgrid.wire.ingest import Goodbye, Heartbeat
 from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
 from tests.consolidator.pusher import batch, card, removed, stored
 from tests.consolidator.test_consolidator import Bench, W, folded, hello, same
+from tests.examples import examples
 
 LEASE_MS = 1000
 NAME = "kvbm"
@@ -696,7 +697,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(steps, st.booleans())
 def test_routers_believe_what_the_worker_pushed_and_what_the_publisher_said_of_this_life(
     history: list[Step], outlives: bool

@@ -25,6 +25,7 @@ from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk, encoded, facts_of, fold, record, write
+from tests.examples import examples
 
 BLOCKS_MAX = 1_000_000
 
@@ -335,7 +336,7 @@ def test_a_snapshot_beyond_the_last_record_wins() -> None:
     assert verify(disk, BLOCKS_MAX) == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(200, 2000), st.data())
 def test_any_appends_any_cut_and_the_fold_of_what_is_left(
     sizes: list[int], segment_bytes: int, data: st.DataObject

@@ -24,6 +24,7 @@ from poolgrid.consolidator.journal.stored_records import TornTail, stored_record
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from tests.consolidator.journal_builder import FakeDisk, encoded, fold, record, write
+from tests.examples import examples
 
 BLOCKS_MAX = 1_000_000
 
@@ -58,7 +59,7 @@ def test_a_sound_journal_is_sound_and_its_snapshots_are_what_its_records_fold_to
     assert not found.unknown
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_a_flipped_byte_anywhere_is_found_and_everything_before_it_is_usable(data: st.DataObject) -> None:
     disk = WHOLE.copy()

@@ -10,6 +10,7 @@ from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksShared, BlocksSt
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pusher import removed, stored
+from tests.examples import examples
 
 Operation = tuple[str, str, Tier, int | None, list[int]]
 hashes = st.integers(1, 12)
@@ -68,7 +69,7 @@ def frozen(presence: BlockOwnership) -> dict[tuple[Tier, str], dict[int, int | N
     return {(tier, source): dict(held.items()) for tier, source, held in presence.freeze() if held}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(operations)
 def test_readers_see_what_at_least_one_source_holds(history: list[Operation]) -> None:
     presence, model = BlockOwnership(), {}  # type: ignore[var-annotated]
@@ -85,7 +86,7 @@ def test_readers_see_what_at_least_one_source_holds(history: list[Operation]) ->
         assert presence.counts() == tuple(len(view[tier]) for tier in Tier)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(operations)
 def test_the_fold_of_what_was_emitted_is_the_same_presence(history: list[Operation]) -> None:
     presence, folded = BlockOwnership(), BlockOwnership()
@@ -101,7 +102,7 @@ def test_the_fold_of_what_was_emitted_is_the_same_presence(history: list[Operati
         }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(operations)
 def test_a_dump_names_each_block_once_with_its_parent(history: list[Operation]) -> None:
     presence = BlockOwnership()

@@ -16,6 +16,7 @@ from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK, Cache, all_cleared, block_removed, block_stored, frame_of
+from tests.examples import examples
 
 DIALECTS = ["vllm", "trtllm"]
 
@@ -218,7 +219,7 @@ def test_groups_may_be_numbered_in_one_kind_of_event_only(stores: int | None, re
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3), st.integers(1, 3)), max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 def test_a_block_is_promised_while_all_groups_that_had_it_hold_it(
     steps: list[tuple[bool, int, int, int]],
 ) -> None:
@@ -318,7 +319,7 @@ def test_a_stored_event_with_any_odd_field_never_breaks(field: int, value: Any) 
     translated([event])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=200))
 def test_random_bytes_decode_or_raise_the_one_error(payload: bytes) -> None:
     try:
@@ -349,7 +350,7 @@ stored_names = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.lists(plain, max_size=10).map(lambda fields: ["BlockStored", *fields])

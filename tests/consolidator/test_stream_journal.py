@@ -17,6 +17,7 @@ from tests.consolidator.journal_builder import encoded, facts_of, fold, record
 from tests.consolidator.journal_kinds import BLOCKS_MAX
 from tests.consolidator.journal_laws import fill, offsets, snapshot
 from tests.consolidator.pusher import stored
+from tests.examples import examples
 
 
 def large(offset: int, blocks: int) -> bytes:
@@ -343,7 +344,7 @@ def test_a_server_that_takes_small_messages_only_is_refused() -> None:
         StreamJournal(FakeStream(body_bytes_max=1000), "w", StillClock())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_any_failures_and_any_number_of_writers_store_every_record_once_and_in_order(data: st.DataObject) -> None:
     stream = FakeStream()

@@ -14,6 +14,7 @@ from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import FakeStream, StillClock
 from tests.consolidator.journal_builder import record
 from tests.consolidator.journal_laws import fill, snapshot
+from tests.examples import examples
 
 
 class Dialogue:
@@ -273,7 +274,7 @@ def test_a_question_without_an_answer_is_asked_again_and_its_late_answer_is_igno
     assert dialogue.reader.next_offset == 6
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(26))
 @given(st.data())
 def test_whatever_is_lost_the_records_come_in_order_and_in_the_end_all_of_them(data: st.DataObject) -> None:
     dialogue = Dialogue()

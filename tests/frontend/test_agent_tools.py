@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
 from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.tools import custom_arguments, custom_text, joined_name, read_tools
+from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import FrontEnd, application, front_end, served_in_thread
 
@@ -357,7 +358,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(60))
 @given(BODIES)
 def test_whatever_tools_and_items_are_they_are_served_or_refused_by_name(front: FrontEnd, body: dict[str, Any]) -> None:
     for path in (RESPONSES, CHAT):

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from poolgrid.frontend.detokenization import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
 from poolgrid.frontend.models.build_tiny import SPECIAL_TOKENS, VOCAB_SIZE
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from tests.examples import examples
 from tests.frontend.fake_backend import TINY
 
 TEXTS = [
@@ -35,7 +36,7 @@ def fed(detokenizer: Detokenizer, token_ids: Sequence[int], cuts: Sequence[int])
 
 
 @given(data=st.data(), token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
-@settings(max_examples=200)
+@settings(max_examples=examples(40))
 def test_any_byte_level_tokens_cut_anywhere_give_the_text_of_the_whole(
     data: st.DataObject, token_ids: list[int]
 ) -> None:

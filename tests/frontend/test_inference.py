@@ -17,6 +17,7 @@ from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
+from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
 from tests.frontend.server import FrontEnd, application, front_end, in_process, post_once
 
@@ -218,7 +219,7 @@ def test_text_that_looks_like_a_line_end_stays_inside_its_event() -> None:
     stride=st.integers(1, 5),
     stream=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40))
 def test_text_and_usage_do_not_depend_on_how_tokens_were_batched_or_sent(
     front: FrontEnd, text: str, stop: list[str], stride: int, stream: bool
 ) -> None:

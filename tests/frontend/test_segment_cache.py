@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.frontend.segment_cache import SAME_HEAD_MAX, SEGMENT_CHARS_MIN, SegmentCache
+from tests.examples import examples
 
 END = ("<|end|>", "<|start|>")
 
@@ -54,7 +55,7 @@ def test_segments_one_behind_the_other_are_found_in_one_go_up_to_the_first_that_
     assert standing_at(cache, f"{segments[0]}<|start|>new{known}", 0) == (len(segments[0]), b"0")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(st.sampled_from(["", "salt"]), st.lists(st.integers(0, 12), min_size=1, max_size=8)), max_size=40

@@ -32,6 +32,7 @@ from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.heat_map import terminal_map
 from poolgrid.inference.ports import HINT_HEADERS
+from tests.examples import examples
 from tests.global_router.documents import document
 
 MODELS = {stage: get_args(GridDocument.model_fields[stage].annotation)[0] for stage in STAGES}
@@ -88,7 +89,7 @@ def grids(draw: st.DrawFn) -> tuple[dict[str, Any], list[AxisKind], list[int]]:
     return {"mode": "aggregated", "accept": ["unreachable-pool"], "aggregated": section}, axes, resolutions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(grids(), st.data())
 def test_a_document_of_any_number_of_axes_is_read_written_and_asked(
     made: tuple[dict[str, Any], list[AxisKind], list[int]], data: st.DataObject
@@ -115,7 +116,7 @@ def test_a_document_of_any_number_of_axes_is_read_written_and_asked(
     Console(quiet=True).print(terminal_map(read))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(grids(), st.data())
 def test_a_mapping_of_another_shape_names_the_place(
     made: tuple[dict[str, Any], list[AxisKind], list[int]], data: st.DataObject

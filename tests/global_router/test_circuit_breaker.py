@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState, BreakerStep, CircuitBreaker, Ticket
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
+from tests.examples import examples
 
 
 def state(breaker: CircuitBreaker) -> str:
@@ -274,7 +275,7 @@ class BreakerRules(RuleBasedStateMachine):
 
 
 TestBreakerRules = BreakerRules.TestCase
-TestBreakerRules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBreakerRules.settings = settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("later", [0.0, -50.0])

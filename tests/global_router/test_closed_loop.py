@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep, Spill, Verdict
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
+from tests.examples import examples
 from tests.global_router.documents import disagg, document
 
 KEY = CellKey("prefill", (0, 1), "p-cheap")
@@ -198,7 +199,7 @@ def test_steps_explain_themselves() -> None:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     phases=st.lists(
         st.tuples(st.sampled_from([None, 100.0, 600.0, 700.0, 751.0, 5000.0]), st.integers(1, 20)), max_size=12

@@ -19,6 +19,7 @@ from poolgrid.http.connection import HttpConnection
 from poolgrid.http.exchange import ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import HttpServer
 from poolgrid.http.http_settings import HttpLimits
+from tests.examples import examples
 
 
 class Application:
@@ -301,7 +302,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 PACES = ("whole", "in pieces", "behind the one before")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(20))
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.sampled_from(PACES)), min_size=4, max_size=16))
 def test_requests_of_one_connection_are_answered_as_if_each_had_its_own(asked: list[tuple[bool, int, str]]) -> None:
     async def go() -> None:

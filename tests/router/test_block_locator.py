@@ -20,6 +20,7 @@ from poolgrid.router.core.block_locator import (
     _Shard,
 )
 from poolgrid.router.core.run_forest import Run
+from tests.examples import examples
 
 
 def random_blocks(randomness: random.Random, count: int) -> array[int]:
@@ -111,7 +112,7 @@ def test_places_of_a_full_cache_take_three_times_its_blocks_however_long_blocks_
     assert largest < 12 * (3.2 * 100 * len(runs) + 2 * spared + 2 * FRESH_ENTRIES)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)), max_size=30))
 def test_what_came_less_what_went_is_left_also_where_one_number_for_both_tells_nothing_apart(
     told: list[tuple[int, int, int, int]],

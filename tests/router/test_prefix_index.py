@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import weakref
 from array import array
@@ -27,6 +26,7 @@ from poolgrid.router.core.run_forest import Run, RunForest
 from poolgrid.router.core.run_map import NEAR, RUN_BLOCKS_MAX
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
+from tests.examples import examples
 from tests.router.index_structure import assert_sound, dump, holdings
 from tests.router.naive_index import NaiveIndex
 
@@ -213,8 +213,8 @@ def test_a_walk_through_what_a_worker_holds_looks_at_so_much_a_step_and_meets_al
     assert index.holdings_from(WorkerKey(WorkerId("nobody")), 0) == ([], HASHES_END)
 
 
-INDEX_EXAMPLES = int(os.environ.get("INDEX_EXAMPLES", "80"))
-"""Programs of rules per run, and half as many of its variant; `make soak` takes thousands."""
+INDEX_EXAMPLES = examples(20)
+"""Programs of rules per run, and half as many of each variant; `make soak` takes thousands."""
 
 INDEX_SETTINGS = settings(
     max_examples=INDEX_EXAMPLES,
@@ -400,7 +400,7 @@ def test_a_path_branches_inside_of_what_branched_just_now(shard_entries: int) ->
     assert index._orphans.entries == index.counters.contradictions == 0
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(15)))
 def test_what_a_worker_says_against_the_inside_of_a_run_is_believed_of_that_worker_alone(seed: int) -> None:
     """One worker names blocks of others, and its own, as it likes; nobody checks what lies inside of runs."""
     randomness = random.Random(seed)
@@ -610,7 +610,7 @@ def disturb(gone: list[int], paths: list[list[int]], times: int, randomness: ran
         gone.insert(randomness.randrange(len(gone) + 1), other)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(10)))
 def test_what_goes_from_the_end_of_paths_backwards_goes_at_once_and_only_as_far_as_it_is_said(seed: int) -> None:
     randomness = random.Random(seed)
     index, model = PrefixIndex(), NaiveIndex()
@@ -629,7 +629,7 @@ def test_what_goes_from_the_end_of_paths_backwards_goes_at_once_and_only_as_far_
                 assert index.overlap(path, worker).blocks == sum(model.overlap(path, worker))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(15)))
 def test_what_several_hold_goes_from_the_end_of_paths_backwards_for_each_of_them_alone(seed: int) -> None:
     randomness = random.Random(seed)
     index, model = PrefixIndex(), NaiveIndex()
@@ -700,7 +700,7 @@ def test_many_workers_joining_and_leaving_reuse_bits() -> None:
     assert len(index) == 0
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_many_depths_on_a_long_path_are_each_found(seed: int) -> None:
     """Paths that leave the index anywhere, with holders that end anywhere: bisecting and walking give the same."""
     randomness = random.Random(seed)
@@ -730,7 +730,7 @@ def test_many_depths_on_a_long_path_are_each_found(seed: int) -> None:
         assert depths == sorted(set(depths), reverse=True)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(6)))
 def test_a_path_of_many_short_runs_is_leapt_over_to_where_somebody_ends(seed: int) -> None:
     """Side branches cut the path into runs that the same workers hold; some of these workers end here and there."""
     randomness = random.Random(seed)

@@ -46,6 +46,7 @@ from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
 from poolgrid.wire.events import AnyEvent, RequestStarted
 from tests.consolidator.journal_builder import FakeDisk
+from tests.examples import examples
 from tests.router.fleet_builder import worker_key
 from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter
 
@@ -113,7 +114,7 @@ def told(state: RouterState) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     st.integers(0, 10_000),
     st.integers(1, 250),

@@ -31,6 +31,7 @@ from poolgrid.wire.events import (
     WorkerLeft,
 )
 from poolgrid.wire.identifiers import Stage, Tier, WorkerKey
+from tests.examples import examples
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored
 
 
@@ -319,7 +320,7 @@ def test_the_decision_log_finds_the_latest_request_of_a_name_and_every_one_by_it
 NAMES_AGAIN = st.tuples(st.sampled_from(["a", "b", "mine~1", "mine~2"]), st.integers(0, 2))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33))
 @given(st.lists(NAMES_AGAIN, max_size=40), st.integers(1, 4))
 def test_the_decision_log_is_a_list_whose_older_entry_of_a_name_goes(
     added: list[tuple[str, int]], capacity: int

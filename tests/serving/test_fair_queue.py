@@ -9,6 +9,7 @@ import pytest
 
 from poolgrid.serving.admission_queue import DrainRate
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
+from tests.examples import examples
 
 NO_BOUND = 10**12
 
@@ -340,7 +341,7 @@ class Naive:
 
 
 @pytest.mark.parametrize("order", QueueOrder)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(4)))
 def test_the_queue_does_what_a_naive_one_does(seed: int, order: QueueOrder) -> None:
     random = Random(seed)
     requests_max, tokens_max = random.choice([(4, NO_BOUND), (30, 400), (8, 200), (1, 50), (0, 100)])
@@ -461,7 +462,7 @@ def test_who_leaves_while_taken_is_gone() -> None:
     assert not queue.waiting("m")
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(10)))
 def test_a_queue_of_which_requests_are_taken_and_put_back_is_the_queue_without(seed: int) -> None:
     random = Random(seed)
     plain: FairQueue[str] = FairQueue(12, 400)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from poolgrid.serving.prompt_paths import STRETCH_BLOCKS, PromptPaths
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from tests.examples import examples
 
 
 def plain(token_ids: bytes, block_size: int, seed: int) -> array[int]:
@@ -18,7 +19,7 @@ prompts = st.lists(
 ).map(lambda runs: pack_tokens([token for token, count in runs for _ in range(count)]))
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(20), database=None)
 @given(
     st.lists(st.tuples(prompts, st.sampled_from([1, 2, 4]), st.sampled_from(["", "tenant"])), max_size=12),
     st.sampled_from([0, 3000, 10_000_000]),
@@ -33,7 +34,7 @@ def test_paths_are_those_of_the_wire_whatever_was_asked_before(
         assert paths.used_bytes <= max(budget_bytes, 0)
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(20), database=None)
 @given(
     st.lists(
         st.tuples(

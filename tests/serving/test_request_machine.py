@@ -46,6 +46,7 @@ from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import FinishReason, RefusalKind, Sampling, TokenDelta
+from tests.examples import examples
 
 MAX_TOKENS = 6
 PICTURE = MultimodalInput("", (MediaItem(MediaKind.IMAGE, b"pixels", "image/png", digest_media(b"pixels"), 2, 4),))
@@ -307,7 +308,9 @@ def test_the_page_prints_this_table() -> None:
     assert printed == page(), "make docs writes it"
 
 
-@settings(max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=examples(30), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 class EveryOrderOfEvents(RuleBasedStateMachine):
     """Workers that answer rightly, wrongly, twice, late, or not at all, under a request with any plan of legs.
 

@@ -18,6 +18,7 @@ from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.timing import PolynomialTiming, TableTiming
+from tests.examples import examples
 from tests.retained_prompts import piece
 from tests.router.index_structure import holdings
 from tests.simulation.builders import CONVERSATION, limits, row, traces
@@ -90,7 +91,7 @@ def test_every_request_is_served_once_and_the_books_balance(
     st.sampled_from([64, 512, 8192]),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20))
 def test_the_books_balance_for_any_trace(
     rows: list[TraceRow], policy: str, workers: int, host_blocks: int, max_num_tokens: int, tight: bool
 ) -> None:

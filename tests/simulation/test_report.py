@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from poolgrid.tools.simulation.pool import RunResult
 from poolgrid.tools.simulation.report import latency_summary, policy_report
+from tests.examples import examples
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e6), st.integers(1, 40)), min_size=1, max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 def test_a_weighted_summary_is_that_of_the_values_written_out(pairs: list[tuple[float, int]]) -> None:
     written_out = sorted(value for value, count in pairs for _ in range(count))
 

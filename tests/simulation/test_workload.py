@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow, ideal_cached_token_ratio, plan_trace, read_trace
 from poolgrid.tools.simulation.workload import build_workload
 from poolgrid.wire.hashing import block_hashes, sequence_hashes
+from tests.examples import examples
 from tests.simulation.builders import CONVERSATION, row, traces
 
 
@@ -19,7 +20,7 @@ def common_lead(a: list[int] | tuple[int, ...], b: list[int] | tuple[int, ...]) 
 
 
 @given(traces(), st.sampled_from([16, 64, 512]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 def test_two_prompts_share_the_whole_blocks_of_their_common_leading_ids(rows: list[TraceRow], block_size: int) -> None:
     requests = build_workload(rows, 1.0, block_size).requests
 
@@ -33,7 +34,7 @@ def test_two_prompts_share_the_whole_blocks_of_their_common_leading_ids(rows: li
 
 
 @given(traces(), st.sampled_from([16, 48, 64, 512, 1024]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 def test_a_path_is_what_hashing_the_prompt_gives(rows: list[TraceRow], block_size: int) -> None:
     for request, trace_row in zip(build_workload(rows, 1.0, block_size).requests, rows, strict=True):
         assert len(request.generate.token_ids) == 4 * trace_row.input_length
@@ -41,7 +42,7 @@ def test_a_path_is_what_hashing_the_prompt_gives(rows: list[TraceRow], block_siz
 
 
 @given(traces(), st.sampled_from([0.5, 1.0, 8.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 def test_arrivals_are_divided_by_the_speed_and_everything_else_stays(rows: list[TraceRow], speed: float) -> None:
     workload = build_workload(rows, speed, 64)
 
@@ -54,7 +55,7 @@ def test_arrivals_are_divided_by_the_speed_and_everything_else_stays(rows: list[
 
 
 @given(traces())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 def test_the_ideal_is_the_load_generators(rows: list[TraceRow]) -> None:
     assert build_workload(rows, 1.0, 64).ideal_cached_token_ratio == ideal_cached_token_ratio(plan_trace(rows))
 

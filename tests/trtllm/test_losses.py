@@ -14,12 +14,13 @@ from poolgrid.wire.requests import Generate, Sampling
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from tests.examples import examples
 from tests.fakes.tensorrt_llm._fake.cache_events import RankEvents, Tenant
 from tests.workers.builders import fold
 
 BLOCK = 4
 LONGEST = 64
-SEEDS = range(60)
+SEEDS = range(examples(15))
 
 Held = dict[Tier, set[int]]
 

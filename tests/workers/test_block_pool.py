@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool, Match
 from poolgrid.workers.engines.simulated.core.cache_recorder import Link, SilentRecorder, WireRecorder
+from tests.examples import examples
 from tests.workers.builders import fold
 
 BLOCK_SIZE = 4
@@ -92,7 +93,7 @@ RETENTION = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     work=st.lists(
         st.tuples(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.none() | RETENTION, st.integers(0, 4)),
@@ -298,4 +299,4 @@ class BlockPoolAgreesWithTheNaiveOne(RuleBasedStateMachine):
 
 
 TestBlockPoolAgreesWithTheNaiveOne = BlockPoolAgreesWithTheNaiveOne.TestCase
-TestBlockPoolAgreesWithTheNaiveOne.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPoolAgreesWithTheNaiveOne.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)

@@ -23,6 +23,7 @@ from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import STOP, Vocabulary
 from poolgrid.workers.engines.simulated.guides import LazyGuides
+from tests.examples import examples
 from tests.wire.test_guide_limits import chain, rules
 from tests.workers.builders import outputs, prefill, run_through, run_to_end
 
@@ -138,7 +139,7 @@ def fits(schema: Any) -> bool:
 
 
 @given(schema=SCHEMAS.filter(fits), seed=st.integers(0, 100))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(26))
 def test_answers_keep_to_any_schema_and_end(schema: dict[str, Any], seed: int) -> None:
     made = stream(asked(seed, TOKENS, guided_json=json.dumps(schema).encode()))
     assert made.finish_reason == STOP

@@ -20,6 +20,7 @@ from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
+from tests.examples import examples
 from tests.workers.builders import (
     VOCABULARY,
     decode_leg,
@@ -330,7 +331,7 @@ stories = st.lists(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(50))
 @given(told=stories, host_kv_blocks=st.sampled_from([0, 6]))
 def test_two_legs_give_what_one_worker_gives_and_leave_nothing_behind(told: list[Story], host_kv_blocks: int) -> None:
     vocabulary = Vocabulary(size=1000, first_token_id=10, eos_probability=0.05)
@@ -485,7 +486,7 @@ def play(
     return outcomes, engine, recorder
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(50))
 @given(script=happenings)
 def test_running_over_uneventful_steps_equals_single_steps_to_the_bit_with_legs_too(script: list[Happening]) -> None:
     single, engine, recorder = play(script, single_steps=True)
@@ -509,7 +510,7 @@ def test_running_over_uneventful_steps_equals_single_steps_to_the_bit_with_legs_
     assert_empty(leaper)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(script=happenings)
 def test_every_leg_is_told_started_completed_and_finished_once_and_in_order(script: list[Happening]) -> None:
     outcomes, _, _ = play(script, single_steps=False)

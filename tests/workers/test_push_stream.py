@@ -43,6 +43,7 @@ from poolgrid.workers.core.push_stream import (
     State,
     Warn,
 )
+from tests.examples import examples
 
 CARD = WorkerCard("m", Role.AGGREGATED, 4, WorkerLimits(8, 64, 256, 4096), "tcp://127.0.0.1:1")
 EPOCH = 77
@@ -296,7 +297,7 @@ class World:
         self.do(self.stream.publish([stored, *filling(filler)], 0, self.now))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     script=st.lists(
         st.sampled_from(["store", "store many", "wait", "lose", "heal", "restart", "forget"]), min_size=1, max_size=40

@@ -33,6 +33,7 @@ from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorde
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
+from tests.examples import examples
 from tests.workers.builders import (
     VOCABULARY,
     fold,
@@ -265,7 +266,7 @@ def drive(
     return outcomes, engine, requests, cancelled
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(workload=workloads, host_kv_blocks=st.sampled_from([0, 6]))
 def test_running_over_uneventful_steps_equals_single_steps_to_the_bit(
     workload: list[tuple[float, int, int, int, int, float | None]], host_kv_blocks: int
@@ -287,7 +288,7 @@ def test_running_over_uneventful_steps_equals_single_steps_to_the_bit(
     assert leaping[-1].ended_ms == single[-1].ended_ms
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(workload=workloads)
 def test_whatever_happens_every_output_is_the_expected_one_and_nothing_is_left(
     workload: list[tuple[float, int, int, int, int, float | None]],
@@ -317,7 +318,7 @@ def test_whatever_happens_every_output_is_the_expected_one_and_nothing_is_left(
     assert len(held[Tier.DEVICE]) == load.cached_blocks
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(workload=workloads)
 def test_every_request_is_told_started_completed_and_finished_once_and_in_order(
     workload: list[tuple[float, int, int, int, int, float | None]],
@@ -338,7 +339,7 @@ def test_every_request_is_told_started_completed_and_finished_once_and_in_order(
         )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(workload=workloads, host_kv_blocks=st.sampled_from([0, 6]))
 def test_the_engines_own_events_translate_to_what_the_direct_path_says(
     workload: list[tuple[float, int, int, int, int, float | None]], host_kv_blocks: int

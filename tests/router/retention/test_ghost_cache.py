@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from poolgrid.router.policies.retention.ghost_cache import GhostCache, Kept
 from poolgrid.wire.requests import RETENTION_DEFAULT
+from tests.examples import examples
 
 LEVELS = st.lists(st.sampled_from(((90, 50), (60, 20), (35, 0), (20, 0))), min_size=1, max_size=3)
 WORK = st.lists(
@@ -64,7 +65,7 @@ class Naive:
                 self.idle.append(granule)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(WORK, st.integers(3, 12), st.booleans())
 def test_a_ghost_finds_what_a_naive_cache_finds(
     work: list[tuple[tuple[int, ...], list[tuple[int, int]], int]], capacity: int, by_priority: bool

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.policies.retention.prefix_history import PrefixHistory, PrefixRun
+from tests.examples import examples
 
 PATHS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=7).map(tuple), max_size=30)
 
@@ -51,7 +52,7 @@ class Naive:
         return known
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(PATHS)
 def test_it_knows_of_each_granule_how_often_it_came_and_when_last(paths: list[tuple[int, ...]]) -> None:
     history, naive = PrefixHistory(), Naive()
@@ -61,7 +62,7 @@ def test_it_knows_of_each_granule_how_often_it_came_and_when_last(paths: list[tu
     assert sum(len(run.granules) for run in history.runs()) == len(naive.seen)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(PATHS, st.integers(1, 12))
 def test_what_is_forgotten_is_never_the_beginning_of_what_is_known(
     paths: list[tuple[int, ...]], granules_max: int
@@ -74,7 +75,7 @@ def test_what_is_forgotten_is_never_the_beginning_of_what_is_known(
         assert all(granule < 10 or granule // 10 in known for granule in known)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33))
 @given(PATHS)
 def test_a_history_that_was_restored_goes_on_alike(paths: list[tuple[int, ...]]) -> None:
     history, other = PrefixHistory(6), PrefixHistory(6)

@@ -15,6 +15,7 @@ from poolgrid.router.policies.retention.return_times import (
     ReturnTimes,
     bin_of,
 )
+from tests.examples import examples
 
 
 @given(st.floats(0.0, 1e8))
@@ -77,7 +78,7 @@ def test_counts_are_forgotten_and_rates_are_not() -> None:
     assert sum(times.returned[0]) < 10.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     kinds=st.lists(
         st.tuples(st.integers(0, 100_000), st.floats(0.0, 1.0), st.floats(0.0, 4_000_000.0)), min_size=1, max_size=6
