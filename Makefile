@@ -12,7 +12,7 @@ types:
 	.ci/run types
 
 test:
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 4 --dist loadfile
 
 lowest:  ## the lowest versions of all dependencies that pyproject.toml allows, in build/lowest, and every served path with them
 	rm -rf build/lowest

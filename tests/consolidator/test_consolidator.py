@@ -143,16 +143,6 @@ def test_a_worker_joins_pushes_and_is_acknowledged_with_the_next_number() -> Non
     assert bench.records[1].recorded_ms == 1_000_000
 
 
-def test_many_batches_of_one_turn_get_one_acknowledgement() -> None:
-    bench = Bench()
-    bench.say(hello())
-    turn = ConsolidatorTurn(bench.now())
-    for seq in range(5):
-        bench.core.batch(b"p", batch([stored([seq + 1])], seq), turn)
-
-    assert bench.close(turn) == [Acknowledged("w", 0, 1, 5, "c1")]
-
-
 def test_a_duplicate_changes_nothing_and_is_acknowledged_again() -> None:
     bench = Bench()
     bench.say(hello())
@@ -348,15 +338,6 @@ def test_templates_of_a_pool_fit_into_a_message() -> None:
     assert len(bench.core.pool.workers) == fits
     assert isinstance(refused, JoinRefused)
     assert "give the template to the routers" in refused.reason
-
-
-def test_another_model_may_have_another_block_size() -> None:
-    bench = Bench()
-    bench.say(hello("first"))
-
-    (welcome,) = bench.say(hello("second", with_card=card("other", 64)))
-
-    assert isinstance(welcome, Welcome)
 
 
 def test_the_pool_has_a_bound() -> None:
@@ -586,23 +567,6 @@ def test_a_heartbeat_shows_a_batch_lost_at_the_end_and_later_that_nothing_is_mis
     assert state_of(bench) is StreamState.REPLAYING
     bench.say(batch([stored([1])], 0))
     assert state_of(bench) is StreamState.LIVE
-
-
-def test_a_new_life_begins_with_a_stream_of_its_own() -> None:
-    bench = Bench(stale_after_ms=2000, lease_ms=10_000)
-    bench.say(hello())
-    bench.say(batch([stored([3])], 2))
-    bench.now_ms = 2000
-    bench.expire()
-    bench.say(hello(epoch=2))
-    assert state_of(bench) is StreamState.SYNCING
-
-
-def test_a_snapshot_of_the_pool_keeps_the_health_of_its_streams() -> None:
-    bench = Bench()
-    bench.say(hello())
-    bench.say(batch([stored([3])], 2))
-    assert reload(bench.core.pool.freeze()).workers[W].stream("worker").state is StreamState.REPLAYING
 
 
 def test_no_source_may_write_of_its_own_health() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.core import block_ownership, frozen_blocks
-from poolgrid.consolidator.core.block_ownership import DUMP_STEP_BLOCKS, BlockOwnership, chains, dump
+from poolgrid.consolidator.core.block_ownership import DUMP_STEP_BLOCKS, BlockOwnership, dump
 from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
 from poolgrid.consolidator.core.frozen_blocks import Discarded, Overlay
 from poolgrid.consolidator.core.owned_blocks import OwnedBlocks
@@ -181,24 +181,6 @@ def test_a_fold_that_is_frozen_meanwhile_reaches_the_same_state(history: list[St
     same(frozen, plain)
 
 
-@settings(max_examples=examples(60))
-@given(st.lists(st.dictionaries(hashes, st.none() | hashes), max_size=3), st.integers(1, 5))
-def test_a_dump_names_each_block_once_however_long_its_steps_are(holdings: list[Held], step: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_ownership, "DUMP_STEP_BLOCKS", step)
-        found: Held = {}
-        for parent, run in dump(holdings):
-            previous = parent
-            for block in run:
-                assert block not in found
-                found[block] = previous
-                previous = block
-    union: Held = {}
-    for held in reversed(holdings):
-        union.update(held)
-    assert found == union
-
-
 class Counted(dict[int, "int | None"]):
     """Blocks that count how many of them were looked at, one by one."""
 
@@ -283,8 +265,3 @@ def test_few_blocks_are_freed_at_once_and_all_are_where_nobody_frees_them() -> N
     assert not discarded
     discarded.put(OwnedBlocks(dict.fromkeys(range(frozen_blocks.FREED_AT_ONCE_BLOCKS + 1))))
     assert discarded
-
-
-def test_a_dump_of_one_step_is_that_of_its_chains() -> None:
-    held: Held = {2: 1, 1: None, 3: 2, 7: 2}
-    assert list(dump([held])) == list(chains(held)) == [(None, [1, 2, 3]), (2, [7])]

@@ -254,32 +254,6 @@ def test_a_worker_that_restates_its_cache_leaves_what_the_other_source_said() ->
     same(folded(scene.bench.records), scene.bench.core.pool)
 
 
-def test_a_worker_that_restates_in_one_batch_beside_another_source_is_live_behind_it() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(3)
-
-    scene.push(SnapshotBegan(), stored(names(prompt(2))), SnapshotEnded())
-
-    assert scene.own_state() is StreamState.LIVE
-    assert scene.held() == everything(3)
-
-
-def test_a_cleared_cache_of_either_source_takes_only_its_own() -> None:
-    scene = Scene()
-    scene.join()
-    scene.push(stored(names(prompt(1))), stored(names(prompt(2)), None, Tier.HOST))
-    scene.store(2)
-    scene.store(3)
-
-    scene.push(CacheCleared())
-    assert (scene.held(Tier.DEVICE), scene.held()) == (set(), everything(2, 3))
-    scene.push(stored(names(prompt(1))))
-    scene.say(scene.block.cache.clear())
-
-    assert (scene.held(Tier.DEVICE), scene.held()) == (everything(1), set())
-
-
 def test_a_large_batch_is_taken_from_a_worker_with_several_sources() -> None:
     scene = Scene()
     scene.join()
@@ -326,37 +300,6 @@ def test_a_publisher_that_is_gone_for_the_lease_takes_exactly_what_only_it_said(
     assert scene.held() == everything(1)
     assert scene.own_state() is StreamState.LIVE
     same(folded(scene.bench.records), scene.bench.core.pool)
-
-
-def test_a_publisher_that_comes_back_brings_back_what_it_holds() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
-    scene.lose_connection()
-    scene.wait(LEASE_MS)
-    scene.store(2)  # said while nobody listened
-
-    scene.reach()
-
-    assert scene.state() is StreamState.LIVE
-    assert scene.held() == everything(1, 2)
-
-
-@pytest.mark.parametrize("away_ms", [10, 5 * LEASE_MS])
-def test_a_publisher_that_restarts_brings_what_it_holds_now_and_nothing_from_before(away_ms: int) -> None:
-    scene = Scene()
-    scene.join()
-    for number in range(4):
-        scene.store(number)
-    scene.lose_connection()
-    scene.wait(away_ms)
-    scene.block = Block(2)
-    scene.store(9)  # restored from its disk, before anybody listens
-
-    scene.reach()
-
-    assert scene.held() == everything(9)
-    assert scene.state() is StreamState.LIVE
 
 
 def test_a_hole_that_cannot_be_filled_drops_what_the_publisher_said_and_nothing_else() -> None:
@@ -440,21 +383,6 @@ def test_a_former_publisher_counts_again_when_it_restarts(has_replay: bool) -> N
     assert (scene.state(), scene.held()) == (StreamState.LIVE, everything(3))
 
 
-def test_a_former_publisher_counts_again_behind_a_cleared_cache() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
-    scene.hear(Heartbeat("w", 0, 1, 0))
-    scene.join(epoch=2)
-    cache = scene.block.cache
-
-    scene.say(cache.store(prompt(2), Tier.HOST), cache.clear(), cache.store(prompt(3), Tier.HOST))
-
-    assert (scene.state(), scene.held()) == (StreamState.LIVE, everything(3))
-    scene.store(4)
-    assert scene.held() == everything(3, 4)
-
-
 def test_a_cache_that_was_cleared_before_the_last_word_of_a_lost_life_proves_nothing() -> None:
     """Found by the model: nobody heard it being cleared, and what was stored behind it was of the old life too."""
     scene = Scene()
@@ -526,36 +454,6 @@ def test_a_publisher_in_the_workers_process_that_restarts_with_it_is_heard_from_
     assert (scene.state(), scene.held()) == (StreamState.LIVE, everything(2))
 
 
-def test_a_publisher_that_outlives_its_worker_brings_its_blocks_to_the_next_life() -> None:
-    scene = Scene(outlives=True)
-    scene.join()
-    scene.push(stored(names(prompt(8))))
-    scene.store(1)
-    scene.hear(Heartbeat("w", 0, 1, 1))
-    scene.hear(Goodbye("w", 0, 1, "done"))
-    assert W not in scene.bench.core.pool.workers
-    scene.store(2)
-
-    scene.join(epoch=2)
-
-    assert (scene.state(), scene.held(), scene.held(Tier.DEVICE)) == (StreamState.LIVE, everything(1, 2), set())
-
-
-def test_a_worker_that_comes_back_under_the_same_epoch_finds_its_publisher_again() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
-    scene.hear(Heartbeat("w", 0, 1, 0))
-    scene.wait(LEASE_MS)
-    scene.bench.expire()
-    scene.members()
-    assert scene.view is None
-
-    scene.join()
-
-    assert (scene.state(), scene.held()) == (StreamState.LIVE, everything(1))
-
-
 @pytest.mark.parametrize("how", ["its sequence goes back", "it says goodbye first"])
 def test_another_life_under_the_same_epoch_is_another_life(how: str) -> None:
     scene = Scene()
@@ -570,37 +468,7 @@ def test_another_life_under_the_same_epoch_is_another_life(how: str) -> None:
     assert (scene.state(), scene.held()) == (StreamState.FORMER, set())
 
 
-def test_a_former_publisher_stays_former_over_a_lapse_of_the_lease() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
-    scene.hear(Heartbeat("w", 0, 1, 0))
-    scene.join(epoch=2)
-    scene.wait(LEASE_MS)
-    scene.bench.expire()
-    scene.members()
-
-    scene.join(epoch=2)
-
-    assert (scene.state(), scene.held()) == (StreamState.FORMER, set())
-
-
 # Restarts of the consolidator
-
-
-def test_a_restarted_consolidator_reads_the_publisher_anew() -> None:
-    scene = Scene()
-    scene.join()
-    scene.push(stored(names(prompt(1)), None, Tier.HOST))
-    scene.store(2)
-
-    after = Scene(pool=folded(scene.bench.records))
-    assert after.held() == everything(1), "a publisher that holds nothing any more"
-    after.block = scene.block
-    after.restart()
-    after.store(3)
-
-    assert after.held() == everything(1, 3)
 
 
 def test_what_the_journal_knows_of_a_publisher_that_never_comes_back_goes_with_the_lease() -> None:

@@ -95,18 +95,6 @@ def test_pages_answer_as_one_dict_would_order_included(history: list[tuple[str, 
                 del held[block * TOP + block]
 
 
-def test_what_is_copied_does_not_change_with_the_original() -> None:
-    held = small(dict.fromkeys(range(1, 20)))
-    copy = held.copy()
-
-    held.remove(range(1, 10))
-    held.add(None, [30])
-
-    _same(copy, dict.fromkeys(range(1, 20)))
-    copy.add(None, [31])
-    assert 31 not in held
-
-
 def test_what_nobody_asks_for_is_freed_bit_by_bit() -> None:
     held = small({block * TOP + block: None for block in range(1, 20)})
 

@@ -22,34 +22,11 @@ from poolgrid.consolidator.journal.framing import (
 )
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
-from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk, encoded, facts_of, fold, record, write
 from tests.examples import examples
 
 BLOCKS_MAX = 1_000_000
-
-
-def test_what_was_appended_is_read_back_in_any_slices() -> None:
-    journal = write(FakeDisk(), 50, segment_bytes=600)
-
-    assert journal.sizes()[0] > 5
-    for first in range(50):
-        for limit in (1, 7, 100):
-            assert journal.read(first, limit, 1 << 20) == encoded(first, min(limit, 50 - first))
-    assert journal.read(50, 10, 1 << 20) == []
-    assert len(journal.read(0, 100, 400)) < 10
-    assert len(journal.read(0, 100, 1)) == 1  # one too large for the bound still goes
-
-
-def test_a_journal_opened_again_goes_on_without_a_hole() -> None:
-    disk = FakeDisk()
-    write(disk, 20, segment_bytes=600).close()
-
-    journal = write(disk, 40, segment_bytes=600)
-
-    assert [codec.journal_record.decode(payload).offset for payload in journal.read(0, 100, 1 << 20)] == list(range(40))
-    assert facts_of(journal.recover(BLOCKS_MAX)) == facts_of(fold(40))
 
 
 def test_a_tail_torn_at_any_byte_of_the_last_record_is_cut_and_reported() -> None:
@@ -70,18 +47,6 @@ def test_a_tail_torn_at_any_byte_of_the_last_record_is_cut_and_reported() -> Non
         assert disk.size(name) == size - last
         journal.append(encoded(9, 1), 0)
         assert bytes(disk.files[name]) == bytes(whole.files[name])
-
-
-def test_a_tail_of_zeros_is_torn_too() -> None:
-    disk = FakeDisk()
-    write(disk, 10)
-    (name,) = disk.names()
-    disk.files[name].extend(bytes(100))
-
-    journal = FileJournal(disk)
-
-    assert journal.next_offset == 10
-    assert journal.report
 
 
 @pytest.mark.parametrize("lost", range(1, ZEROS_MIN + 2))
@@ -191,15 +156,6 @@ def test_corruption_in_the_segment_being_written_stops_the_opening() -> None:
     assert disk.size(name) > 500  # nothing was cut
 
 
-def test_corruption_in_a_closed_segment_stops_whoever_reads_it() -> None:
-    disk = FakeDisk()
-    write(disk, 20, segment_bytes=500)
-    disk.files[disk.names()[1]][200] ^= 1
-
-    with pytest.raises(JournalCorrupt):
-        FileJournal(disk).recover(BLOCKS_MAX)
-
-
 def test_a_missing_segment_is_noticed() -> None:
     disk = FakeDisk()
     write(disk, 20, segment_bytes=500)
@@ -209,18 +165,6 @@ def test_a_missing_segment_is_noticed() -> None:
         FileJournal(disk).recover(BLOCKS_MAX)
     with pytest.raises(JournalCorrupt, match="are missing"):
         list(records_of(disk))
-
-
-def test_a_snapshot_and_the_records_after_it_are_the_whole_state() -> None:
-    disk = FakeDisk()
-    journal = write(disk, 30, segment_bytes=500)
-    journal.write_snapshot(fold(30).freeze())
-    write(disk, 45, segment_bytes=500)
-
-    journal = FileJournal(disk)
-
-    assert facts_of(journal.recover(BLOCKS_MAX)) == facts_of(fold(45))
-    assert verify(disk, BLOCKS_MAX) == 45
 
 
 def test_a_byte_flipped_anywhere_in_a_snapshot_is_found_and_the_one_before_it_serves() -> None:
@@ -242,50 +186,6 @@ def test_a_byte_flipped_anywhere_in_a_snapshot_is_found_and_the_one_before_it_se
         journal = FileJournal(disk)
         assert facts_of(journal.recover(BLOCKS_MAX)) == facts_of(fold(35))
         assert "going back to the snapshot before it" in journal.report[0]
-
-
-def test_retention_removes_only_segments_that_no_kept_snapshot_needs() -> None:
-    disk = FakeDisk()
-    settings_ = JournalSettings(segment_bytes=500, retention_bytes=1, retention_ms=10**9)
-    journal = FileJournal(disk, settings_)
-    for offset in range(60):
-        journal.append(encoded(offset, 1), now_ms=offset)
-    assert journal.retain(now_ms=60) == 0  # no snapshot, nothing may go
-
-    journal.write_snapshot(fold(60).freeze())
-    journal.append(encoded(60, 1), 60)
-    assert journal.retain(now_ms=60) > 3
-    assert journal.sizes()[0] <= 2
-    with pytest.raises(ValueError, match="the oldest kept is"):
-        journal.read(0, 1, 1000)
-
-    again = FileJournal(disk, settings_)
-    assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(61))
-
-
-def test_retention_by_age() -> None:
-    disk = FakeDisk()
-    journal = FileJournal(disk, JournalSettings(segment_bytes=300, retention_ms=1000))
-    for offset in range(30):
-        journal.append(encoded(offset, 1), now_ms=offset * 100)
-    journal.write_snapshot(fold(30).freeze())
-
-    journal.retain(now_ms=3000)
-
-    oldest = codec.journal_record.decode(journal.read(journal.oldest_offset, 1, 1000)[0]).offset
-    assert 0 < oldest <= 20
-
-
-def test_two_snapshots_are_kept() -> None:
-    disk = FakeDisk()
-    journal = write(disk, 40)
-    for offset in (10, 20, 30, 40):
-        journal.write_snapshot(fold(offset).freeze())
-
-    assert [name for name in disk.names() if name.endswith("snapshot")] == [
-        f"{30:020d}.snapshot",
-        f"{40:020d}.snapshot",
-    ]
 
 
 def test_a_full_disk_fails_the_append_and_a_later_one_succeeds() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from poolgrid.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.events import BlocksRemoved, BlocksStored
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from tests.consolidator.pub_engine import BLOCK, Cache, all_cleared, block_removed, block_stored, frame_of
+from tests.consolidator.pub_engine import BLOCK, Cache, block_removed, block_stored, frame_of
 from tests.examples import examples
 
 DIALECTS = ["vllm", "trtllm"]
@@ -156,16 +156,6 @@ def test_a_text_among_the_keys_of_the_first_block_alone_is_the_salt() -> None:
     assert found == names(tokens, "poet", "tenant-a")
 
 
-def test_a_block_that_is_held_several_times_is_gone_with_its_last_copy() -> None:
-    stored = block_stored("trtllm", [1, 2], None, list(range(8)))
-    removed = block_removed("trtllm", [2])
-
-    out = translated([stored, stored, removed, stored, removed, removed])
-
-    assert [type(event) for event in out] == [BlocksStored, BlocksStored, BlocksStored, BlocksRemoved]
-    assert list(unpack_hashes(out[3].sequence_hashes)) == names(list(range(8)))[1:]
-
-
 def test_other_groups_of_a_hybrid_model_neither_store_nor_remove() -> None:
     full = {**block_stored("trtllm", [1], None, [1] * 4), "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     window = {**block_stored("trtllm", [1], None, [1] * 4), "group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
@@ -275,14 +265,6 @@ def test_a_block_on_two_tiers_leaves_them_one_by_one() -> None:
         (BlocksRemoved, Tier.DEVICE),
         (BlocksRemoved, Tier.HOST),
     ]
-
-
-def test_clearing_forgets_every_engine_hash() -> None:
-    translator = EngineTranslator(BLOCK, 1000)
-    for dialect in DIALECTS:
-        out = translated([block_stored(dialect, [1], None, [1] * 4), all_cleared(dialect)], translator)
-        assert out[-1] == CacheCleared()
-        assert len(translator) == 0
 
 
 @pytest.mark.parametrize(

@@ -180,24 +180,6 @@ def test_drops_duplicates_and_reconnections_lose_nothing() -> None:
     run(scenario)
 
 
-def test_an_outbox_that_does_not_reach_back_restates_the_cache() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started()
-        reader = Reader()
-        service.subscribe(reader)
-        pusher = Pusher(context, service.ingest_endpoint, outbox_max=5)
-        await pusher.join()
-        pusher.drop = set(range(3, 12))
-        random_work(pusher, random.Random(1), 20)
-        await pusher.settle()
-
-        assert reader.view == truth(pusher)
-        assert service.core.tally.restatements >= 1
-        await service.stop()
-
-    run(scenario)
-
-
 def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives() -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         registry = CollectorRegistry()

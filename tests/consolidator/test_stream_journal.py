@@ -67,20 +67,6 @@ def test_what_an_overtaken_writer_sent_and_comes_late_is_not_stored() -> None:
     assert facts_of(new.recover(BLOCKS_MAX)) == facts_of(fold(5))
 
 
-def test_what_was_stored_before_its_answer_was_lost_counts_once() -> None:
-    stream = FakeStream()
-    journal = fill(StreamJournal(stream, "w", StillClock()), 5)
-    stream.answers_lost_after = 1
-    with pytest.raises(StreamUnavailable):
-        journal.append(encoded(5, 2), 0)
-    assert journal.next_offset == 5
-
-    journal.append(encoded(5, 6), 0)
-
-    assert journal.next_offset == 11
-    assert offsets(journal, 0) == list(range(11))
-
-
 def test_what_comes_late_of_the_writer_itself_counts_once() -> None:
     stream = FakeStream()
     journal = fill(StreamJournal(stream, "w", StillClock()), 5)
@@ -173,19 +159,6 @@ def test_a_record_whose_last_piece_was_never_stored_never_was(pieces: int) -> No
 
     assert offsets(other, 0) == list(range(5))
     assert StreamJournal(stream, "third", StillClock()).recover(BLOCKS_MAX).offset == 5
-
-
-def test_the_writer_itself_sends_a_record_again_whose_last_piece_was_not_stored() -> None:
-    stream = FakeStream(body_bytes_max=80_000)
-    journal = fill(StreamJournal(stream, "w", StillClock()), 2)
-    stream.answers_lost_after = 2
-    with pytest.raises(StreamUnavailable):
-        journal.append([large(2, 30_000)], 0)
-
-    journal.append([large(2, 30_000)], 0)
-
-    assert journal.read(0, 9, 1 << 30) == [*encoded(0, 2), large(2, 30_000)]
-    assert StreamJournal(stream, "again", StillClock()).recover(BLOCKS_MAX).offset == 3
 
 
 def test_a_router_that_says_where_it_is_holds_retention_back_up_to_a_bound() -> None:

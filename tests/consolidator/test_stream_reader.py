@@ -86,66 +86,6 @@ def followed(count: int) -> tuple[Dialogue, StreamJournal]:
     return dialogue.start(), journal
 
 
-def test_a_stream_that_has_all_its_records_is_read_from_the_beginning() -> None:
-    dialogue, _ = followed(10)
-
-    assert dialogue.records == [record(offset) for offset in range(10)]
-    assert dialogue.reader.state is FeedState.LIVE
-    assert dialogue.reader.behind == 0
-
-
-def test_a_snapshot_between_records_of_one_message_is_followed_by_the_rest_of_it() -> None:
-    dialogue = Dialogue()
-    journal = fill(StreamJournal(dialogue.stream, "w", StillClock()), 20)
-    snapshot(journal, 13)
-
-    dialogue.start()
-
-    assert (dialogue.base, dialogue.records[0].offset, dialogue.reader.next_offset) == (13, 13, 20)
-
-
-def test_what_is_heard_is_delivered_at_once() -> None:
-    dialogue, journal = followed(5)
-    fill(journal, 9)
-
-    dialogue.hear()
-
-    assert dialogue.reader.next_offset == 9
-    assert not dialogue.questions
-
-
-def test_a_message_that_was_not_heard_is_read() -> None:
-    dialogue, journal = followed(3)
-    fill(journal, 9, at_once=1)
-
-    dialogue.hear(dialogue.stream.last - 3)
-    assert dialogue.reader.state is FeedState.REPLAYING
-    dialogue.settle()
-
-    assert (dialogue.reader.next_offset, dialogue.reader.holes, dialogue.reader.state) == (9, 1, FeedState.LIVE)
-
-
-def test_the_end_of_a_burst_that_was_not_heard_is_read_after_a_silence() -> None:
-    dialogue, journal = followed(3)
-    fill(journal, 9)
-    dialogue.pass_time(999)
-    assert not dialogue.questions
-
-    dialogue.pass_time(1)
-    dialogue.settle()
-
-    assert dialogue.reader.next_offset == 9
-
-
-def test_another_writer_is_followed_without_a_snapshot() -> None:
-    dialogue, _ = followed(5)
-    fill(StreamJournal(dialogue.stream, "other", StillClock()), 8)
-
-    dialogue.hear()
-
-    assert (dialogue.reader.next_offset, dialogue.reader.snapshots) == (8, 1)
-
-
 def test_an_end_that_was_lost_means_a_snapshot() -> None:
     dialogue, _ = followed(9)
     dialogue.stream.lose_end(2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from poolgrid.global_router.core.builder.pool_profiles import PoolProfile, WantedGrid
+from poolgrid.global_router.core.builder.pool_profiles import PoolProfile
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.output_length import ExpectedOutput
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
@@ -23,11 +23,10 @@ from poolgrid.global_router.core.document.axis import (
     TARGETS,
     AxisKind,
     AxisName,
-    StageName,
     axes_of,
 )
 from poolgrid.global_router.core.document.canonical_text import document_text
-from poolgrid.global_router.core.document.grid_document import GridDocument, TargetDefaults
+from poolgrid.global_router.core.document.grid_document import TargetDefaults
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.heat_map import terminal_map
@@ -35,30 +34,12 @@ from poolgrid.inference.ports import HINT_HEADERS
 from tests.examples import examples
 from tests.global_router.documents import document
 
-MODELS = {stage: get_args(GridDocument.model_fields[stage].annotation)[0] for stage in STAGES}
-
 
 def test_every_axis_has_one_row() -> None:
     assert [kind.name for kind in AXES] == list(AXIS)
     assert set(AXIS) == set(get_args(AxisName))
     assert {stage for kind in AXES for stage in kind.stages} == set(STAGES)
     assert {stage for stages in STAGES_OF_MODE.values() for stage in stages} == set(STAGES)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_grids_of_a_stage_have_the_fields_of_its_axes_and_no_other(stage: StageName) -> None:
-    fields = MODELS[stage].model_fields
-    measures = {name for name in fields if name.endswith(("_min", "_max", "_resolution", "_min_ms", "_max_ms"))}
-
-    assert measures == {key for kind in axes_of(stage) for key in kind.keys}
-    for kind in axes_of(stage):
-        for key in kind.keys:
-            assert fields[key].is_required() == (kind.stages[stage] == "required"), f"{stage}.{key}"
-
-
-@pytest.mark.parametrize("kind", AXES, ids=lambda kind: kind.name)
-def test_a_grid_to_build_may_have_every_axis(kind: AxisKind) -> None:
-    assert set(kind.keys) <= set(WantedGrid.model_fields)
 
 
 @pytest.mark.parametrize("kind", TARGETS, ids=lambda kind: kind.name)

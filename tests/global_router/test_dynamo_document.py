@@ -20,7 +20,6 @@ from tests.global_router.documents import (
     document,
     dynamo_agg,
     dynamo_disagg,
-    dynamo_retry,
     load,
     problems,
     warnings,
@@ -45,17 +44,6 @@ def test_the_converted_document_is_valid_in_our_form_and_equal(name: str) -> Non
 
     assert again.form == "poolgrid"
     assert again.document == loaded.document
-
-
-def test_pools_ranks_and_mapping_become_ours() -> None:
-    made = document(dynamo_retry())
-
-    assert made.prefill is not None
-    assert made.enable_priority_retry
-    assert made.prefill.speed_ranks() == {"prefill-fast": 0, "prefill-mid": 1, "prefill-slow": 2}
-    assert made.prefill.mapping == (("prefill-slow",),)
-    assert made.prefill.priority_overrides[0].target_pool == "prefill-fast"
-    assert made.prefill.ttft_min_ms == 10
 
 
 def test_pools_of_dynamo_have_no_url_and_rank_by_order() -> None:
@@ -91,15 +79,6 @@ def test_the_newer_name_wins_over_its_alias() -> None:
     assert made.prefill is not None
     assert made.prefill.ttft_min_ms == 500
     assert warnings(raw) == [f"$.{STRATEGY}.ttft_min: warning: is not used, $.{STRATEGY}.ttft_min_ms is the newer name"]
-
-
-def test_comments_and_keys_of_the_other_mode_are_only_noted() -> None:
-    raw = {**dynamo_agg(), "_comment": "ours", "num_prefill_pools": 3}
-
-    assert any(warning.startswith("$._comment: warning: is taken as a comment") for warning in warnings(raw))
-    assert any(
-        warning.startswith('$.num_prefill_pools: warning: is not used in mode "agg"') for warning in warnings(raw)
-    )
 
 
 REJECTED: list[tuple[str, tuple[str | int, ...], Any, str]] = [
@@ -204,18 +183,6 @@ def test_a_fault_is_named_by_its_place_in_dynamos_form(path: tuple[str | int, ..
     found = problems(changed(dynamo_disagg(), path, value))
 
     assert any(problem.startswith(expected) for problem in found), "\n".join(found)
-
-
-def test_a_missing_strategy_is_one_problem() -> None:
-    assert problems(changed(dynamo_disagg(), (STRATEGY,), ...)) == [f"$.{STRATEGY}: is missing"]
-
-
-def test_isl_of_an_aggregated_strategy_comes_whole() -> None:
-    raw = changed(dynamo_agg(), ("agg_pool_selection_strategy", "isl_min"), ...)
-
-    assert any(
-        problem.startswith("$.agg_pool_selection_strategy.isl_min: is missing; isl_min") for problem in problems(raw)
-    )
 
 
 def dynamo_index(x: float, low: float, high: float, resolution: int) -> int:

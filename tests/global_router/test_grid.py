@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, nextafter
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from poolgrid.global_router.core.choice.grid import DEFAULT_SOURCE, MIDDLE_SOURCE, Grid, GridRequest
 from poolgrid.global_router.core.choice.output_length import ExpectedOutput
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
-from poolgrid.global_router.core.document.axis import AXIS, STEP_MIN, Axis, AxisName, cell_index
+from poolgrid.global_router.core.document.axis import AXIS, STEP_MIN, AxisName, cell_index
 from tests.global_router.documents import aggregated, disagg, document
 
 
@@ -36,25 +36,6 @@ def test_the_index_is_the_formulas(x: float, low: float, width: float, resolutio
     assert cell_index(x, low, high, resolution) == naive_index(x, low, high, resolution)
 
 
-@given(low=st.integers(0, 10_000), step=st.integers(1, 1000), resolution=st.integers(1, 50), x=st.integers(-5, 200_000))
-def test_with_whole_steps_a_value_lies_in_its_cell(low: int, step: int, resolution: int, x: int) -> None:
-    axis = Axis(AXIS["isl"], low, low + step * resolution, resolution)
-    index = axis.index(x)
-    begins, ends = axis.bounds(index)
-
-    assert begins <= x or index == 0
-    assert x < ends or index == resolution - 1
-    assert axis.index(axis.cell_middle(index)) == index
-
-
-@pytest.mark.parametrize(
-    ("x", "cell"),
-    [(0, 0), (249.9, 0), (250, 1), (500, 2), (999.9, 3), (1000, 3), (5000, 3), (-1, 0), (nextafter(250, 0), 0)],
-)
-def test_cells_begin_at_their_lower_edge(x: float, cell: int) -> None:
-    assert cell_index(x, 0, 1000, 4) == cell
-
-
 def request(isl: int = 100, ttft: float | None = None, itl: float | None = None, **more: object) -> GridRequest:
     asked: dict[AxisName, float | None] = {"ttft": ttft, "itl": itl}
     hints = RequestHints(
@@ -63,25 +44,6 @@ def request(isl: int = 100, ttft: float | None = None, itl: float | None = None,
     )
     cached = more.get("cached", {})
     return GridRequest(isl, hints, ExpectedOutput(int(more.get("osl", 0)), "test"), cached)  # type: ignore[call-overload,arg-type]
-
-
-@pytest.mark.parametrize(
-    ("isl", "ttft", "cell", "pool"),
-    [
-        (100, 100.0, (0, 0), "p-fast"),
-        (100, 900.0, (0, 1), "p-cheap"),
-        (1500, 900.0, (1, 1), "p-fast"),
-        (100, 0.0, (0, 0), "p-fast"),
-        (100, 1e12, (0, 1), "p-cheap"),
-        (10**9, None, (1, 1), "p-fast"),
-    ],
-)
-def test_a_prefill_pool_is_chosen_by_isl_and_ttft(
-    isl: int, ttft: float | None, cell: tuple[int, ...], pool: str
-) -> None:
-    selection = Grid(document(disagg())).select("prefill", request(isl, ttft))
-
-    assert (selection.cell, selection.pool) == (cell, pool)
 
 
 def test_a_target_is_the_requests_else_the_default_else_the_middle() -> None:
@@ -106,14 +68,6 @@ def test_the_expected_output_enters_the_context_length() -> None:
     assert (short.cell, short.pool) == ((0, 1), "d-cheap")
     assert (long.cell, long.pool) == ((1, 1), "d-fast")
     assert long.readings[0].value == 2000
-
-
-def test_an_aggregated_grid_may_have_three_axes() -> None:
-    grid = Grid(document(aggregated()))
-
-    assert grid.select("aggregated", request(1, 900, 15)).pool == "c"
-    assert grid.select("aggregated", request(1999, 900, 15)).pool == "b"
-    assert grid.select("aggregated", request(1999, 100, 15)).cell == (1, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -78,22 +78,6 @@ def silent(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
 
 
 class TestTheGrid:
-    @pytest.mark.parametrize(
-        ("ttft", "itl", "isl", "pool"),
-        [(100, 5, 32, "a"), (100, 15, 32, "b"), (900, 5, 32, "b"), (900, 15, 32, "c"), (100, 15, 1500, "a")],
-    )
-    def test_the_cell_names_the_pool(self, ttft: float, itl: float, isl: int, pool: str) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-
-            tokens, last, served_by = await answer(fleet, isl=isl, hints=targets(ttft, itl))
-
-            assert served_by == pool
-            assert (tokens, last.finish_reason) == (right_answer(isl), "length")
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
     def test_headers_ask_too_and_the_record_says_so(self) -> None:
         async def scenario() -> None:
             fleet = FakeFleet(aggregated())
@@ -351,22 +335,6 @@ class TestFailuresUnderWay:
 
         run(scenario)
 
-    def test_a_lost_pool_router_does_not_touch_what_is_under_way(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-
-            def lose_the_router(_: FakeFleet, link: FakeLink, message: Generate) -> None:
-                fleet.pool("a").status = None
-                speak(fleet, link, message)
-
-            fleet.scripts["a"] = lose_the_router
-
-            tokens, _, pool = await answer(fleet, hints=targets(0, 0))
-
-            assert (tokens, pool) == (right_answer(), "a")
-
-        run(scenario)
-
     @pytest.mark.parametrize("position", [0, 3])
     def test_what_a_retry_cannot_mend_is_not_retried(self, position: int) -> None:
         async def scenario() -> None:
@@ -576,18 +544,6 @@ class TestDisaggregated:
 
         run(scenario)
 
-    def test_a_prefill_that_ends_the_request_needs_no_decode(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet()
-            fleet.scripts["p-cheap"] = speak
-
-            tokens, _, pool = await answer(fleet, max_tokens=1, hints=targets(900, 25))
-
-            assert (tokens, pool) == (right_answer(max_tokens=1), "p-cheap")
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
     def test_without_prefill_pools_the_decode_pool_does_the_whole(self) -> None:
         async def scenario() -> None:
             fleet = self.fleet()
@@ -633,21 +589,6 @@ class TestDisaggregated:
             record = fleet.service.decisions.get("r")
             assert record is not None
             assert [each.work for each in record.placements] == ["prefill", "decode", "prefill", "decode"]
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    def test_a_client_that_leaves_ends_both_legs(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet()
-            fleet.scripts["d-cheap"] = silent
-            stream = await fleet.service.submit(request(hints=targets(900, 25)))
-            await until(lambda: bool(fleet.sent_to("d-cheap")))
-
-            stream.cancel()
-
-            cancelled = {each for link in fleet.links.links.values() for each in link.cancelled}
-            assert cancelled == {"r", "r~1"}
             fleet.assert_nothing_is_left()
 
         run(scenario)

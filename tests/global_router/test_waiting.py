@@ -114,20 +114,6 @@ def test_requests_wait_and_go_by_priority_then_by_arrival() -> None:
     run(scenario)
 
 
-def test_tenants_take_turns_by_what_they_were_served() -> None:
-    async def scenario() -> None:
-        scene = Scene()
-        await scene.submit("first")
-        for name, tenant in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("b2", "b")):
-            await scene.submit(name, tenant=tenant)
-
-        await scene.finish(6)
-
-        assert scene.order == ["first", "a1", "b1", "a2", "b2", "a3"]
-
-    run(scenario)
-
-
 def test_a_pool_that_says_it_has_room_is_asked_at_once() -> None:
     async def scenario() -> None:
         scene = Scene()
@@ -263,18 +249,6 @@ def test_beyond_the_limit_the_last_of_the_lowest_priority_gives_way() -> None:
     run(scenario)
 
 
-def test_prompt_tokens_are_bounded_too() -> None:
-    async def scenario() -> None:
-        scene = Scene(queue_prompt_tokens=100)
-        await scene.submit("first")
-        await scene.submit("alone", isl=500)
-        task = await scene.submit("second")
-        with pytest.raises(Refused, match="waiting already: 1 request with 500 prompt token"):
-            await task
-
-    run(scenario)
-
-
 def test_who_waited_too_long_is_told_when_to_come_back_by_the_measured_rate() -> None:
     async def scenario() -> None:
         scene = Scene(queue_timeout_ms=30)
@@ -394,26 +368,6 @@ def test_an_attempt_that_is_under_way_for_one_who_gave_way_is_taken_back() -> No
         await read(await high)
         assert scene.order == ["first", "high"]
         scene.fleet.assert_nothing_is_left()
-
-    run(scenario)
-
-
-def test_requests_for_other_pools_do_not_wait_for_each_other() -> None:
-    async def scenario() -> None:
-        scene = Scene(changed(aggregated(), ("aggregated", "fallback"), {"rule": "none"}))
-        scene.fleet.pool("c").room = 1
-        for number in range(3):
-            await scene.submit(f"a{number}")
-        assert scene.waiting() == 3
-        to_c = targets(900, 15)
-        await scene.submit("c0", hints=to_c)
-        await scene.submit("c1", hints=to_c)
-        assert scene.waiting() == 4
-
-        await scene.finish(2)
-
-        assert scene.order == ["c0", "c1"]
-        assert scene.waiting() == 3
 
     run(scenario)
 
