@@ -188,16 +188,6 @@ def test_missing_batches_are_replaced_by_a_restated_cache_and_open_requests_are_
     same(folded(bench.records), bench.core.pool)
 
 
-def test_a_worker_is_marked_while_it_restates_in_several_batches() -> None:
-    bench = Bench()
-    bench.say(hello())
-    bench.say(batch([SnapshotBegan(), stored([1])], 0))
-    assert bench.core.pool.workers[W].state().restating
-
-    bench.say(batch([stored([2], 1), SnapshotEnded()], 1))
-    assert not bench.core.pool.workers[W].state().restating
-
-
 def test_a_new_epoch_ends_the_old_life_before_the_new_one_begins() -> None:
     bench = Bench()
     bench.say(hello())
@@ -512,21 +502,6 @@ def state_of(bench: Bench) -> StreamState:
     state = bench.core.pool.workers[W].stream("worker").state
     assert folded(bench.records).workers[W].stream("worker").state is state
     return state
-
-
-def test_a_stream_is_followed_from_joining_to_a_gap_that_is_filled() -> None:
-    bench = Bench()
-    bench.say(hello())
-    assert state_of(bench) is StreamState.SYNCING
-    bench.say(batch([stored([1])], 0))
-    assert state_of(bench) is StreamState.LIVE
-    bench.say(batch([stored([3])], 2))
-    assert state_of(bench) is StreamState.REPLAYING
-    bench.say(batch([stored([2])], 1))
-    assert state_of(bench) is StreamState.REPLAYING, "batch 2 is known to exist and is still missing"
-    bench.say(batch([stored([3])], 2))
-    assert state_of(bench) is StreamState.LIVE
-    assert bench.told().count("StreamStateChanged") == 2
 
 
 def test_a_gap_that_nobody_fills_makes_the_stream_stale_in_the_stated_time_and_its_filling_heals_it() -> None:

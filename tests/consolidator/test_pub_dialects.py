@@ -15,7 +15,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from tests.consolidator.pub_engine import BLOCK, Cache, block_removed, block_stored, frame_of
+from tests.consolidator.pub_engine import BLOCK, block_removed, block_stored, frame_of
 from tests.examples import examples
 
 DIALECTS = ["vllm", "trtllm"]
@@ -111,12 +111,6 @@ def test_what_cannot_be_placed_is_ignored_and_counted_and_so_is_what_hangs_on_it
 
     assert out == []
     assert translator.ignored_blocks == 2
-
-
-def test_the_whole_blocks_before_a_partial_one_count() -> None:
-    (event,) = translated([block_stored("trtllm", [1, 2], None, [1, 2, 3, 4, 5])])
-
-    assert list(unpack_hashes(event.sequence_hashes)) == names([1, 2, 3, 4])
 
 
 def test_blocks_that_cover_more_than_tokens_are_ignored() -> None:
@@ -252,19 +246,6 @@ def test_the_upstream_layout_with_a_group_behind_the_extra_keys_is_read() -> Non
     event = ["BlockStored", [1], None, [1] * 4, 4, None, "GPU", None, None, 1, "sliding_window", 128]
 
     assert translated([event]) == []
-
-
-def test_a_block_on_two_tiers_leaves_them_one_by_one() -> None:
-    cache = Cache("vllm")
-    tokens = [1, 2, 3, 4]
-    out = translated([cache.store(tokens), cache.store(tokens, Tier.HOST), cache.remove(1), cache.remove(1, Tier.HOST)])
-
-    assert [(type(event), event.tier) for event in out] == [
-        (BlocksStored, Tier.DEVICE),
-        (BlocksStored, Tier.HOST),
-        (BlocksRemoved, Tier.DEVICE),
-        (BlocksRemoved, Tier.HOST),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -123,19 +123,6 @@ def test_a_restart_behind_a_hole_is_found_by_the_frame_before_it() -> None:
     assert not source.degraded
 
 
-def test_a_restart_noticed_at_reconnection_drops_the_old_life() -> None:
-    source = met(frames(3))
-    source.disconnected(0)
-
-    assert source.connected(10, 2000) == [AskReplay(2)]
-    (life, ask) = source.replayed(END_OF_REPLAY, b"", 10, 2000)
-    assert isinstance(life, NewLife)
-    assert ask == AskReplay(0), "what the new life has said already, it need not say again"
-    assert kinds(source.replayed(0, frames(1, salt=1)[0], 10, 2000)) == ["EventBatch"]
-    assert source.replayed(END_OF_REPLAY, b"", 10, 2000) == []
-    assert kinds(live(source, 1, frames(2, salt=1)[1])) == ["EventBatch"]
-
-
 def test_a_frame_that_does_not_decode_is_a_loss() -> None:
     source = met(frames(2))
 

@@ -54,19 +54,6 @@ def test_a_writer_that_is_idle_finds_out_too() -> None:
         old.drop_lost()
 
 
-def test_what_an_overtaken_writer_sent_and_comes_late_is_not_stored() -> None:
-    stream = FakeStream()
-    old = fill(StreamJournal(stream, "old", StillClock()), 5)
-    stream.answers_lost_after = 0
-    with pytest.raises(StreamUnavailable):
-        old.append([large(5, 30_000), large(6, 30_000)], 0)
-
-    new = StreamJournal(stream, "new", StillClock())
-
-    assert stream.deliver_late() == [False]
-    assert facts_of(new.recover(BLOCKS_MAX)) == facts_of(fold(5))
-
-
 def test_what_comes_late_of_the_writer_itself_counts_once() -> None:
     stream = FakeStream()
     journal = fill(StreamJournal(stream, "w", StillClock()), 5)

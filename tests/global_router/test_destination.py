@@ -65,20 +65,6 @@ def test_a_spill_takes_no_pool_away_when_the_one_it_goes_to_is_down(fallback: di
     assert there.how("c") == "fallback"
 
 
-def test_what_lost_its_worker_tries_the_same_pool_first() -> None:
-    there = made().after_loss("b", faster_first=False)
-
-    assert there.pools == ("b", "c", "a")
-    assert there.how("b") == "same-pool"
-
-
-def test_with_priority_retry_faster_pools_come_before_the_same_one() -> None:
-    there = made().after_loss("b", faster_first=True)
-
-    assert there.pools == ("a", "b", "c")
-    assert [there.how(pool) for pool in there.pools] == ["retry", "same-pool", "grid"]
-
-
 @st.composite
 def destinations(draw: st.DrawFn) -> Destination:
     names = [f"p{number}" for number in range(draw(st.integers(1, 6)))]

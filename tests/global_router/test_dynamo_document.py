@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
 from poolgrid.global_router.core.document.canonical_text import document_text
 from poolgrid.global_router.core.document.reader import load_document
@@ -44,14 +42,6 @@ def test_the_converted_document_is_valid_in_our_form_and_equal(name: str) -> Non
 
     assert again.form == "poolgrid"
     assert again.document == loaded.document
-
-
-def test_pools_of_dynamo_have_no_url_and_rank_by_order() -> None:
-    made = document(dynamo_disagg())
-
-    assert made.prefill is not None
-    assert [pool.url for pool in made.prefill.pools] == [None, None]
-    assert list(made.prefill.speed_ranks().values()) == [0, 1]
 
 
 def test_what_dynamo_defines_but_we_refuse_is_a_warning_and_kept() -> None:
@@ -188,22 +178,6 @@ def test_a_fault_is_named_by_its_place_in_dynamos_form(path: tuple[str | int, ..
 def dynamo_index(x: float, low: float, high: float, resolution: int) -> int:
     """The rule as Dynamo documents it."""
     return max(0, min(int((x - low) / ((high - low) / resolution)), resolution - 1))
-
-
-def test_selection_is_the_one_that_dynamo_documents() -> None:
-    raw = dynamo_disagg()
-    raw[STRATEGY].update(isl_resolution=4, ttft_resolution=3, prefill_pool_mapping=[[0, 1, 1]] * 3 + [[0, 0, 1]])
-    grid = Grid(load_document(json.dumps(raw)).document)
-    names = raw["prefill_pool_dynamo_namespaces"]
-
-    for isl in (0, 7999, 8000, 23_999, 24_000, 32_000, 10**6):
-        for ttft in (0.0, 9.9, 10.0, 1006.6, 1006.7, 2500.0, 1e9, None):
-            target = 1505.0 if ttft is None else ttft
-            row, column = dynamo_index(isl, 0, 32000, 4), dynamo_index(target, 10, 3000, 3)
-            hints = RequestHints({} if ttft is None else {"ttft": Target(ttft, "test")})
-            selection = grid.select("prefill", GridRequest(isl, hints, ExpectedOutput(0, "none")))
-            assert selection.cell == (row, column)
-            assert selection.pool == names[raw[STRATEGY]["prefill_pool_mapping"][row][column]]
 
 
 @st.composite

@@ -12,9 +12,8 @@ from poolgrid.inference.ports import Refused
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
 from poolgrid.wire.selection import SelectRefusal, SelectRefused, WorkerRank
-from tests.frontend.inference_requests import like
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,
@@ -300,69 +299,6 @@ class TestFailuresUnderWay:
 
         run(scenario)
 
-    @pytest.mark.parametrize("position", [0, 2])
-    def test_an_output_with_a_guide_goes_on_with_what_the_client_has_named(self, position: int) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.scripts["a-1"] = break_at(position)
-            guided = Sampling(max_tokens=6, guided_regex="a+")
-            asked = like(request(hints=targets(0, 0)), sampling=guided)
-
-            _, last = await read(await fleet.service.submit(asked))
-
-            assert last.finish_reason == "length"
-            resumed = fleet.sent_to("a")[-1]
-            assert (resumed.sampling.guide, resumed.routing.emitted_tokens) == ("guided_regex", position)
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    @pytest.mark.parametrize("position", [0, 1, 3])
-    def test_a_whole_pool_fails_and_its_fallback_goes_on(self, position: int) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-
-            def die(_: FakeFleet, link: FakeLink, message: Generate) -> None:
-                fleet.pool("b").status = None
-                break_at(position)(fleet, link, message)
-
-            fleet.scripts["b"] = die
-
-            tokens, last, pool = await answer(fleet, hints=targets(100, 15))
-
-            assert (tokens, last.finish_reason, pool) == (right_answer(), "length", "a")
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    @pytest.mark.parametrize("position", [0, 3])
-    def test_what_a_retry_cannot_mend_is_not_retried(self, position: int) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(changed(aggregated(), ("enable_priority_retry",), True))
-            fleet.default_script = fail_at(position, None)
-
-            tokens, last, _ = await answer(fleet)
-
-            assert len(tokens) == position
-            assert (last.finish_reason, last.error) == ("error", "out of memory")
-            assert len(fleet.links.links) == 1
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    @pytest.mark.parametrize("kind", [RefusalKind.INVALID, RefusalKind.CANNOT_DO])
-    def test_what_no_worker_can_do_ends_as_the_clients_fault(self, kind: RefusalKind) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated(), migration_limit=1)
-            fleet.default_script = fail_at(0, kind)
-
-            _, last, _ = await answer(fleet)
-
-            assert (last.finish_reason, last.unsupported) == ("error", True)
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
     @pytest.mark.parametrize(("position", "pool", "how"), [(0, "b", "retry"), (1, "c", "same-pool")])
     def test_priority_retry_goes_to_the_next_faster_pool_before_the_first_token_only(
         self, position: int, pool: str, how: str
@@ -377,37 +313,6 @@ class TestFailuresUnderWay:
             record = fleet.service.decisions.get("r")
             assert record is not None
             assert [placement.how for placement in record.placements] == ["grid", how]
-
-        run(scenario)
-
-    def test_moving_ends_at_the_limit(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated(), workers=4, migration_limit=2)
-            fleet.default_script = fail_at(0)
-
-            _, last, _ = await answer(fleet)
-
-            assert last.finish_reason == "error"
-            assert last.error == "out of memory; moved 2 times already"
-            assert sum(len(link.sent) for link in fleet.links.links.values()) == 3
-            [(requests, _, _, moves)] = fleet.service.decisions.seconds.rows().values()
-            assert (requests, moves) == (1, 2)
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated(), workers=4)
-            fleet.default_script = break_at(0)
-
-            _, last, _ = await answer(fleet)
-
-            assert (last.finish_reason, last.poison) == ("error", True)
-            assert "before its first token" in (last.error or "")
-            assert sum(len(link.sent) for link in fleet.links.links.values()) == 2
-            assert fleet.service._metrics.poison_requests.value == 1
-            fleet.assert_nothing_is_left()
 
         run(scenario)
 

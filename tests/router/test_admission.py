@@ -190,21 +190,6 @@ async def scene(*models: str, **settings: Any) -> AsyncIterator[Scene]:
         context.destroy(linger=0)
 
 
-def test_the_most_urgent_go_first_and_tenants_take_turns() -> None:
-    async def run() -> None:
-        async with scene() as pool:
-            await pool.submit("first")
-            for number in range(3):
-                await pool.submit(f"a{number}", tenant="a")
-            await pool.submit("b0", tenant="b")
-            await pool.submit("urgent", tenant="a", priority=1)
-            assert pool.waiting() == 5
-
-            assert await pool.finish(6) == ["first", "urgent", "a0", "b0", "a1", "a2"]
-
-    asyncio.run(run())
-
-
 def test_a_decision_says_how_long_its_request_was_queued() -> None:
     async def run() -> None:
         async with scene() as pool:
@@ -227,39 +212,6 @@ def test_the_shortest_work_goes_first_when_that_is_wanted() -> None:
             await pool.submit("short", tokens=10)
 
             assert await pool.finish(3) == ["first", "short", "long"]
-
-    asyncio.run(run())
-
-
-def test_a_full_queue_refuses_with_a_time_and_the_largest_tenant_gives_way() -> None:
-    async def run() -> None:
-        async with scene(queue_limit=2) as pool:
-            await pool.submit("first")
-            await pool.submit("a0", tenant="a")
-            last = await pool.submit("a1", tenant="a")
-            refused = await pool.submit("a2", tenant="a")
-            with pytest.raises(Refused) as caught:
-                await refused
-            assert (caught.value.status, caught.value.code) == (429, "busy")
-            assert caught.value.retry_after_s is not None
-            assert caught.value.retry_after_s >= 1
-            await pool.submit("b0", tenant="b")
-            with pytest.raises(Refused, match="waiting already: 2 requests with 8 prompt token"):
-                await last
-
-            assert await pool.finish(3) == ["first", "a0", "b0"]
-
-    asyncio.run(run())
-
-
-def test_a_model_without_room_does_not_hold_up_another() -> None:
-    async def run() -> None:
-        async with scene("m", "n") as pool:
-            await pool.submit("m0", "m")
-            await pool.submit("m1", "m")
-            at_once = await pool.submit("n0", "n")
-            await asyncio.wait_for(at_once, TIMEOUT_S)
-            assert pool.waiting() == 1
 
     asyncio.run(run())
 

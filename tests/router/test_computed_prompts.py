@@ -81,13 +81,6 @@ def test_only_the_newest_are_kept_and_of_one_beginning_the_newest_are_compared()
     assert computed.overlaps(path_of([1])) == []
 
 
-def test_nothing_is_found_for_a_prompt_without_a_whole_block() -> None:
-    computed = ComputedPrompts()
-    computed.add(A, "r", path_of([1]))
-
-    assert computed.overlaps([]) == []
-
-
 def chosen(pool: Pool, selector: Selector, name: str, path: list[int]) -> WorkerKey:
     """Route a request and book it; return its worker."""
     decision = decided(selector.select(WorkerWanted(request(name, len(path)), path, 0.0, 0)))

@@ -17,7 +17,7 @@ from poolgrid.consolidator.journal.inspection import state_at
 from poolgrid.consolidator.journal.stored_records import offset_of
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.routing_request import RoutingRequest
-from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
+from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, encoder
 from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
 from poolgrid.router.decision_journal.recorder import BELIEFS_SHARE
 from poolgrid.router.decision_journal.traffic import read_recording
@@ -204,17 +204,6 @@ def test_what_is_left_of_an_index_over_its_budget_is_not_guessed_at() -> None:
 
         assert outcome.difference is None
         assert outcome.identical + outcome.not_derivable == len(entries_of(decisions, DecisionMade))
-
-
-def test_checkpoints_never_take_more_than_half_of_a_journal() -> None:
-    router = recorded(steps=400, segment_bytes=200, **MIDWAY["suspect workers"])
-    disk = router.decisions_disk
-    heads = [each.size for each in stored_entries(disk) if isinstance(each.entry, Checkpoint | RouterSettingsNoted)]
-
-    assert len(disk.names()) > 5
-    assert max(heads) > 200
-    last = disk.size(disk.names()[-1])
-    assert sum(heads) <= (sum(map(disk.size, disk.names())) - last) / 2 + last
 
 
 def changed_checkpoint(disk: FakeDisk, change: Callable[[Checkpoint], Checkpoint]) -> FakeDisk:

@@ -88,12 +88,6 @@ async def last_of(stream: TokenStream) -> StreamDelta:
                     return delta
 
 
-async def sent_more_than(router: Routed, count: int) -> None:
-    async with asyncio.timeout(10):
-        while len(router.sent) <= count:  # noqa: ASYNC110 - time alone makes a worker free again
-            await asyncio.sleep(0.005)
-
-
 def answer(router: Routed) -> None:
     endpoint = router.sent[-1]
     [leg] = router.service.tracker.legs_on(endpoint)
@@ -115,25 +109,6 @@ def test_with_one_full_worker_a_request_goes_to_the_free_one_at_once_and_so_do_l
                 await router.service.submit(like(REQUEST, request_id=f"r{number}"))
                 assert router.sent[-1] == free
                 answer(router)
-
-    asyncio.run(scenario())
-
-
-def test_with_only_full_workers_a_request_waits_and_goes_to_the_first_that_may_have_room() -> None:
-    async def scenario() -> None:
-        async with routed(migration_limit=0) as router:
-            join(router)
-            stream = await router.service.submit(REQUEST)
-            refuse(router, RefusalKind.BUSY, retry_after_ms=60_000)
-            soon = router.sent[-1]
-            refuse(router, RefusalKind.BUSY, retry_after_ms=20)
-            assert len(router.sent) == 2
-            assert router.service.counts() == (1, 1)
-            await sent_more_than(router, 2)
-            assert router.sent[-1] == soon
-            answer(router)
-            assert (await last_of(stream)).finish_reason == "length"
-            assert router.service.counts() == (0, 0)
 
     asyncio.run(scenario())
 
@@ -193,24 +168,6 @@ def test_what_workers_cannot_do_each_is_asked_once_and_the_client_gets_their_wor
             last = await last_of(stream)
             assert sorted(router.sent) == [BEFORE, AFTER]
             assert (last.error, last.unsupported, last.unknown_model) == ("second says no", True, True)
-
-    asyncio.run(scenario())
-
-
-def test_a_worker_that_cannot_is_not_waited_for_and_a_full_one_is() -> None:
-    async def scenario() -> None:
-        async with routed(migration_limit=0) as router:
-            join(router)
-            stream = await router.service.submit(REQUEST)
-            unable = router.sent[-1]
-            router.service.chooser.full.note(NEW if unable == BEFORE else OLD, 20)
-            router.service.tracker.requests["r"].machine._migration_limit = 1
-            refuse(router, RefusalKind.CANNOT_DO, "it cannot")
-            assert router.service.counts() == (1, 1)
-            await sent_more_than(router, 1)
-            refuse(router, RefusalKind.CANNOT_DO, "neither can this one")
-            assert (await last_of(stream)).error == "neither can this one"
-            assert sorted(router.sent) == [BEFORE, AFTER]
 
     asyncio.run(scenario())
 

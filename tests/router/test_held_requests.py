@@ -110,30 +110,6 @@ def test_what_comes_in_one_turn_is_placed_with_a_view_to_each_other() -> None:
     asyncio.run(scenario())
 
 
-def test_a_higher_priority_goes_first() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            tasks = await submit(router, named("short", 3000), named("urgent", 8000, priority=5))
-
-            assert on_workers(router) == ["urgent"]
-            await end(*tasks)
-
-    asyncio.run(scenario())
-
-
-def test_short_prompts_do_not_wait_for_each_other() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            tasks = [*(await submit(router, named("first", 100))), *(await submit(router, named("second", 120)))]
-
-            assert all(each.done() for each in tasks)
-            assert on_workers(router) == ["first", "second"]
-
-    asyncio.run(scenario())
-
-
 def test_nobody_waits_longer_than_the_limit_and_none_at_all_where_it_is_0() -> None:
     async def scenario() -> None:
         async with routed(make_policy("predicted"), hold_limit_ms=40) as router:

@@ -295,40 +295,6 @@ def test_a_prefix_shared_by_all_is_one_group() -> None:
     assert index.find([]) == []
 
 
-def test_a_staircase_of_holders_gives_each_its_own_depth() -> None:
-    index = PrefixIndex()
-    names = [WorkerKey(WorkerId(f"w{number}")) for number in range(50)]
-    path = list(range(1000, 1100))
-    for number, worker in enumerate(names):
-        index.store(worker, None, path[: 2 * number + 1])
-
-    depths = {slot: depth for depth, mask in index.find(path) for slot in range(50) if mask >> slot & 1}
-
-    assert depths == {index.slot(worker): 2 * number + 1 for number, worker in enumerate(names)}
-
-
-def test_removing_a_parent_hides_its_children_until_it_comes_back() -> None:
-    index = PrefixIndex()
-    index.store(A, None, [1, 2, 3, 4])
-    index.store(B, None, [1, 2, 3, 4])
-
-    index.remove(A, [2])
-    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(1)
-    assert index.overlap([1, 2, 3, 4], B) == TierOverlap(4)
-
-    index.store(A, 1, [2])
-    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(4)
-
-
-def test_a_child_stored_under_an_unknown_parent_counts_once_the_parent_arrives() -> None:
-    index = PrefixIndex()
-    index.store(A, 2, [3, 4])
-    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(0)
-
-    index.store(A, None, [1, 2])
-    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(4)
-
-
 def test_a_dropped_worker_is_gone_at_once_and_its_bit_is_not_reused_before_the_sweep() -> None:
     index = PrefixIndex()
     index.store(A, None, [1, 2])
@@ -379,25 +345,6 @@ def test_events_that_contradict_the_index_never_harm_other_workers(parent: int |
     index.drop(A)
     index.sweep()
     assert len(index) == 0
-
-
-@pytest.mark.parametrize("shard_entries", range(1, 24))
-def test_a_path_branches_inside_of_what_branched_just_now(shard_entries: int) -> None:
-    """Wherever what is fresh is handed out in between, the inside of each run is found."""
-    randomness = random.Random(shard_entries)
-    index = PrefixIndex(shard_entries=shard_entries, first_depth=1)
-    path = [randomness.getrandbits(64) for _ in range(5)]
-    index.store(A, None, path)
-    for _ in range(30):
-        path = path[:-2] + [randomness.getrandbits(64) for _ in range(4)]
-        index.store(A, path[-5], path[-4:])
-        assert_sound(index)
-        assert index.overlap(path, A) == TierOverlap(len(path))
-        index.remove(A, path[:-4:-1])
-        index.store(A, path[-4], path[-3:])
-        assert_sound(index)
-
-    assert index._orphans.entries == index.counters.contradictions == 0
 
 
 @pytest.mark.parametrize("seed", range(examples(15)))
@@ -483,18 +430,6 @@ def test_leaves_go_oldest_first_from_their_ends_and_what_is_in_use_later() -> No
     assert index.overlap([1, 2, 3, 4, 5], A) == TierOverlap(5)
     assert index.overlap([11, 12, 13, 14], A) == TierOverlap(2)
     assert index.overlap([21, 22, 23, 24, 25], A) == TierOverlap(5)
-
-
-def test_the_rest_of_a_path_goes_before_younger_ones_once_its_children_are_evicted() -> None:
-    index = PrefixIndex(6 * BYTES_PER_BLOCK)
-    index.store(A, None, [1, 2, 3])
-    index.store(A, 2, [4])
-    index.store(C, None, [11, 12])
-
-    index.store(C, None, [21, 22, 23])
-
-    assert index.find([1, 2, 3]) == [(1, 0b1)]
-    assert index.overlap([11, 12], C) == TierOverlap(2)
 
 
 def test_a_prefix_that_everybody_continues_stays_while_its_continuations_are_forgotten() -> None:
@@ -674,30 +609,6 @@ def test_what_a_worker_evicts_of_a_path_that_others_hold_costs_as_much_as_there_
     assert steps <= 6
     assert index.find(path) == [(500, 0b001), (100, 0b100)]
     assert_sound(index)
-
-
-@pytest.mark.parametrize("chain", [[4, 5, 4], [4, 1], [4, 5, 6, 3], [2, 3]])
-def test_growth_that_contradicts_the_index_leaves_nothing_behind(chain: list[int]) -> None:
-    index = PrefixIndex()
-    index.store(A, None, [1, 2, 3])
-
-    index.store(A, 3, chain)
-
-    assert index.overlap([1, 2, 3, 4, 5], A).device <= 3
-    assert_sound(index)
-    assert len(index) == 3
-
-
-def test_many_workers_joining_and_leaving_reuse_bits() -> None:
-    index = PrefixIndex()
-    for number in range(500):
-        worker = WorkerKey(WorkerId(f"w{number}"))
-        index.store(worker, None, [1, 2, 3])
-        index.drop(worker)
-        index.sweep()
-
-    assert index.slot(A) < 3
-    assert len(index) == 0
 
 
 @pytest.mark.parametrize("seed", range(examples(8)))

@@ -18,7 +18,7 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.wire import codec
-from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
+from poolgrid.wire.events import RequestStarted, WorkerDraining
 from poolgrid.wire.hashing import hash_seed, pack_hashes
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.selection import (
@@ -190,20 +190,6 @@ def test_an_asker_that_has_gone_before_its_answer_holds_no_worker() -> None:
         assert asker.view.load_changes == 1
         assert isinstance(await asker.select("s"), Selected)
         assert asker.booked() == {"s": "w1"}
-
-    run(scenario)
-
-
-def test_the_workers_events_take_the_reservations_place() -> None:
-    async def scenario(asker: Asker) -> None:
-        (worker,) = asker.pool.join("w1")
-        await asker.select("r", lease_ms=1)
-        asker.pool.say(worker, RequestStarted("r", 40, 0, 3))
-        asker.pool.projection.ledger.expire(1e12)
-        assert asker.booked() == {"r": "w1"}
-        asker.pool.say(worker, RequestFinished("r", "length"))
-
-        assert asker.booked() == {}
 
     run(scenario)
 

@@ -24,7 +24,6 @@ from poolgrid.router.policy_loading import make_policy
 from poolgrid.wire.events import (
     CacheCleared,
     RequestFinished,
-    RequestProgressed,
     RequestStarted,
     SnapshotBegan,
     WorkerDraining,
@@ -88,14 +87,6 @@ def test_lower_tiers_count_less_than_device() -> None:
     assert decision.worker == b
     assert list(decision.choice.terms["overlap_credit"]) == [6.0, 7.0]
     assert decide(pool, KvAware(CostWeights(host_weight=1.0)), PATH).worker == a
-
-
-def test_zero_device_weight_ignores_caches() -> None:
-    pool = Pool()
-    a, b = pool.join("a", "b")
-    pool.say(a, stored(PATH), RequestStarted("x", 0, 0, 1))
-
-    assert decide(pool, KvAware(CostWeights(device_weight=0.0)), PATH).worker == b
 
 
 def test_ties_depend_on_the_request_alone_and_spread_over_the_workers() -> None:
@@ -177,63 +168,6 @@ def test_a_prompt_that_fits_nowhere_is_refused_with_the_room_there_is() -> None:
     assert "prompt of 160 tokens, room for 159" in str(none)
     assert not none.busy
     assert list(none.reasons) == [a]
-
-
-def test_an_unknown_model_has_no_worker() -> None:
-    pool = Pool()
-    pool.join("a")
-    none = pool.selector(KvAware()).select(WorkerWanted(request(model="other"), PATH, 0.0, 0))
-    assert str(none) == "choosing a worker for model 'other': no worker serves this model"
-
-
-def test_a_booked_decision_counts_until_the_worker_speaks() -> None:
-    pool = Pool()
-    a, b = pool.join("a", "b")
-    pool.say(a, stored(PATH[:4]))
-    selector = pool.selector(KvAware())
-    ledger = pool.projection.ledger
-    decision = decided(selector.select(WorkerWanted(request("r"), PATH, 0.0, 0)))
-    selector.book(decision, PATH, 0.0)
-    slot = pool.projection.index.slot(a)
-
-    assert decision.worker == a
-    assert ledger.prefill_tokens[slot] == 6 * BLOCK_SIZE
-    assert ledger.active_blocks[slot] == 10
-    assert decided(selector.select(WorkerWanted(request("r2"), [1], 0.0, 0))).worker == b
-
-    pool.say(a, RequestStarted("r", 160, 3 * BLOCK_SIZE, 10))
-    assert ledger.prefill_tokens[slot] == 7 * BLOCK_SIZE
-    pool.say(a, RequestProgressed("r", 12))
-    assert ledger.active_blocks[slot] == 12
-    pool.say(a, RequestFinished("r", "length"))
-    assert (ledger.prefill_tokens[slot], ledger.active_blocks[slot], ledger.requests[slot]) == (0, 0, 0)
-    assert len(ledger) == 0
-
-
-def test_an_unconfirmed_reservation_expires_but_not_while_its_stream_is_open() -> None:
-    pool = Pool()
-    pool.join("a")
-    selector = pool.selector(KvAware())
-    for name in ("lost", "open"):
-        selector.book(decided(selector.select(WorkerWanted(request(name), PATH, 0.0, 0))), PATH, 0.0)
-    ledger = pool.projection.ledger
-
-    ledger.expire(29_999.0, held={"open"})
-    assert len(ledger) == 2
-    ledger.expire(30_001.0, held={"open"})
-
-    assert [key[1] for key in ledger.entries()] == ["open"]
-    assert ledger.expired_reservations == 1
-
-
-def test_the_end_of_a_worker_takes_its_requests_and_blocks_with_it() -> None:
-    pool = Pool()
-    a, b = pool.join("a", "b")
-    pool.say(a, stored(PATH), RequestStarted("x", 160, 0, 10))
-    pool.say(a, WorkerLeft("lease expired"))
-
-    assert len(pool.projection.ledger) == 0
-    assert decide(pool, KvAware(), PATH).worker == b
 
 
 @pytest.mark.parametrize("cleared", [CacheCleared(), SnapshotBegan()], ids=lambda event: type(event).__name__)

@@ -426,25 +426,6 @@ def test_a_stream_whose_link_is_up_goes_on_when_a_lease_ends_its_workers_members
     asyncio.run(scenario())
 
 
-def test_a_stream_moves_when_the_link_of_a_worker_that_left_breaks_after_all() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
-            router.bring_up(BEFORE)
-            await service.submit(REQUEST)
-            router.bring_up(AFTER)
-            router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
-
-            router.lose(BEFORE)
-            service.links.check(time.monotonic() * 1000)
-
-            assert router.sent == [BEFORE, AFTER]
-            assert service.links.endpoints() == [AFTER]
-
-    asyncio.run(scenario())
-
-
 def test_a_request_goes_back_to_a_worker_that_failed_it_when_there_is_no_other() -> None:
     """With one decode worker, the death of a prefill worker before its KV moved must not end the request."""
 
@@ -469,26 +450,6 @@ def test_a_request_goes_back_to_a_worker_that_failed_it_when_there_is_no_other()
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("kind", [RefusalKind.INVALID, RefusalKind.CANNOT_DO])
-def test_what_no_worker_can_do_ends_as_the_clients_fault(kind: RefusalKind) -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            stream = await service.submit(REQUEST)
-            for attempt in range(1 if kind is RefusalKind.INVALID else 1 + RouterSettings().migration_limit):
-                dispatch_id = f"r~{attempt}" if attempt else "r"
-                refusal = TokenDelta(dispatch_id, 0, b"", FinishReason.ERROR, error="no guides", refusal=kind)
-                router.say(BEFORE, refusal)
-
-            [last] = await stream.next()
-            assert (last.finish_reason, last.unsupported) == ("error", True)
-            assert service.counts() == (0, 0)
-
-    asyncio.run(scenario())
-
-
 def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_long_as_it_is_in_the_pool() -> None:
     async def scenario() -> None:
         async with routed() as router:
@@ -506,33 +467,6 @@ def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_long_as_
             router.feed.tell((OLD, WorkerLeft("lease expired")))
             [last] = await stream.next()
             assert last.finish_reason == "error"
-
-    asyncio.run(scenario())
-
-
-def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            third = WorkerKey(WorkerId("third"))
-            for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):
-                router.feed.tell((key, WorkerJoined(card(endpoint))))
-                router.bring_up(endpoint)
-            stream = await router.service.submit(REQUEST)
-            for _ in range(2):
-                router.lose(router.sent[-1])
-
-            [last] = await stream.next()
-            assert (last.finish_reason, last.poison) == ("error", True)
-            assert "before its first token" in (last.error or "")
-            assert len(router.sent) == 2
-            assert router.service.counts() == (0, 0)
-            assert router.metrics.poison_requests.value == 1
-            names = {BEFORE: "old", AFTER: "new"}
-            [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-            assert "request r is not moved again" in said
-            assert all(names.get(each, "third") in said for each in router.sent)
 
     asyncio.run(scenario())
 
@@ -585,42 +519,6 @@ def test_a_request_that_is_cancelled_while_it_waits_to_move_on_ends_once_and_goe
             assert await stream.next() == []
             assert service.counts() == (0, 0)
             assert router.sent == [BEFORE]
-
-    asyncio.run(scenario())
-
-
-def test_an_output_with_a_guide_moves_on_and_its_new_worker_may_say_that_it_cannot_go_on_with_it() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            guided = Sampling(max_tokens=4, guided_regex="a+")
-            stream = await service.submit(like(REQUEST, sampling=guided))
-            active = service.tracker.requests["r"].machine
-            assert active.plan.current is not None
-            router.say(BEFORE, TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
-            router.feed.tell((NEW, WorkerJoined(card(AFTER))))
-            router.bring_up(AFTER)
-
-            router.links[BEFORE].is_up = False
-            router.feed.tell((OLD, WorkerLeft("dead")))
-
-            assert router.sent == [BEFORE, AFTER]
-            for _ in range(RouterSettings().migration_limit):
-                assert active.plan.current is not None
-                refusal = TokenDelta(
-                    active.plan.current.id,
-                    0,
-                    b"",
-                    FinishReason.ERROR,
-                    error="its guide has begun",
-                    refusal=RefusalKind.BROKEN,
-                )
-                router.say(AFTER, refusal)
-            last = (await stream.next())[-1]
-            assert last.finish_reason == "error"
-            assert "its guide has begun" in (last.error or "")
 
     asyncio.run(scenario())
 
@@ -728,17 +626,6 @@ def test_a_worker_that_no_socket_can_be_made_to_is_nobody_elses_trouble() -> Non
             router.feed.tell((OLD, WorkerLeft("replaced")), (OLD, WorkerJoined(card("tcp://127.0.0.1:2"))))
             router.bring_up("tcp://127.0.0.1:2")
             assert not service.links.unreachable
-
-    asyncio.run(scenario())
-
-
-def test_a_request_that_only_such_a_worker_could_take_is_refused_at_once_with_the_reason() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            router.feed.tell((OLD, WorkerJoined(card(BAD))))
-            with pytest.raises(Refused, match="no connection can be made") as refused:
-                await router.service.submit(REQUEST)
-            assert refused.value.status == 503
 
     asyncio.run(scenario())
 

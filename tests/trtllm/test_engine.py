@@ -25,7 +25,6 @@ from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
 from poolgrid.workers.engines.trtllm import generations
-from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
 from poolgrid.workers.engines.trtllm.library import LibraryMissingError, load_library
 from poolgrid.workers.engines.trtllm.logits import RequestProcessors
@@ -74,83 +73,6 @@ def test_a_request_gets_the_engines_tokens_once_and_in_order_and_its_events_tell
             assert events[-1] == RequestFinished("r", "length")
             blocks = [event.active_blocks for event in events if isinstance(event, RequestProgressed)]
             assert [events[0].active_blocks, *blocks][-1] == 6
-
-    asyncio.run(scenario())
-
-
-def test_what_came_before_the_adapter_looked_is_one_delta_of_all_of_it() -> None:
-    """The engine's result is one object that grows: what a late look finds is everything since the last one."""
-
-    async def scenario() -> None:
-        async with running_engine() as told:
-            told.executor.pause()
-            told.engine.submit(make_request("r", max_tokens=50))
-            told.executor.resume()
-            # The loop stands still while the engine makes all fifty tokens.
-            told.executor.flush()
-            told.executor.look(lambda: None)
-            await told.until(lambda: told.finished("r"))
-            assert told.output("r") == expected(make_request("r", max_tokens=50))
-            assert len(told.deltas["r"]) < 50
-
-    asyncio.run(scenario())
-
-
-def test_many_requests_share_reports_and_each_gets_its_own_tokens() -> None:
-    async def scenario() -> None:
-        async with running_engine() as told:
-            requests = [make_request(f"r{at}", [at] * (5 + at), 20) for at in range(16)]
-            told.executor.pause()
-            for request in requests:
-                told.engine.submit(request)
-            told.executor.resume()
-            await told.until(lambda: all(told.finished(request.request_id) for request in requests))
-            for request in requests:
-                assert told.output(request.request_id) == expected(request)
-            frames = sum(bool(report.deltas) for report in told.reports)
-            assert frames < 16 * 20, "one report per turn, not one per token"
-
-    asyncio.run(scenario())
-
-
-def test_reused_prompt_tokens_are_told_with_the_first_delta() -> None:
-    async def scenario() -> None:
-        async with running_engine() as told:
-            await told.finish(make_request("a", range(12)))
-            await told.finish(make_request("b", range(12)))
-            assert told.deltas["b"][0].cached_tokens == 8
-            started = told.events_of("b")[0]
-            assert isinstance(started, RequestStarted)
-            assert (started.isl, started.cached_tokens) == (12, 8)
-
-    asyncio.run(scenario())
-
-
-def test_log_probabilities_come_with_their_tokens() -> None:
-    async def scenario() -> None:
-        async with running_engine() as told:
-            for alternatives in (0, 3):
-                name = f"r{alternatives}"
-                await told.finish(make_request(name, max_tokens=6, logprobs=alternatives))
-                reported = [each for delta in told.deltas[name] for each in delta.logprobs or ()]
-                assert pack_tokens([each.token_id for each in reported]) == told.output(name)
-                assert all(len(each.alternatives) == alternatives for each in reported)
-                assert all(each.logprob < 0 for each in reported)
-
-    asyncio.run(scenario())
-
-
-def test_a_stop_token_is_the_last_token_of_the_output() -> None:
-    """The engine would cut it off again, after it may have been given out."""
-
-    async def scenario() -> None:
-        async with running_engine() as told:
-            await told.finish(make_request("free", max_tokens=8))
-            tokens = told.output("free")
-            stop = int.from_bytes(tokens[12:16], "little")
-            last = await told.finish(make_request("r", max_tokens=8, stop_token_ids=(stop,)))
-            assert last.finish_reason == "stop"
-            assert told.output("r") == tokens[:16]
 
     asyncio.run(scenario())
 
@@ -362,18 +284,6 @@ def test_a_dead_engine_ends_the_run_with_its_reason() -> None:
     asyncio.run(scenario())
 
 
-def test_an_idle_engine_that_dies_is_noticed() -> None:
-    async def scenario() -> None:
-        async with running_engine(limits=TrtllmLimits(progress_timeout_ms=40.0)) as told:
-            told.executor.fail(RuntimeError("gone"))
-            assert told.running is not None
-            async with asyncio.timeout(PATIENCE_S):
-                with pytest.raises(EngineBrokenError, match="not healthy"):
-                    await told.running
-
-    asyncio.run(scenario())
-
-
 # -- start and end -----------------------------------------------------------------------------------------------------
 
 
@@ -469,15 +379,6 @@ def test_a_worker_that_is_stopped_while_its_engine_loads_ends_and_leaves_no_engi
             await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
-
-
-def test_wrong_arguments_are_found_before_the_engine_starts() -> None:
-    async def scenario() -> None:
-        with pytest.raises(ContractError, match="did you mean 'max_batch_size'"):
-            async with running_engine(override_engine_args='{"max_batchsize": 3}'):
-                pass
-
-    asyncio.run(scenario())
 
 
 def test_without_the_package_it_is_said_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,11 +264,6 @@ def test_files_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
         resolve_files(TrtllmSettings(model_path="m", override_engine_args="{"))
 
 
-def test_attention_dp_makes_each_rank_a_target() -> None:
-    assert run({"tensor_parallel_size": 4, "enable_attention_dp": True}).attention_dp_size == 4
-    assert run({"tensor_parallel_size": 4}).attention_dp_size == 1
-
-
 # merging against a naive model
 
 TREES = st.recursive(
@@ -386,15 +381,3 @@ def test_a_value_of_the_command_line_that_loses_to_a_file_is_told(tmp_path: Path
         "--kv-transfer-timeout-ms is 50 and has no effect: cache_transceiver_config.kv_transfer_timeout_ms is 9 "
         f"(from {file})",
     ]
-
-
-def test_names_follow_from_the_settings() -> None:
-    assert TrtllmSettings(model_path="a/b").model_name == "a/b"
-    assert TrtllmSettings(model_path="a/b", served_model_name="c").model_name == "c"
-
-
-def test_every_setting_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "trtllm.md").read_text(encoding="utf-8")
-    for name, field in TrtllmSettings.model_fields.items():
-        assert field.description, name
-        assert f"`{name}`" in text, f"{name} is missing from docs/trtllm.md"

@@ -51,26 +51,6 @@ async def prefilled(prefill: RunningEngine, request: Generate) -> bytes:
     return last.disaggregated_params
 
 
-@pytest.mark.parametrize("alternatives", [None, 2])
-def test_two_legs_give_what_one_worker_gives(alternatives: int | None) -> None:
-    async def scenario() -> None:
-        async with pair() as (prefill, decode), running_engine() as aggregated:
-            for at in range(12):
-                request = make_request(
-                    f"r{at}", [at * 7 + each for each in range(5 + 3 * at)], 3 + at, logprobs=alternatives
-                )
-                params = await prefilled(prefill, request)
-                last = await decode.finish(decode_leg(request, params))
-                whole = await aggregated.finish(request)
-                assert decode.output(f"r{at}") == aggregated.output(f"r{at}") == expected(request)
-                assert decode.output(f"r{at}")[:4] == prefill.output(f"r{at}"), "the first token comes again, once"
-                assert (last.finish_reason, whole.finish_reason) == ("length", "length")
-                reported = [each for delta in decode.deltas[f"r{at}"] for each in delta.logprobs or ()]
-                assert len(reported) == (0 if alternatives is None else 3 + at)
-
-    asyncio.run(scenario())
-
-
 def test_a_context_request_does_not_change_what_the_request_asked_for() -> None:
     """TensorRT-LLM sets ``max_tokens`` to 1 on the object that it is given."""
 
@@ -109,19 +89,6 @@ def test_the_prompt_goes_to_the_decode_engine_as_token_ids_with_its_own_request_
             decode.llm.generate_async = noting
             await decode.finish(decode_leg(request, params))
             assert calls == [([0, 1, 2, 3, 4, 5], "generation_only", True)]
-
-    asyncio.run(scenario())
-
-
-def test_a_leg_of_one_token_is_complete_and_keeps_nothing() -> None:
-    """As a context request its KV would wait for a decode worker that never comes."""
-
-    async def scenario() -> None:
-        async with running_engine(Role.PREFILL) as prefill:
-            last = await prefill.finish(make_request("r", max_tokens=1, stage=Stage.PREFILL))
-            assert (last.finish_reason, last.disaggregated_params) == ("length", None)
-            assert prefill.events_of("r")[-1] == RequestFinished("r", "length")
-            assert prefill.reports[-1].kept_transfers == 0
 
     asyncio.run(scenario())
 

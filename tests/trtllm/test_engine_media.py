@@ -97,19 +97,6 @@ def test_encode_prefill_and_decode_give_what_one_worker_gives() -> None:
     asyncio.run(scenario())
 
 
-def test_pictures_may_be_encoded_where_the_prompt_is_prefilled() -> None:
-    async def scenario() -> None:
-        async with (
-            running_engine(Role.PREFILL, **MULTIMODAL) as prefill,
-            running_engine(Role.DECODE, max_batch_size=64) as decode,
-        ):
-            params = await prefilled(prefill, with_media(make_request(), item(picture())))
-            await decode.finish(decode_leg(make_request(), params))
-            assert decode.output("r") == expected(text_request(), seen()), "what the prefill engine saw"
-
-    asyncio.run(scenario())
-
-
 def test_a_picture_that_is_broken_is_its_requests_error() -> None:
     async def scenario() -> None:
         async with running_engine(**MULTIMODAL) as told:

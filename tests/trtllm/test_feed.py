@@ -151,52 +151,6 @@ def prompts(count: int, seed: int = 7) -> Iterator[list[int]]:
 # -- what is read is the truth -----------------------------------------------------------------------------------------
 
 
-def test_the_index_is_the_truth_after_a_load_with_host_offload(small_cache: None) -> None:
-    async def scenario() -> None:
-        with make(kv_cache_config={"host_cache_size": 8}) as llm:
-            async with reading(llm) as made:
-                for at, prompt in enumerate(prompts(40)):
-                    await finish(llm, prompt, 1 + at % 7)
-                await made.until_exact(llm)
-                assert made.held[0][Tier.HOST]
-                assert made.metric("incomplete", dp_rank="0") == 0
-                assert made.feed.describe()["ranks"][0]["state"] == "exact"  # type: ignore[index]
-
-    asyncio.run(scenario())
-
-
-def test_the_index_is_the_truth_of_the_largest_of_several_windows(small_cache: None) -> None:
-    """Fails when the events of other windows count: the small window gives up blocks that the large one keeps."""
-
-    async def scenario() -> None:
-        with make(max_seq_len=48, kv_cache_config={"max_attention_window": [8, 8, 48]}) as llm:
-            async with reading(llm) as made:
-                for at, prompt in enumerate(prompts(40)):
-                    await finish(llm, prompt, 1 + at % 7)
-                await made.until_exact(llm)
-                assert made.held[0][Tier.DEVICE]
-
-    asyncio.run(scenario())
-
-
-def test_each_attention_dp_rank_has_an_index_of_its_own(small_cache: None) -> None:
-    """Fails when one cursor serves all ranks: their event ids are apart, and every event would look like a hole."""
-
-    async def scenario() -> None:
-        with make(tensor_parallel_size=4, enable_attention_dp=True) as llm:
-            async with reading(llm, ranks=4) as made:
-                for at, prompt in enumerate(prompts(60)):
-                    await finish(llm, prompt, 1 + at % 7, rank=at * 7 % 4)
-                await made.until_exact(llm)
-                assert all(held[Tier.DEVICE] for held in made.held)
-                assert made.held[0] != made.held[1]
-                assert not any(isinstance(event, CacheCleared) for event in made.told)
-                await made.until(lambda: bool(made.loads))
-                assert {rank for rank, _ in made.loads} == {0}, "1.2 reports rank 0 only"
-
-    asyncio.run(scenario())
-
-
 def test_after_dropped_events_no_block_is_claimed_that_is_not_there_and_all_are_learnt_again(
     small_cache: None,
 ) -> None:
@@ -496,16 +450,5 @@ def test_statistics_become_loads_and_metrics() -> None:
                 assert made.metric("kv_hit_ratio", dp_rank="0") > 0
                 assert made.metric("kv_events_total", dp_rank="0") > 0
                 assert made.metric("indexed_blocks", dp_rank="0", tier="device") == len(made.held[0][Tier.DEVICE])
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_without_statistics_is_none_the_worse() -> None:
-    async def scenario() -> None:
-        with make(enable_iter_perf_stats=False) as llm:
-            async with reading(llm) as made:
-                await finish(llm, [1, 2, 3, 4, 5])
-                await made.until_exact(llm)
-                assert made.loads == []
 
     asyncio.run(scenario())

@@ -136,14 +136,3 @@ def test_after_losses_nothing_is_claimed_that_is_not_there_and_in_the_end_nothin
     assert rank.lost
     assert rank.held == rank.truth()
     assert rank.translator.counts.gaps
-
-
-def test_blocks_do_come_back_by_proof_and_not_only_by_turning_over() -> None:
-    """Fails when what the engine proves is not taken in."""
-    recalled = 0
-    for seed in SEEDS:
-        rank = Rank(random.Random(seed))
-        rank.load(12, loss=0.15)
-        recalled += rank.translator.counts.recalled_blocks
-
-    assert recalled > len(SEEDS)

@@ -261,12 +261,6 @@ def block_of(event: dict[str, Any]) -> StoredBlock:
     return parsed.blocks[0]
 
 
-@pytest.mark.parametrize("manager", [{}, {"hash_algo": "v2_sha256"}])
-def test_the_name_of_a_medium_is_read_from_either_manager(manager: dict[str, str]) -> None:
-    keys = [{"type": "mm_key", "hash": "a", "start_offset": 0}, {"type": "mm_key", "hash": "b" * 64, "uuid": "c"}]
-    assert block_of(stored(*keys) | manager).media_keys == ("a", "c")
-
-
 @pytest.mark.parametrize("key", [{"hash": 1}, {"hash": "a" * 257}, "a", None, {"hash": ["a"]}])
 def test_a_medium_without_a_proper_name_is_refused(key: Any) -> None:
     with pytest.raises(DecodeError):
@@ -284,13 +278,6 @@ def test_names_of_our_own_say_medium_and_tenant() -> None:
     assert (made.hash_seed, made.multimodal) == (seed, False)
     assert made.tokens == pack_tokens([1, IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, 4])
     assert RootSeeds(4)(made) == seed
-
-
-@pytest.mark.parametrize("key", ["f" * 64, "f" * 31, "f" * 33, "F" * 32, "somebody's own name"])
-def test_blocks_of_other_names_stay_as_they_are(key: str) -> None:
-    block = block_of(stored({"hash": key}))
-    assert MediaNames(VOCABULARY_SIZE, IMAGE_TOKEN_ID)([block]) == (block,)
-    assert block.multimodal
 
 
 def test_a_digest_tells_the_tenant_only_while_it_came_with_one() -> None:

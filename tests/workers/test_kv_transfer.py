@@ -77,23 +77,6 @@ def assert_empty(engine: SimulatedEngine) -> None:
     assert (engine.active_requests, engine.kept_transfers, engine.next_moment_ms) == (0, 0, None)
 
 
-def test_a_prefill_leg_computes_the_prompt_delivers_one_token_and_keeps_the_blocks() -> None:
-    engine = make_engine()
-    request = make_request("a", range(10), max_tokens=6)
-    engine.submit(prefill_leg(request), 0.0)
-
-    (outcome,) = run_to_end(engine)
-
-    (delta,) = outcome.deltas
-    assert (delta.token_ids, delta.position, delta.finish_reason) == (expected(request)[:4], 0, "prefilled")
-    assert outcome.facts == [RequestStarted("a", 10, 0, 3), PrefillCompleted("a")]
-    load = engine.load()
-    # Two whole blocks and the one that the last two prompt tokens lie in; none for tokens of the decode worker.
-    assert (load.active_blocks, load.cached_blocks, load.running_requests) == (3, 2, 1)
-    offer = engine.offer(read_ticket(decode_leg(request, delta)).transfer_id, 0.0)
-    assert (offer.known, len(unpack_hashes(offer.sequence_hashes)), offer.tail_tokens) == (True, 2, 2)
-
-
 def test_the_decode_leg_goes_on_from_the_first_token_and_the_release_frees_the_source() -> None:
     source, target = make_engine("p"), make_engine("d")
     request = make_request("a", range(10), max_tokens=6)
@@ -281,24 +264,6 @@ def test_no_more_transfers_are_kept_than_allowed() -> None:
         f"r{number}" for number in range(5)
     ]
     assert_empty(engine)
-
-
-def test_a_decode_leg_that_gives_up_its_blocks_is_computed_here_and_its_output_does_not_change() -> None:
-    source = make_engine("p")
-    target = make_engine("d", total_kv_blocks=10)
-    requests = [make_request(f"r{number}", range(number * 50, number * 50 + 8), max_tokens=20) for number in range(3)]
-    for request in requests:
-        leg, offer, _ = prefill(source, request)
-        target.submit(leg, 0.0, offer=offer)
-        source.release(offer.transfer_id)
-
-    outcomes = run_through(target)
-
-    assert sum(outcome.preemptions for outcome in outcomes) > 0
-    assert sum(outcome.prefill_tokens for outcome in outcomes) > 0
-    assert outputs(outcomes) == {request.request_id: expected(request) for request in requests}
-    assert sum(len(outcome.arrivals) for outcome in outcomes) == 3
-    assert_empty(target)
 
 
 @dataclass

@@ -27,7 +27,6 @@ from poolgrid.wire.requests import (
 )
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder, WireRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
@@ -87,17 +86,6 @@ def test_a_request_lives_from_prefill_to_its_last_token() -> None:
     assert [delta.cached_tokens for outcome in outcomes for delta in outcome.deltas] == [0, None, None]
     assert outputs(outcomes)["a"] == expected(make_request("a", range(5), max_tokens=3))
     assert engine.active_requests == 0
-
-
-def test_a_step_takes_as_long_as_the_timing_says() -> None:
-    engine = make_engine()
-    timing = PolynomialTiming()
-    engine.submit(make_request("a", range(5), max_tokens=3), 100.0)
-
-    first, second, _ = run_to_end(engine, 100.0)
-
-    assert (first.started_ms, first.ended_ms) == (100.0, 100.0 + timing.prefill_ms(5))
-    assert second.duration_ms == pytest.approx(timing.decode_ms(2 / 64))
 
 
 def test_no_step_computes_more_tokens_than_allowed_nor_runs_more_requests() -> None:

@@ -38,15 +38,6 @@ def test_nothing_is_said_until_it_pays_and_then_what_comes_again_is_kept_and_the
         assert priorities == sorted(priorities, reverse=True)
 
 
-def test_where_everything_fits_nothing_is_said() -> None:
-    learner = RetentionLearner()
-    for second in range(600):
-        path, request = prompt(str(second % 4), 8), asked(f"r{second}", 4_200)
-        assert learner.advise(request, path, second * 1000.0) is None
-        learner.begin(WORKER, BLOCKS, request.request_id, request, path, second * 1000.0)
-        learner.on_finished(WORKER, request.request_id, None, second * 1000.0 + 500.0)
-
-
 def test_what_a_seed_does_is_not_said_of_another() -> None:
     learner = RetentionLearner()
     for _ in mixed(learner, 10, seed=1):
@@ -59,17 +50,6 @@ def test_what_a_seed_does_is_not_said_of_another() -> None:
     request = asked("b", 4_200, seed=2)
     learner.begin(WORKER, BLOCKS, "b", request, same, 601_000.0)
     assert learner.advise(request, same, 602_000.0) is None
-
-
-def test_the_same_requests_at_the_same_times_teach_the_same() -> None:
-    one, other = RetentionLearner(), RetentionLearner()
-    expected = list(mixed(one, 10))
-    found = []
-    for number, said in mixed(other, 10):
-        # Looking changes nothing.
-        other.advise(asked("preview", 4_200), prompt("0 7", 8), 1e9)
-        found.append((number, said))
-    assert found == expected
 
 
 def test_what_paid_once_is_said_no_more_when_lru_finds_as_much() -> None:

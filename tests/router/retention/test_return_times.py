@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.policies.retention.return_times import (
     BINS,
     EDGES_MS,
-    NOTHING,
     SHORTEST_MS,
     RetentionPlan,
     ReturnTimes,
@@ -62,20 +60,6 @@ def test_of_what_does_not_fit_whole_a_share_of_the_prompts_is_kept() -> None:
     assert 0.0 < plan.share < 1.0
     assert plan.of(plan.share / 2) is plan.more
     assert plan.of(plan.share) is plan.keep
-
-
-def test_nothing_is_planned_of_nothing() -> None:
-    assert ReturnTimes(3, 3).plan(100.0) is NOTHING
-
-
-def test_counts_are_forgotten_and_rates_are_not() -> None:
-    times = seen((6_000, 3_000, 60_000.0))
-    assert times.per_s == pytest.approx(6_000 / 600, rel=0.2)
-    for minute in range(11, 300):
-        times.note_visit(0, 600)
-        times.age(minute * 60_000.0)
-    assert times.per_s == pytest.approx(10.0, rel=0.05)
-    assert sum(times.returned[0]) < 10.0
 
 
 @settings(max_examples=examples(20))
