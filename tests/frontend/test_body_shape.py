@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -104,16 +103,13 @@ def test_text_may_hold_as_many_commas_and_brackets_as_it_likes() -> None:
     assert answer.status_code == 200
 
 
-def test_short_bodies_and_those_below_the_limit_are_not_looked_at_twice() -> None:
-    async def scenario() -> None:
-        pool = TokenizationPool(1, 1, 0)
-        try:
-            await check_shape(b"[" * SHORT_BYTES, 1, pool)
-            await check_shape(b"1," * SHORT_BYTES, SHORT_BYTES, pool)
-            assert pool._executor._threads == set()
-            with pytest.raises(RequestError, match="more than 1000 values"):
-                await check_shape(b"1," * SHORT_BYTES, 1000, pool)
-        finally:
-            pool.close()
-
-    asyncio.run(scenario())
+async def test_short_bodies_and_those_below_the_limit_are_not_looked_at_twice() -> None:
+    pool = TokenizationPool(1, 1, 0)
+    try:
+        await check_shape(b"[" * SHORT_BYTES, 1, pool)
+        await check_shape(b"1," * SHORT_BYTES, SHORT_BYTES, pool)
+        assert pool._executor._threads == set()
+        with pytest.raises(RequestError, match="more than 1000 values"):
+            await check_shape(b"1," * SHORT_BYTES, 1000, pool)
+    finally:
+        pool.close()

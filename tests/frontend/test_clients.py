@@ -82,18 +82,15 @@ def test_a_client_that_leaves_frees_its_workers_at_once(stream: bool, after: int
     assert registry.get_sample_value("poolgrid_frontend_requests_total", labels) == 1
 
 
-def test_a_client_that_leaves_the_admission_queue_gives_up_its_place() -> None:
-    async def go() -> None:
-        backend = FakeBackend()
-        backend.admission = asyncio.Event()
-        async with served(application(backend)) as port:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request_bytes("/v1/completions", prompt="hi"))
-            await backend.submitted.wait()
-            writer.transport.abort()
-            await asyncio.wait_for(backend.abandoned.wait(), 5)
-
-    asyncio.run(go())
+async def test_a_client_that_leaves_the_admission_queue_gives_up_its_place() -> None:
+    backend = FakeBackend()
+    backend.admission = asyncio.Event()
+    async with served(application(backend)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_bytes("/v1/completions", prompt="hi"))
+        await backend.submitted.wait()
+        writer.transport.abort()
+        await asyncio.wait_for(backend.abandoned.wait(), 5)
 
 
 def test_a_client_that_leaves_before_its_body_is_complete_starts_nothing() -> None:

@@ -400,7 +400,7 @@ def test_the_largest_seed_wraps_around_for_later_choices() -> None:
     assert [request.sampling.seed for request in backend.requests] == [2**63 - 1, -(2**63)]
 
 
-def test_everything_that_arrived_together_is_one_chunk_per_choice_and_one_write() -> None:
+async def test_everything_that_arrived_together_is_one_chunk_per_choice_and_one_write() -> None:
     token_ids = TINY.encode("Hello, world!")
 
     def at_once(request: InferenceRequest) -> list[Step]:
@@ -408,21 +408,18 @@ def test_everything_that_arrived_together_is_one_chunk_per_choice_and_one_write(
 
     writes: list[bytes] = []
 
-    async def go() -> None:
-        app = application(FakeBackend(at_once))
-        body = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
-        messages = [{"type": "http.request", "body": body}]
+    app = application(FakeBackend(at_once))
+    body = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}]
 
-        async def receive() -> Any:
-            return messages.pop() if messages else await asyncio.Event().wait()
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                writes.append(message["body"])
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            writes.append(message["body"])
 
-        await app({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}, receive, send)
-
-    asyncio.run(go())
+    await app({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}, receive, send)
     assert [text_of(events(item.decode())) for item in writes] == ["Hello, world!", ""]
 
 

@@ -131,28 +131,25 @@ def test_a_body_has_a_time_which_does_not_run_while_it_waits_for_a_thread() -> N
         inflation(body, replace(LIMITS, time_ms=30), ticking).advance()
 
 
-def test_a_short_body_needs_no_thread_and_a_long_one_is_given_up_when_its_client_has_left() -> None:
-    async def scenario() -> None:
-        threads = TokenizationPool(1, 0, 0)
-        threads.close()  # what would go to a thread would fail
-        bodies = BodyInflation(LIMITS, threads, SystemClock())
-        assert await bodies.inflated(gzip.compress(b"abc"), "gzip", lambda: True) == b"abc"
-        assert await bodies.inflated(b"abc", "identity", lambda: True) == b"abc"
-        threads = TokenizationPool(1, 0, 0)
-        bodies = BodyInflation(LIMITS, threads, SystemClock())
-        long = gzip.compress(noise(2 * STEPS_ON_LOOP * STEP_OUTPUT_BYTES))
-        try:
-            assert len(await bodies.inflated(long, "gzip", lambda: False)) == 2 * STEPS_ON_LOOP * STEP_OUTPUT_BYTES
-            with pytest.raises(ClientLeft):
-                await bodies.inflated(long, "gzip", lambda: True)
-        finally:
-            threads.close()
-
-    asyncio.run(scenario())
+async def test_a_short_body_needs_no_thread_and_a_long_one_is_given_up_when_its_client_has_left() -> None:
+    threads = TokenizationPool(1, 0, 0)
+    threads.close()  # what would go to a thread would fail
+    bodies = BodyInflation(LIMITS, threads, SystemClock())
+    assert await bodies.inflated(gzip.compress(b"abc"), "gzip", lambda: True) == b"abc"
+    assert await bodies.inflated(b"abc", "identity", lambda: True) == b"abc"
+    threads = TokenizationPool(1, 0, 0)
+    bodies = BodyInflation(LIMITS, threads, SystemClock())
+    long = gzip.compress(noise(2 * STEPS_ON_LOOP * STEP_OUTPUT_BYTES))
+    try:
+        assert len(await bodies.inflated(long, "gzip", lambda: False)) == 2 * STEPS_ON_LOOP * STEP_OUTPUT_BYTES
+        with pytest.raises(ClientLeft):
+            await bodies.inflated(long, "gzip", lambda: True)
+    finally:
+        threads.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_nobody_works_for_a_client_that_has_left(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_works_for_a_client_that_has_left(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread stands amid a body until the server has noticed that the client left; then it does not go on."""
     amid, noticed = threading.Event(), threading.Event()
     steps = 0
@@ -173,30 +170,27 @@ def test_nobody_works_for_a_client_that_has_left(path: str, monkeypatch: pytest.
     def value(name: str) -> float:
         return registry.get_sample_value(name) or 0
 
-    async def scenario() -> None:
-        async with served(application(FakeBackend(), registry=registry)) as port:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = [
-                f"POST {path} HTTP/1.1",
-                "host: localhost",
-                "content-encoding: gzip",
-                f"content-length: {len(body)}",
-            ]
-            writer.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
-            assert await asyncio.to_thread(amid.wait, 30)
-            assert value("poolgrid_frontend_tokenizations_pending") == 1
-            # A reset, which is noticed at once; who only closes is found out by a probe.
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
-            # The event loop has nothing else to do: when it has answered this, it has seen the end as well.
-            other = await asyncio.open_connection("127.0.0.1", port)
-            other[1].write(b"GET /live HTTP/1.1\r\nconnection: close\r\n\r\n")
-            await other[0].read()
-            noticed.set()
-            while value("poolgrid_frontend_tokenizations_pending"):  # noqa: ASYNC110 - the thread tells nobody
-                await asyncio.sleep(0.001)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    async with served(application(FakeBackend(), registry=registry)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = [
+            f"POST {path} HTTP/1.1",
+            "host: localhost",
+            "content-encoding: gzip",
+            f"content-length: {len(body)}",
+        ]
+        writer.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        assert await asyncio.to_thread(amid.wait, 30)
+        assert value("poolgrid_frontend_tokenizations_pending") == 1
+        # A reset, which is noticed at once; who only closes is found out by a probe.
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        # The event loop has nothing else to do: when it has answered this, it has seen the end as well.
+        other = await asyncio.open_connection("127.0.0.1", port)
+        other[1].write(b"GET /live HTTP/1.1\r\nconnection: close\r\n\r\n")
+        await other[0].read()
+        noticed.set()
+        while value("poolgrid_frontend_tokenizations_pending"):  # noqa: ASYNC110 - the thread tells nobody
+            await asyncio.sleep(0.001)
     assert steps == STEPS_ON_LOOP + 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from typing import Any
@@ -88,21 +87,18 @@ class Ranks:
         return {"expected": 2, "alive": 1, "missing": [1]}
 
 
-def test_an_engine_that_hangs_because_a_rank_is_lost_ends_with_the_ranks_name() -> None:
-    async def scenario() -> None:
-        async with running_engine() as told:
-            lose: Callable[[str], None] = told.engine.follow_ranks(Ranks())  # type: ignore[arg-type]
-            told.executor.lose_rank(RuntimeError("nobody asks"), stuck=True)
-            told.engine.submit(make_request("r"))
-            assert told.engine.describe()["ranks"] == {"expected": 2, "alive": 1, "missing": [1]}
-            before = told.engine.unhealthy_reason
-            assert not before
-            lose("rank 1 on host h1 was lost: it was silent")
-            assert told.engine.unhealthy_reason == "rank 1 on host h1 was lost: it was silent"
-            assert told.running is not None
-            with pytest.raises(EngineBrokenError, match=r"^rank 1 on host h1 was lost: it was silent$"):
-                await told.running
-            lose("another")
-            told.executor.release_ranks()
-
-    asyncio.run(scenario())
+async def test_an_engine_that_hangs_because_a_rank_is_lost_ends_with_the_ranks_name() -> None:
+    async with running_engine() as told:
+        lose: Callable[[str], None] = told.engine.follow_ranks(Ranks())  # type: ignore[arg-type]
+        told.executor.lose_rank(RuntimeError("nobody asks"), stuck=True)
+        told.engine.submit(make_request("r"))
+        assert told.engine.describe()["ranks"] == {"expected": 2, "alive": 1, "missing": [1]}
+        before = told.engine.unhealthy_reason
+        assert not before
+        lose("rank 1 on host h1 was lost: it was silent")
+        assert told.engine.unhealthy_reason == "rank 1 on host h1 was lost: it was silent"
+        assert told.running is not None
+        with pytest.raises(EngineBrokenError, match=r"^rank 1 on host h1 was lost: it was silent$"):
+            await told.running
+        lose("another")
+        told.executor.release_ranks()
