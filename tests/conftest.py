@@ -8,12 +8,13 @@ import inspect
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-import zmq
+import zmq.asyncio
 from hypothesis import HealthCheck, settings
 
 
@@ -94,6 +95,14 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    """Return a context of ZMQ, whose sockets are closed at the end."""
+    made = zmq.asyncio.Context()
+    yield made
+    made.destroy(linger=0)
 
 
 @pytest.hookimpl(tryfirst=True)

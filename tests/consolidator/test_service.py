@@ -153,112 +153,103 @@ def random_work(pusher: Pusher, source: random.Random, batches: int) -> None:
         pusher._push(events)
 
 
-def test_drops_duplicates_and_reconnections_lose_nothing() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started()
-        reader = Reader()
-        service.subscribe(reader)
-        source = random.Random(7)
-        pushers = [Pusher(context, service.ingest_endpoint, name) for name in ("a", "b", "c")]
+async def test_drops_duplicates_and_reconnections_lose_nothing(context: zmq.asyncio.Context) -> None:
+    service = await started()
+    reader = Reader()
+    service.subscribe(reader)
+    source = random.Random(7)
+    pushers = [Pusher(context, service.ingest_endpoint, name) for name in ("a", "b", "c")]
+    for pusher in pushers:
+        await pusher.join()
+        pusher.drop = set(source.sample(range(200), 40))
+        pusher.repeat = set(source.sample(range(200), 40))
+    for _ in range(4):
         for pusher in pushers:
-            await pusher.join()
-            pusher.drop = set(source.sample(range(200), 40))
-            pusher.repeat = set(source.sample(range(200), 40))
-        for _ in range(4):
-            for pusher in pushers:
-                random_work(pusher, source, 50)
-            pushers[0].reconnect(service.ingest_endpoint)
-            for pusher in pushers:
-                await pusher.settle()
+            random_work(pusher, source, 50)
+        pushers[0].reconnect(service.ingest_endpoint)
+        for pusher in pushers:
+            await pusher.settle()
 
-        assert reader.view == truth(*pushers)
-        assert reader.offset == service.offset
-        assert service.core.tally.gaps >= 3
-        assert service.core.tally.duplicates > 3
-        await service.stop()
-
-    run(scenario)
+    assert reader.view == truth(*pushers)
+    assert reader.offset == service.offset
+    assert service.core.tally.gaps >= 3
+    assert service.core.tally.duplicates > 3
+    await service.stop()
 
 
-def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        registry = CollectorRegistry()
-        service = await started(registry)
-        socket = context.socket(zmq.DEALER)
-        socket.connect(service.ingest_endpoint)
-        for frames in (
-            [b""],
-            [b"B", b"\xff" * 50],
-            [b"C", b""],
-            [b"X", b"y"],
-            [b"B", b"x", b"y"],
-            [b"C", b"\x91" * 5000],
-        ):
-            await socket.send_multipart(frames)
-        query = context.socket(zmq.DEALER)
-        query.connect(service.query_endpoint)
-        await query.send_multipart([b"rubbish"])
-        pusher = Pusher(context, service.ingest_endpoint)
-        pusher.control(msgspec.structs.replace(_hello(pusher), card=card(hash_spec="other")))
-        assert isinstance(await pusher.receive(), JoinRefused)
-        pusher.heartbeat()
-        assert isinstance(await pusher.receive(), Unknown)  # it answers that with a Hello
-        assert isinstance(await pusher.receive(), Welcome)
-        pusher.push([stored([1])])
-        await pusher.settle()
+async def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives(context: zmq.asyncio.Context) -> None:
+    registry = CollectorRegistry()
+    service = await started(registry)
+    socket = context.socket(zmq.DEALER)
+    socket.connect(service.ingest_endpoint)
+    for frames in (
+        [b""],
+        [b"B", b"\xff" * 50],
+        [b"C", b""],
+        [b"X", b"y"],
+        [b"B", b"x", b"y"],
+        [b"C", b"\x91" * 5000],
+    ):
+        await socket.send_multipart(frames)
+    query = context.socket(zmq.DEALER)
+    query.connect(service.query_endpoint)
+    await query.send_multipart([b"rubbish"])
+    pusher = Pusher(context, service.ingest_endpoint)
+    pusher.control(msgspec.structs.replace(_hello(pusher), card=card(hash_spec="other")))
+    assert isinstance(await pusher.receive(), JoinRefused)
+    pusher.heartbeat()
+    assert isinstance(await pusher.receive(), Unknown)  # it answers that with a Hello
+    assert isinstance(await pusher.receive(), Welcome)
+    pusher.push([stored([1])])
+    await pusher.settle()
 
-        text = generate_latest(registry).decode()
-        assert "poolgrid_consolidator_undecodable_frames_total" in text
-        for name in metrics.COUNTERS:
-            assert f"\npoolgrid_consolidator_{name}_total " in text
-        assert 'poolgrid_consolidator_event_lag_seconds{worker="w"}' in text
-        assert 'poolgrid_consolidator_blocks{tier="device"} 1.0' in text
-        socket.close()
-        query.close()
-        await service.stop()
-
-    run(scenario)
+    text = generate_latest(registry).decode()
+    assert "poolgrid_consolidator_undecodable_frames_total" in text
+    for name in metrics.COUNTERS:
+        assert f"\npoolgrid_consolidator_{name}_total " in text
+    assert 'poolgrid_consolidator_event_lag_seconds{worker="w"}' in text
+    assert 'poolgrid_consolidator_blocks{tier="device"} 1.0' in text
+    socket.close()
+    query.close()
+    await service.stop()
 
 
 def _hello(pusher: Pusher) -> Any:
     return Hello(pusher.worker_id, 0, pusher.epoch, pusher.card, 0, 0)
 
 
-def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_is_made(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: zmq.asyncio.Context,
 ) -> None:
     """Each part of it is one block long, and workers are heard between any two."""
     monkeypatch.setattr(snapshot_file, "ENTRY_BYTES", 1)
     monkeypatch.setattr(block_ownership, "DUMP_STEP_BLOCKS", 1)
 
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started(data_dir=tmp_path, snapshot_every_records=100)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        source = random.Random(7)
-        late: list[tuple[Reader, FeedFollower]] = []
+    service = await started(data_dir=tmp_path, snapshot_every_records=100)
+    pusher = Pusher(context, service.ingest_endpoint)
+    await pusher.join()
+    source = random.Random(7)
+    late: list[tuple[Reader, FeedFollower]] = []
 
-        def written() -> int:
-            return len(list(tmp_path.glob("*.snapshot")))
+    def written() -> int:
+        return len(list(tmp_path.glob("*.snapshot")))
 
-        while written() < 2:
-            random_work(pusher, source, 60)
-            await pusher.settle()
-            if len(late) < 3:
-                reader = Reader()
-                late.append(
-                    (reader, FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock()))
-                )
-                await late[-1][1].start()
-        for reader, follower in late:
-            await follower.wait_synced()
-            await reader.until(lambda reader=reader: reader.offset == service.offset)  # type: ignore[misc]
-            assert reader.view == truth(pusher)
-            await follower.stop()
-        pusher.close()
-        await service.stop()
-
-    run(scenario)
+    while written() < 2:
+        random_work(pusher, source, 60)
+        await pusher.settle()
+        if len(late) < 3:
+            reader = Reader()
+            late.append((reader, FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock())))
+            await late[-1][1].start()
+    for reader, follower in late:
+        await follower.wait_synced()
+        await reader.until(lambda reader=reader: reader.offset == service.offset)  # type: ignore[misc]
+        assert reader.view == truth(pusher)
+        await follower.stop()
+    pusher.close()
+    await service.stop()
     disk = PosixDisk(tmp_path)
     verify(disk, 1000)
     for name in disk.names():
@@ -284,70 +275,68 @@ class FailingJournal(MemoryJournal):
         super().append(payloads, now_ms)
 
 
-def test_what_cannot_be_written_is_neither_acknowledged_nor_published_and_is_caught_up() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        journal = FailingJournal()
-        settings, tuning = tuned(append_retry_ms=20, lease_ms=60_000)
-        service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal, tuning=tuning)
-        await service.start()
-        reader = Reader()
-        service.subscribe(reader)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        joined = reader.offset
-        journal.failing = True
-        random_work(pusher, random.Random(5), 30)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(pusher.socket.recv_multipart(), 0.1)
-        assert service.stalled
-        assert not service.ready
-        assert reader.offset == joined
-        late = Reader()
-        service.subscribe(late)  # a reader in this process may know what is on its way
-        journal.failing = False
-        await pusher.settle()
+async def test_what_cannot_be_written_is_neither_acknowledged_nor_published_and_is_caught_up(
+    context: zmq.asyncio.Context,
+) -> None:
+    journal = FailingJournal()
+    settings, tuning = tuned(append_retry_ms=20, lease_ms=60_000)
+    service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal, tuning=tuning)
+    await service.start()
+    reader = Reader()
+    service.subscribe(reader)
+    pusher = Pusher(context, service.ingest_endpoint)
+    await pusher.join()
+    joined = reader.offset
+    journal.failing = True
+    random_work(pusher, random.Random(5), 30)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pusher.socket.recv_multipart(), 0.1)
+    assert service.stalled
+    assert not service.ready
+    assert reader.offset == joined
+    late = Reader()
+    service.subscribe(late)  # a reader in this process may know what is on its way
+    journal.failing = False
+    await pusher.settle()
 
-        assert reader.view == late.view == truth(pusher)
-        assert service.ready
-        assert [len(records) for records in (journal.read(0, 1000, 1 << 30),)] == [service.offset]
-        await service.stop()
-
-    run(scenario)
+    assert reader.view == late.view == truth(pusher)
+    assert service.ready
+    assert [len(records) for records in (journal.read(0, 1000, 1 << 30),)] == [service.offset]
+    await service.stop()
 
 
 @pytest.mark.parametrize("fsync", ["always", "interval", "never"])
-def test_a_restarted_consolidator_goes_on_from_its_files(tmp_path: Path, fsync: str) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        changes: dict[str, Any] = {"data_dir": tmp_path, "fsync": fsync, "snapshot_every_records": 100}
-        changes |= {"segment_bytes": 65536, "lease_ms": 60_000}
-        service = await started(**changes)
-        source = random.Random(9)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+async def test_a_restarted_consolidator_goes_on_from_its_files(
+    tmp_path: Path, fsync: str, context: zmq.asyncio.Context
+) -> None:
+    changes: dict[str, Any] = {"data_dir": tmp_path, "fsync": fsync, "snapshot_every_records": 100}
+    changes |= {"segment_bytes": 65536, "lease_ms": 60_000}
+    service = await started(**changes)
+    source = random.Random(9)
+    pusher = Pusher(context, service.ingest_endpoint)
+    await pusher.join()
 
-        def is_kept() -> bool:
-            return any(tmp_path.glob("*.snapshot"))
+    def is_kept() -> bool:
+        return any(tmp_path.glob("*.snapshot"))
 
-        for _ in range(3):
-            random_work(pusher, source, 120)
+    for _ in range(3):
+        random_work(pusher, source, 120)
+        await pusher.settle()
+        while not is_kept():  # an end gives up one that is being made
+            random_work(pusher, source, 10)
             await pusher.settle()
-            while not is_kept():  # an end gives up one that is being made
-                random_work(pusher, source, 10)
-                await pusher.settle()
-            offset = service.offset
-            await service.stop()
-            service = await started(**changes)
-            assert service.offset == offset
-            pusher.reconnect(service.ingest_endpoint)
-            await pusher.join()
-        reader = Reader()
-        service.subscribe(reader)
-
-        assert reader.view == truth(pusher)
+        offset = service.offset
         await service.stop()
+        service = await started(**changes)
+        assert service.offset == offset
+        pusher.reconnect(service.ingest_endpoint)
+        await pusher.join()
+    reader = Reader()
+    service.subscribe(reader)
 
-    run(scenario)
-    assert list(tmp_path.glob("*.snapshot"))
+    assert reader.view == truth(pusher)
+    await service.stop()
+    assert list(tmp_path.glob("*.snapshot"))  # noqa: ASYNC240
 
 
 class HeardFeed:
@@ -369,149 +358,143 @@ class HeardFeed:
         self._socket.close(linger=0)
 
 
-def test_records_that_come_within_an_interval_of_the_feed_are_published_in_one_message() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started(feed_interval_ms=300, feed_keep_alive_ms=60_000, lease_ms=60_000)
+async def test_records_that_come_within_an_interval_of_the_feed_are_published_in_one_message(
+    context: zmq.asyncio.Context,
+) -> None:
+    service = await started(feed_interval_ms=300, feed_keep_alive_ms=60_000, lease_ms=60_000)
+    feed = HeardFeed(context, service.feed_endpoint)
+    await heard(service)
+    pusher = Pusher(context, service.ingest_endpoint)
+    await pusher.join()
+    await feed.has(1)
+    random_work(pusher, random.Random(3), 20)
+    await pusher.settle()
+    await feed.has(2)
+    assert feed.messages == [(0, 1), (1, service.offset - 1)]
+    assert service.offset > 10
+    await service.stop()
+
+
+async def test_what_nobody_subscribes_to_is_neither_published_nor_kept_and_who_comes_hears_what_follows(
+    context: zmq.asyncio.Context,
+) -> None:
+    service = await started(feed_interval_ms=300, feed_keep_alive_ms=60_000, lease_ms=60_000)
+    pusher = Pusher(context, service.ingest_endpoint)
+    await pusher.join()
+    work = random.Random(5)
+
+    async def somebody_listens(records: int) -> None:
+        before = service.offset
         feed = HeardFeed(context, service.feed_endpoint)
         await heard(service)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+        random_work(pusher, work, records)
+        await pusher.settle()
         await feed.has(1)
-        random_work(pusher, random.Random(3), 20)
+        random_work(pusher, work, records)  # still to be published when the last one who listens goes
         await pusher.settle()
-        await feed.has(2)
-        assert feed.messages == [(0, 1), (1, service.offset - 1)]
-        assert service.offset > 10
-        await service.stop()
+        feed.close()
+        await heard(service, by_somebody=False)
+        assert feed.messages[0][0] == before, "what was recorded before is in a snapshot, and not on the feed"
 
-    run(scenario)
-
-
-def test_what_nobody_subscribes_to_is_neither_published_nor_kept_and_who_comes_hears_what_follows() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started(feed_interval_ms=300, feed_keep_alive_ms=60_000, lease_ms=60_000)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        work = random.Random(5)
-
-        async def somebody_listens(records: int) -> None:
-            before = service.offset
-            feed = HeardFeed(context, service.feed_endpoint)
-            await heard(service)
-            random_work(pusher, work, records)
-            await pusher.settle()
-            await feed.has(1)
-            random_work(pusher, work, records)  # still to be published when the last one who listens goes
-            await pusher.settle()
-            feed.close()
-            await heard(service, by_somebody=False)
-            assert feed.messages[0][0] == before, "what was recorded before is in a snapshot, and not on the feed"
-
-        for _ in range(2):
-            random_work(pusher, work, 20)
-            await pusher.settle()
-            published = service._parts.counts["feed_records"]
-            random_work(pusher, work, 20)
-            await pusher.settle()
-            assert service._parts.counts["feed_records"] == published
-            assert not service._feed.unpublished
-            await somebody_listens(3)
-        await service.stop()
-
-    run(scenario)
-
-
-def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts(tmp_path: Path) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        changes: dict[str, Any] = {"data_dir": tmp_path, "feed_keep_alive_ms": 20, "lease_ms": 60_000}
-        service = await started(**changes)
-        ports: dict[str, Any] = {
-            name: int(endpoint.rsplit(":", 1)[1])
-            for name, endpoint in (
-                ("ingest_port", service.ingest_endpoint),
-                ("feed_port", service.feed_endpoint),
-                ("query_port", service.query_endpoint),
-            )
-        }
-        source = random.Random(11)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        random_work(pusher, source, 100)
+    for _ in range(2):
+        random_work(pusher, work, 20)
         await pusher.settle()
-        reader = Reader()
-        follower = FeedFollower(
-            service.feed_endpoint, service.query_endpoint, reader, SystemClock(), answer_timeout_ms=100
+        published = service._parts.counts["feed_records"]
+        random_work(pusher, work, 20)
+        await pusher.settle()
+        assert service._parts.counts["feed_records"] == published
+        assert not service._feed.unpublished
+        await somebody_listens(3)
+    await service.stop()
+
+
+async def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts(
+    tmp_path: Path, context: zmq.asyncio.Context
+) -> None:
+    changes: dict[str, Any] = {"data_dir": tmp_path, "feed_keep_alive_ms": 20, "lease_ms": 60_000}
+    service = await started(**changes)
+    ports: dict[str, Any] = {
+        name: int(endpoint.rsplit(":", 1)[1])
+        for name, endpoint in (
+            ("ingest_port", service.ingest_endpoint),
+            ("feed_port", service.feed_endpoint),
+            ("query_port", service.query_endpoint),
         )
-        await follower.start()
-        await follower.wait_synced()
+    }
+    source = random.Random(11)
+    pusher = Pusher(context, service.ingest_endpoint)
+    await pusher.join()
+    random_work(pusher, source, 100)
+    await pusher.settle()
+    reader = Reader()
+    follower = FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock(), answer_timeout_ms=100)
+    await follower.start()
+    await follower.wait_synced()
 
-        # Every third message with records gets lost between the consolidator and the router, the first of them too:
-        # how many there are depends on how the records fell into messages.
-        genuine = follower._reader.receive
-        lost = itertools.cycle([True, False, False])
+    # Every third message with records gets lost between the consolidator and the router, the first of them too:
+    # how many there are depends on how the records fell into messages.
+    genuine = follower._reader.receive
+    lost = itertools.cycle([True, False, False])
 
-        def receive(frame: FeedFrame, now_ms: float) -> list[FeedEffect]:
-            return [] if len(frame.payloads) > 0 and next(lost) else genuine(frame, now_ms)
+    def receive(frame: FeedFrame, now_ms: float) -> list[FeedEffect]:
+        return [] if len(frame.payloads) > 0 and next(lost) else genuine(frame, now_ms)
 
-        follower._reader.receive = receive  # type: ignore[method-assign]
-        for _ in range(5):
-            random_work(pusher, source, 40)
-            await pusher.settle()
-        await reader.until(lambda: reader.offset == service.offset)
-        assert reader.view == truth(pusher)
-        assert follower.holes > 0
-        assert reader.snapshots == 1
-
-        # The consolidator restarts where it was, and on an empty disk.
-        await service.stop()
-        service = await started(**changes, **ports)
+    follower._reader.receive = receive  # type: ignore[method-assign]
+    for _ in range(5):
         random_work(pusher, source, 40)
         await pusher.settle()
-        await reader.until(lambda: reader.offset == service.offset and reader.snapshots == 2)
-        assert reader.view == truth(pusher)
-        await service.stop()
-        service = await started(**{**changes, "data_dir": None}, **ports)
-        pusher.heartbeat()
-        random_work(pusher, source, 5)
-        pusher.acknowledged = 0
-        await pusher.settle()
-        await reader.until(lambda: reader.offset == service.offset and reader.snapshots == 3)
+    await reader.until(lambda: reader.offset == service.offset)
+    assert reader.view == truth(pusher)
+    assert follower.holes > 0
+    assert reader.snapshots == 1
 
-        assert reader.view == truth(pusher)
-        assert follower.state is FeedState.LIVE
-        await follower.stop()
-        await service.stop()
+    # The consolidator restarts where it was, and on an empty disk.
+    await service.stop()
+    service = await started(**changes, **ports)
+    random_work(pusher, source, 40)
+    await pusher.settle()
+    await reader.until(lambda: reader.offset == service.offset and reader.snapshots == 2)
+    assert reader.view == truth(pusher)
+    await service.stop()
+    service = await started(**{**changes, "data_dir": None}, **ports)
+    pusher.heartbeat()
+    random_work(pusher, source, 5)
+    pusher.acknowledged = 0
+    await pusher.settle()
+    await reader.until(lambda: reader.offset == service.offset and reader.snapshots == 3)
 
-    run(scenario)
+    assert reader.view == truth(pusher)
+    assert follower.state is FeedState.LIVE
+    await follower.stop()
+    await service.stop()
 
 
-def test_a_follower_that_is_far_behind_a_short_journal_takes_another_snapshot() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        settings, tuning = tuned(feed_keep_alive_ms=20, lease_ms=60_000)
-        journal = MemoryJournal(bytes_max=500)
-        service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal, tuning=tuning)
-        await service.start()
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        reader = Reader()
-        follower = FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock(), 100)
-        await follower.start()
-        await follower.wait_synced()
-        subscription = follower._subscription
-        assert isinstance(subscription, Subscription)
-        subscription.inbox.pause()
-        subscription.socket.setsockopt(zmq.UNSUBSCRIBE, b"poolgrid")
-        random_work(pusher, random.Random(13), 200)
-        await pusher.settle()
-        subscription.socket.setsockopt(zmq.SUBSCRIBE, b"poolgrid")
-        subscription.inbox.resume()
-        await reader.until(lambda: reader.offset == service.offset)
+async def test_a_follower_that_is_far_behind_a_short_journal_takes_another_snapshot(
+    context: zmq.asyncio.Context,
+) -> None:
+    settings, tuning = tuned(feed_keep_alive_ms=20, lease_ms=60_000)
+    journal = MemoryJournal(bytes_max=500)
+    service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal, tuning=tuning)
+    await service.start()
+    pusher = Pusher(context, service.ingest_endpoint)
+    await pusher.join()
+    reader = Reader()
+    follower = FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock(), 100)
+    await follower.start()
+    await follower.wait_synced()
+    subscription = follower._subscription
+    assert isinstance(subscription, Subscription)
+    subscription.inbox.pause()
+    subscription.socket.setsockopt(zmq.UNSUBSCRIBE, b"poolgrid")
+    random_work(pusher, random.Random(13), 200)
+    await pusher.settle()
+    subscription.socket.setsockopt(zmq.SUBSCRIBE, b"poolgrid")
+    subscription.inbox.resume()
+    await reader.until(lambda: reader.offset == service.offset)
 
-        assert reader.view == truth(pusher)
-        await follower.stop()
-        await service.stop()
-
-    run(scenario)
+    assert reader.view == truth(pusher)
+    await follower.stop()
+    await service.stop()
 
 
 def sources_file(tmp_path: Path, engine: PubEngine, replay: bool = True) -> Path:
@@ -547,84 +530,82 @@ def some_events(cache: Cache, source: random.Random) -> list[Any]:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "trtllm"])
-def test_a_pub_engine_is_followed_through_losses_and_a_restart(tmp_path: Path, dialect: str) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        source = random.Random(17)
-        engine, cache = PubEngine(context), Cache(dialect)
-        for _ in range(10):
-            await engine.publish(some_events(cache, source))  # before anybody listens
-        replays = asyncio.create_task(engine.answer_replays(dialect))
-        service = await started(pub_sources=sources_file(tmp_path, engine), lease_ms=1500)
-        reader = Reader()
-        service.subscribe(reader)
-        await engine.subscribed()
-        for _ in range(5):
-            for _ in range(30):
-                await engine.publish(some_events(cache, source), lose=source.random() < 0.2)
-            await engine.publish(some_events(cache, source))
-            await reader.until(lambda: reader.view.get("e") == cache.held())
-        (shell,) = service.sources()
-        assert shell.counts["source_gaps"] > 3
-        assert shell.counts["source_losses"] == 0
-        assert not shell.degraded
-
-        # The engine dies and another life answers at the same address, with an empty cache.
-        endpoint, replay = engine.endpoint, engine.replay_endpoint
-        replays.cancel()
-        with suppress(asyncio.CancelledError):
-            await replays
-        engine.close()
-        engine, cache = PubEngine(context, endpoint, replay=replay), Cache(dialect, salt=1)
-        replays = asyncio.create_task(engine.answer_replays(dialect))
-        await engine.subscribed()
-        for _ in range(20):
-            await engine.publish(some_events(cache, source))
+async def test_a_pub_engine_is_followed_through_losses_and_a_restart(
+    tmp_path: Path, dialect: str, context: zmq.asyncio.Context
+) -> None:
+    source = random.Random(17)
+    engine, cache = PubEngine(context), Cache(dialect)
+    for _ in range(10):
+        await engine.publish(some_events(cache, source))  # before anybody listens
+    replays = asyncio.create_task(engine.answer_replays(dialect))
+    service = await started(pub_sources=sources_file(tmp_path, engine), lease_ms=1500)
+    reader = Reader()
+    service.subscribe(reader)
+    await engine.subscribed()
+    for _ in range(5):
+        for _ in range(30):
+            await engine.publish(some_events(cache, source), lose=source.random() < 0.2)
+        await engine.publish(some_events(cache, source))
         await reader.until(lambda: reader.view.get("e") == cache.held())
+    (shell,) = service.sources()
+    assert shell.counts["source_gaps"] > 3
+    assert shell.counts["source_losses"] == 0
+    assert not shell.degraded
 
-        assert shell.counts["source_restarts"] >= 1
-        assert not shell.degraded
-        replays.cancel()
-        with suppress(asyncio.CancelledError):
-            await replays
-        engine.close()
-        await reader.until(lambda: shell.degraded or "e" not in reader.view)
-        await service.stop()
+    # The engine dies and another life answers at the same address, with an empty cache.
+    endpoint, replay = engine.endpoint, engine.replay_endpoint
+    replays.cancel()
+    with suppress(asyncio.CancelledError):
+        await replays
+    engine.close()
+    engine, cache = PubEngine(context, endpoint, replay=replay), Cache(dialect, salt=1)
+    replays = asyncio.create_task(engine.answer_replays(dialect))
+    await engine.subscribed()
+    for _ in range(20):
+        await engine.publish(some_events(cache, source))
+    await reader.until(lambda: reader.view.get("e") == cache.held())
 
-    run(scenario)
+    assert shell.counts["source_restarts"] >= 1
+    assert not shell.degraded
+    replays.cancel()
+    with suppress(asyncio.CancelledError):
+        await replays
+    engine.close()
+    await reader.until(lambda: shell.degraded or "e" not in reader.view)
+    await service.stop()
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_a_pub_engine_that_cannot_replay_is_degraded_and_claims_nothing_false(tmp_path: Path, silent: bool) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        source = random.Random(19)
-        engine, cache = PubEngine(context), Cache("vllm")
-        service = await started(pub_sources=sources_file(tmp_path, engine, replay=silent))
-        reader = Reader()
-        service.subscribe(reader)
-        (shell,) = service.sources()
-        await engine.subscribed()
-        for number in range(20):
-            await engine.publish(some_events(cache, source), lose=number == 10)
-        await reader.until(lambda: shell.counts["source_losses"] >= 1 and reader.view["e"] != {})
-        last = cache.store([7, 7, 7, 7])
-        await engine.publish([last])
-        (new,) = (sequence_hash for sequence_hash in [list(cache.truth[Tier.DEVICE].values())[-1]])
-        await reader.until(lambda: new in reader.view["e"][Tier.DEVICE])
+async def test_a_pub_engine_that_cannot_replay_is_degraded_and_claims_nothing_false(
+    tmp_path: Path, silent: bool, context: zmq.asyncio.Context
+) -> None:
+    source = random.Random(19)
+    engine, cache = PubEngine(context), Cache("vllm")
+    service = await started(pub_sources=sources_file(tmp_path, engine, replay=silent))
+    reader = Reader()
+    service.subscribe(reader)
+    (shell,) = service.sources()
+    await engine.subscribed()
+    for number in range(20):
+        await engine.publish(some_events(cache, source), lose=number == 10)
+    await reader.until(lambda: shell.counts["source_losses"] >= 1 and reader.view["e"] != {})
+    last = cache.store([7, 7, 7, 7])
+    await engine.publish([last])
+    (new,) = (sequence_hash for sequence_hash in [list(cache.truth[Tier.DEVICE].values())[-1]])
+    await reader.until(lambda: new in reader.view["e"][Tier.DEVICE])
 
-        assert shell.degraded
-        stream = service.core.pool.workers[shell.key].stream("worker")
-        assert stream.state is StreamState.STALE
-        assert "events were lost" in stream.reason
-        for tier in Tier:
-            assert reader.view["e"][tier] <= cache.held()[tier]
-        await engine.publish([cache.clear(), cache.store([1, 2, 3, 4])])
-        await reader.until(lambda: reader.view["e"] == cache.held())
-        assert not shell.degraded
-        assert service.core.pool.workers[shell.key].stream("worker").state is StreamState.LIVE
-        engine.close()
-        await service.stop()
-
-    run(scenario)
+    assert shell.degraded
+    stream = service.core.pool.workers[shell.key].stream("worker")
+    assert stream.state is StreamState.STALE
+    assert "events were lost" in stream.reason
+    for tier in Tier:
+        assert reader.view["e"][tier] <= cache.held()[tier]
+    await engine.publish([cache.clear(), cache.store([1, 2, 3, 4])])
+    await reader.until(lambda: reader.view["e"] == cache.held())
+    assert not shell.degraded
+    assert service.core.pool.workers[shell.key].stream("worker").state is StreamState.LIVE
+    engine.close()
+    await service.stop()
 
 
 def source_text(request_endpoint: str = "tcp://w:1", **changes: object) -> str:
@@ -634,30 +615,29 @@ def source_text(request_endpoint: str = "tcp://w:1", **changes: object) -> str:
     return json.dumps([{"worker_id": "e", "endpoint": "tcp://127.0.0.1:1", "card": made, **changes}])
 
 
-def test_an_engine_that_cannot_be_followed_leaves_the_others_their_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_engine_that_cannot_be_followed_leaves_the_others_their_turn(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: zmq.asyncio.Context,
 ) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        engine, cache = PubEngine(context), Cache("vllm")
-        (good,) = load_sources(sources_file(tmp_path, engine))
-        bad = msgspec.structs.replace(good, worker_id="bad", endpoint="tcp://nowhere")  # as no file's check lets in
-        monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
-        replays = asyncio.create_task(engine.answer_replays("vllm"))
-        service = await started()
-        reader = Reader()
-        service.subscribe(reader)
-        await engine.subscribed()
-        await engine.publish([cache.store([1] * BLOCK, Tier.DEVICE)])
-        await reader.until(lambda: reader.view.get("e") == cache.held())
-        unfollowed, followed = service.sources()
-        assert unfollowed.degraded
-        assert "connecting to its endpoint 'tcp://nowhere' failed" in (unfollowed.refused or "")
-        assert not followed.degraded
-        replays.cancel()
-        engine.close()
-        await service.stop()
-
-    run(scenario)
+    engine, cache = PubEngine(context), Cache("vllm")
+    (good,) = load_sources(sources_file(tmp_path, engine))
+    bad = msgspec.structs.replace(good, worker_id="bad", endpoint="tcp://nowhere")  # as no file's check lets in
+    monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
+    replays = asyncio.create_task(engine.answer_replays("vllm"))
+    service = await started()
+    reader = Reader()
+    service.subscribe(reader)
+    await engine.subscribed()
+    await engine.publish([cache.store([1] * BLOCK, Tier.DEVICE)])
+    await reader.until(lambda: reader.view.get("e") == cache.held())
+    unfollowed, followed = service.sources()
+    assert unfollowed.degraded
+    assert "connecting to its endpoint 'tcp://nowhere' failed" in (unfollowed.refused or "")
+    assert not followed.degraded
+    replays.cancel()
+    engine.close()
+    await service.stop()
 
 
 def test_a_sources_file_that_is_wrong_says_where(tmp_path: Path) -> None:
@@ -735,38 +715,37 @@ def fetch(url: str) -> bytes:
 
 
 @pytest.mark.e2e
-def test_a_killed_consolidator_loses_nothing_and_its_offsets_have_no_holes(tmp_path: Path) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        source = random.Random(23)
-        process = Process(tmp_path)
-        try:
-            pushers = [Pusher(context, process.ingest, name) for name in ("a", "b")]
+async def test_a_killed_consolidator_loses_nothing_and_its_offsets_have_no_holes(
+    tmp_path: Path, context: zmq.asyncio.Context
+) -> None:
+    source = random.Random(23)
+    process = Process(tmp_path)
+    try:
+        pushers = [Pusher(context, process.ingest, name) for name in ("a", "b")]
+        for pusher in pushers:
+            await pusher.join()
+        reader = Reader()
+        follower = FeedFollower(process.feed, process.query, reader, SystemClock(), answer_timeout_ms=200)
+        await follower.start()
+        await follower.wait_synced()
+        for _ in range(3):
             for pusher in pushers:
-                await pusher.join()
-            reader = Reader()
-            follower = FeedFollower(process.feed, process.query, reader, SystemClock(), answer_timeout_ms=200)
-            await follower.start()
-            await follower.wait_synced()
-            for _ in range(3):
-                for pusher in pushers:
-                    random_work(pusher, source, 150)
-                process.end(signal.SIGKILL)  # in the middle of it
-                for pusher in pushers:
-                    random_work(pusher, source, 20)
-                process = Process(tmp_path, **process.ports())
-                for pusher in pushers:
-                    await pusher.settle()
-            await reader.until(lambda: reader.view == truth(*pushers))
-            assert msgspec.json.decode(await asyncio.to_thread(fetch, process.http + "/ready"))["workers"] == 2
-            assert b"poolgrid_consolidator_offset" in await asyncio.to_thread(fetch, process.http + "/metrics")
-            await follower.stop()
-            assert process.end(signal.SIGTERM) == 0
-            disk = PosixDisk(tmp_path)
-            offsets = [record.offset for record in records_of(disk)]
-            disk.close()
-            assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
-        finally:
-            if process.process.poll() is None:
-                process.end(signal.SIGKILL)
-
-    run(scenario)
+                random_work(pusher, source, 150)
+            process.end(signal.SIGKILL)  # in the middle of it
+            for pusher in pushers:
+                random_work(pusher, source, 20)
+            process = Process(tmp_path, **process.ports())
+            for pusher in pushers:
+                await pusher.settle()
+        await reader.until(lambda: reader.view == truth(*pushers))
+        assert msgspec.json.decode(await asyncio.to_thread(fetch, process.http + "/ready"))["workers"] == 2
+        assert b"poolgrid_consolidator_offset" in await asyncio.to_thread(fetch, process.http + "/metrics")
+        await follower.stop()
+        assert process.end(signal.SIGTERM) == 0
+        disk = PosixDisk(tmp_path)
+        offsets = [record.offset for record in records_of(disk)]
+        disk.close()
+        assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
+    finally:
+        if process.process.poll() is None:
+            process.end(signal.SIGKILL)

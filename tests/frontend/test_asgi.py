@@ -116,18 +116,6 @@ async def test_a_client_that_leaves_while_it_is_written_to_frees_its_worker(brok
     assert backend.streams[0].cancels == 1
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}, {"temperature": 9}])
-async def test_a_finished_request_leaves_no_task_behind(fields: dict[str, Any]) -> None:
-    exchange = Exchange(application(FakeBackend()), **fields)
-    before = asyncio.all_tasks()
-    await exchange.run()
-    left = asyncio.all_tasks() - before
-    await asyncio.gather(*left, return_exceptions=True)  # a cancelled task ends in its next turn
-    assert all(task.cancelled() or task.exception() is None for task in left if task.done())
-    assert asyncio.all_tasks() == before
-    assert exchange.sent[-1]["more_body"] is False
-
-
 async def test_stopping_the_process_cancels_requests_as_usual() -> None:
     backend = FakeBackend(lambda request: [asyncio.Event()])
     waits = asyncio.Event()

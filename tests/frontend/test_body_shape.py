@@ -54,11 +54,6 @@ def test_whoever_counts_many_strings_lets_others_have_a_turn_now_and_then(text: 
     assert len(breaths) > len(body) // (2 * body_shape.PIECE_BYTES)
 
 
-@given(st.binary(max_size=200))
-def test_what_is_no_json_has_some_count(body: bytes) -> None:
-    count_values(body, 10)
-
-
 def post(path: str, content: bytes, **settings: Any) -> httpx.Response:
     return post_once(None, path, settings, content=content, headers={"content-type": "application/json"})
 

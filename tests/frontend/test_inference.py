@@ -254,17 +254,6 @@ def test_a_stop_string_ends_the_answer_and_frees_the_worker() -> None:
         assert [item.cancels for item in backend.streams] == [1]
 
 
-def test_an_answer_that_ends_by_itself_is_not_cancelled() -> None:
-    backend = FakeBackend()
-    ask(backend)
-    streamed(backend)
-    assert [item.cancels for item in backend.streams] == [0, 0]
-
-
-def test_held_back_text_is_shown_when_it_became_no_stop_string() -> None:
-    assert text_of(streamed(FakeBackend(script("the EN")), stop=["END"])) == "the EN"
-
-
 def test_stop_strings_count_only_after_min_tokens() -> None:
     backend = FakeBackend(script("aXbXc"))
     assert ask(backend, stop="X")["choices"][0]["message"]["content"] == "a"
@@ -392,12 +381,6 @@ def test_choices_without_a_seed_get_different_seeds_that_follow_from_the_request
         seeds.append([request.sampling.seed for request in backend.requests])
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 3
-
-
-def test_the_largest_seed_wraps_around_for_later_choices() -> None:
-    backend = FakeBackend()
-    ask(backend, n=2, seed=2**63 - 1)
-    assert [request.sampling.seed for request in backend.requests] == [2**63 - 1, -(2**63)]
 
 
 async def test_everything_that_arrived_together_is_one_chunk_per_choice_and_one_write() -> None:

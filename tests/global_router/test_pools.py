@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -140,16 +140,8 @@ async def scene() -> AsyncIterator[Scene]:
         context.destroy(linger=0)
 
 
-def run(scenario: Callable[[Scene], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with scene() as made:
-            await scenario(made)
-
-    asyncio.run(whole())
-
-
-def test_a_pool_is_found_asked_for_its_status_and_for_workers() -> None:
-    async def scenario(made: Scene) -> None:
+async def test_a_pool_is_found_asked_for_its_status_and_for_workers() -> None:
+    async with scene() as made:
         await made.until(PoolStanding.AVAILABLE)
 
         selected = await made.pool.select(SELECT, 5)
@@ -159,11 +151,9 @@ def test_a_pool_is_found_asked_for_its_status_and_for_workers() -> None:
         assert selected.worker == WorkerRank("w")
         assert probed.overlap_blocks == 3
 
-    run(scenario)
 
-
-def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_is_down() -> None:
-    async def scenario(made: Scene) -> None:
+async def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_is_down() -> None:
+    async with scene() as made:
         await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.silent = {Select}
@@ -179,11 +169,9 @@ def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_i
         with pytest.raises(PoolLost):
             await made.pool.select(SELECT, 60)
 
-    run(scenario)
 
-
-def test_a_pool_that_comes_back_elsewhere_is_found_behind_its_url() -> None:
-    async def scenario(made: Scene) -> None:
+async def test_a_pool_that_comes_back_elsewhere_is_found_behind_its_url() -> None:
+    async with scene() as made:
         await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.close()
@@ -195,11 +183,9 @@ def test_a_pool_that_comes_back_elsewhere_is_found_behind_its_url() -> None:
 
         assert made.pool.endpoint == made.router.endpoint
 
-    run(scenario)
 
-
-def test_a_pool_that_is_silent_is_dropped_and_looked_for_again() -> None:
-    async def scenario(made: Scene) -> None:
+async def test_a_pool_that_is_silent_is_dropped_and_looked_for_again() -> None:
+    async with scene() as made:
         await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.silent = {AskStatus}
@@ -210,11 +196,9 @@ def test_a_pool_that_is_silent_is_dropped_and_looked_for_again() -> None:
         await made.until(PoolStanding.AVAILABLE)
         assert made.looks >= 2
 
-    run(scenario)
 
-
-def test_a_worker_that_is_reserved_too_late_is_released() -> None:
-    async def scenario(made: Scene) -> None:
+async def test_a_worker_that_is_reserved_too_late_is_released() -> None:
+    async with scene() as made:
         await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.silent = {Select}
@@ -227,11 +211,9 @@ def test_a_worker_that_is_reserved_too_late_is_released() -> None:
 
         assert await made.router.until_heard(Release) == Release(Reservation("r", WorkerRank("w")))
 
-    run(scenario)
 
-
-def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> None:
-    async def scenario(made: Scene) -> None:
+async def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> None:
+    async with scene() as made:
         await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         asking = asyncio.ensure_future(made.pool.select(SELECT, 10))
@@ -250,13 +232,11 @@ def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> No
 
         assert await made.router.until_heard(Release) == Release(Reservation("r", WorkerRank("w")))
 
-    run(scenario)
 
-
-def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("poolgrid.global_router.router_link.LATE_ANSWER_MS", 30.0)
 
-    async def scenario(made: Scene) -> None:
+    async with scene() as made:
         await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.silent = {Select}
@@ -272,8 +252,6 @@ def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: py
             made.router.answer(peer, message)
         made.router.silent = set()
         assert isinstance(await made.pool.select(Select(made.pool.next_ask(), "s", "m", Stage.WHOLE, 40), 10), Selected)
-
-    run(scenario)
 
 
 async def test_a_changed_document_adds_drops_and_moves_pools_and_keeps_the_others() -> None:
@@ -398,19 +376,17 @@ def test_a_pool_that_names_a_port_that_is_none_is_a_clear_error(port: str) -> No
         select_endpoint("http://pool:1", {"select_endpoint": f"tcp://10.0.0.1:{port}"})
 
 
-def test_a_pool_whose_looking_for_fails_as_nobody_expected_is_looked_for_again_and_holds_up_nobody() -> None:
+async def test_a_pool_whose_looking_for_fails_as_nobody_expected_is_looked_for_again_and_holds_up_nobody() -> None:
     """Like the library behind it, which raises an error of its own kind for a URL that is none."""
 
     class InvalidUrl(Exception):
         pass
 
-    async def scenario(scene: Scene) -> None:
-        scene.failures = [InvalidUrl("Invalid port: '70000'") for _ in range(2)]
-        await scene.pool.reached.wait()
-        assert scene.pool.last_error == "InvalidUrl: Invalid port: '70000'"
-        await scene.until(PoolStanding.AVAILABLE)
-
-    run(scenario)
+    async with scene() as made:
+        made.failures = [InvalidUrl("Invalid port: '70000'") for _ in range(2)]
+        await made.pool.reached.wait()
+        assert made.pool.last_error == "InvalidUrl: Invalid port: '70000'"
+        await made.until(PoolStanding.AVAILABLE)
 
 
 def test_a_pool_that_is_not_ready_is_down() -> None:

@@ -208,14 +208,6 @@ async def test_a_client_that_waits_for_100_continue_gets_it() -> None:
         assert (await client.response())[2] == b"3"
 
 
-async def test_a_body_may_come_in_any_pieces() -> None:
-    async with talking() as (_, client):
-        for byte in post(b"hello"):
-            client.writer.write(bytes([byte]))
-            await client.writer.drain()
-        assert (await client.response())[2] == b"5"
-
-
 async def test_a_stream_is_chunked_and_empty_parts_do_not_end_it() -> None:
     async with talking() as (_, client):
         for _ in range(2):
@@ -255,14 +247,6 @@ async def test_the_head_of_a_stream_leaves_alone_where_its_first_part_is_empty()
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
         application.proceed.set()
         assert await client.reader.readuntil(b"0\r\n\r\n") == b"4\r\nlate\r\n0\r\n\r\n"
-
-
-async def test_pipelined_requests_are_answered_in_order() -> None:
-    async with talking() as (_, client):
-        client.writer.write(post(b"a") + post(b"bb", "x-stream: 1") + post(b"", path="/other") + post(b"dddd"))
-        answers = [await client.response() for _ in range(4)]
-        assert [status for status, _, _ in answers] == [200, 200, 404, 200]
-        assert [body.split()[0] if body else b"" for _, _, body in answers] == [b"1", b"onetwo", b"", b"4"]
 
 
 PACES = ("whole", "in pieces", "behind the one before")
@@ -358,13 +342,6 @@ async def test_nonsense_is_answered_400() -> None:
         client.writer.write(b"NONSENSE\r\n\r\n")
         status, _, _ = await client.response()
         assert status == 400
-
-
-async def test_what_asgi_lets_an_endpoint_leave_out_has_its_default() -> None:
-    async with talking() as (_, client):
-        client.writer.write(post(b"", "x-bare: 1"))
-        status, headers, body = await client.response()
-        assert (status, headers["transfer-encoding"], body) == (200, "chunked", b"bare")
 
 
 @pytest.mark.parametrize("header", [b"", b"x-stream: 1\r\n"])

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
-from pydantic import ValidationError
 
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
@@ -21,7 +20,6 @@ from poolgrid.nats.connection import NatsMessage
 from poolgrid.nats.limits import BUCKET, LimitsOnNats, page_of
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import cancel_all
-from poolgrid.router.settings import RouterSettings
 from tests.discovery import waiting as naming
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
@@ -245,8 +243,3 @@ async def test_while_nats_is_away_routers_go_on_with_what_they_have_and_nobody_l
             await until("both have an equal part", lambda: one.share == other.share == 5)
     finally:
         server.kill()
-
-
-def test_state_is_shared_on_nats_only() -> None:
-    with pytest.raises(ValidationError, match="share_state is nats, event_plane is zmq and names is none"):
-        RouterSettings.model_validate({"share_state": "nats"})

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.cli.router_client import url_of
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.discovery.discovery import Discovery
 from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
@@ -96,19 +95,6 @@ async def test_who_is_killed_loses_its_name_with_its_lease_and_who_renews_does_n
     assert other.addresses(killed.name("http")) == ["http://127.0.0.1:1"], "it was renewed meanwhile"
     await one.close()
     await other.close()
-
-
-async def test_a_command_finds_a_router_by_its_name(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POOLGRID_NAMES", "nats")
-    monkeypatch.setenv("POOLGRID_NATS_URL", server.url)
-
-    names = names_on(server)
-    await names.open()
-    await names.register("router", "r1", {"http": "http://127.0.0.1:1"})
-
-    assert await url_of("dyn://blue.router.http") == "http://127.0.0.1:1"
-
-    await names.close()
 
 
 async def test_more_entries_than_an_answer_takes_are_all_read(

@@ -159,22 +159,6 @@ async def test_nobody_finds_what_another_tenant_or_another_pool_has_kept(server:
         assert not any("acme" in key or "resp_a" in key for key in keys), "keys do not say whose they are"
 
 
-async def test_long_responses_and_long_conversations_are_read_whole(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_on_nats, "SUBJECTS_PER_QUESTION", 3)
-    monkeypatch.setattr("poolgrid.nats.connection.ANSWER_BYTES_MAX", 700_000)
-
-    async with stores(server, "long.default") as (one, other):
-        turns = [response("resp_0", size=700_000)]
-        turns += [response(f"resp_{number}", f"resp_{number - 1}") for number in range(1, 8)]
-        for turn in turns:
-            assert await one.keep(ACME, turn)
-
-        assert await other.conversation(ACME, "resp_7") == turns
-        assert not await one.keep(ACME, response("resp_8", size=4 * 1024 * 1024)), "more than half of the room"
-
-
 async def test_while_nats_is_away_nothing_is_kept_and_clients_are_told_to_come_again(tmp_path: Path) -> None:
     server = NatsServer(tmp_path, "away")
     server.start()

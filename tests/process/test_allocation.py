@@ -11,7 +11,6 @@ import pytest
 
 from poolgrid.process.allocation import (
     BUSY_INTERVAL_S,
-    HOLES_BYTES_MAX,
     LOOK_ANYWAY_S,
     LOOK_INTERVAL_S,
     Heap,
@@ -172,14 +171,6 @@ def test_what_was_in_use_at_the_last_look_is_given_back_when_it_became_a_hole() 
     heap.give(140)
     assert heap.look(LOOK_ANYWAY_S), "the process has not grown since, and yet there are holes"
     assert heap.resident == 100
-
-
-def test_few_holes_are_kept() -> None:
-    heap = FakeHeap()
-    few = HOLES_BYTES_MAX // MEGA - 1
-    heap.take(few)
-    heap.give(few)
-    assert not heap.look(LOOK_ANYWAY_S)
 
 
 def test_malloc_is_asked_every_quarter_of_a_minute_while_as_much_is_resident_as_before() -> None:

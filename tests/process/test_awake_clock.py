@@ -70,18 +70,6 @@ def test_a_pause_of_any_length_expires_no_timeout_of_several_gaps(pause_ms: floa
     assert time_awake.at(pause_ms) == pytest.approx(at_wake_up_ms, abs=1e-6)
 
 
-@given(st.lists(st.tuples(st.booleans(), passed_ms)))
-def test_nothing_counts_while_held(steps: list[tuple[bool, float]]) -> None:
-    time_awake = AwakeTime(GAP_MS, 0.0)
-    now = 0.0
-    for held, gap in steps:
-        (time_awake.hold if held else time_awake.go_on)(now)
-        before = time_awake.at(now)
-        now += gap
-        time_awake.beat(now)
-        assert time_awake.at(now) - before == pytest.approx(0.0 if held else min(gap, GAP_MS), abs=1e-6)
-
-
 async def test_a_blocked_loop_ages_nobody_and_an_idle_one_goes_by_the_clock() -> None:
     clock = AwakeClock(SystemClock(), 400.0).start()  # a gap of 100 ms
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -112,16 +112,8 @@ async def asking() -> AsyncIterator[Asker]:
         asking_context.destroy(linger=0)
 
 
-def run(scenario: Callable[[Asker], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with asking() as asker:
-            await scenario(asker)
-
-    asyncio.run(whole())
-
-
-def test_an_asker_is_told_how_long_the_prompts_blocks_should_stay_where_that_is_learned_of_such_prompts() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_an_asker_is_told_how_long_the_prompts_blocks_should_stay_where_that_is_learned_of_such_prompts() -> None:
+    async with asking() as asker:
         asker.pool.join("w1", card=make_card(takes_retention=True))
         long = {"isl": 40 * BLOCK_SIZE, "sequence_hashes": pack_hashes(range(1, 41))}
 
@@ -138,11 +130,9 @@ def test_an_asker_is_told_how_long_the_prompts_blocks_should_stay_where_that_is_
         decode = await asker.select("decode", stage=Stage.DECODE, **long)
         assert decode.retention is None, "the prompt is computed elsewhere"  # type: ignore[union-attr]
 
-    run(scenario)
 
-
-def test_select_reserves_the_worker_that_holds_the_prompt() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_select_reserves_the_worker_that_holds_the_prompt() -> None:
+    async with asking() as asker:
         asker.pool.join("w1", "w2")
         asker.pool.say(worker_key("w2"), stored([11, 12]))
 
@@ -153,11 +143,9 @@ def test_select_reserves_the_worker_that_holds_the_prompt() -> None:
         assert asker.pool.projection.ledger.prefill_tokens.sum() == 40 - 2 * BLOCK_SIZE
         assert [str(decision.worker) for decision in asker.view.decisions.of_request("r")] == ["w2"]
 
-    run(scenario)
 
-
-def test_a_reservation_is_load_for_the_next_asker_and_ends_by_release() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_a_reservation_is_load_for_the_next_asker_and_ends_by_release() -> None:
+    async with asking() as asker:
         asker.pool.join("w1", "w2")
         chosen = set()
         for number in range(2):
@@ -176,11 +164,9 @@ def test_a_reservation_is_load_for_the_next_asker_and_ends_by_release() -> None:
         assert asker.booked() == {}
         assert asker.view.load_changes == 2
 
-    run(scenario)
 
-
-def test_an_asker_that_has_gone_before_its_answer_holds_no_worker() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_an_asker_that_has_gone_before_its_answer_holds_no_worker() -> None:
+    async with asking() as asker:
         asker.pool.join("w1")
         question = codec.to_pool.encode(Select(1, "r", "m", Stage.WHOLE, 40))
 
@@ -191,11 +177,9 @@ def test_an_asker_that_has_gone_before_its_answer_holds_no_worker() -> None:
         assert isinstance(await asker.select("s"), Selected)
         assert asker.booked() == {"s": "w1"}
 
-    run(scenario)
 
-
-def test_an_unconfirmed_reservation_ends_with_its_lease_unless_it_is_renewed() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_an_unconfirmed_reservation_ends_with_its_lease_unless_it_is_renewed() -> None:
+    async with asking() as asker:
         asker.pool.join("w1")
         clock = SystemClock()
         short = await asker.select("short", lease_ms=50)
@@ -210,11 +194,9 @@ def test_an_unconfirmed_reservation_ends_with_its_lease_unless_it_is_renewed() -
 
         assert asker.booked() == {"renewed": "w1"}
 
-    run(scenario)
 
-
-def test_excluded_and_unreachable_workers_are_not_chosen() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_excluded_and_unreachable_workers_are_not_chosen() -> None:
+    async with asking() as asker:
         asker.pool.join("w1", "w2", "w3")
         asker.view.out_of_reach = {worker_key("w1"): "unreachable"}
 
@@ -227,8 +209,6 @@ def test_excluded_and_unreachable_workers_are_not_chosen() -> None:
         assert none.code == "no_worker"
         assert dict(none.reasons)[WorkerRank("w1")] == "unreachable"
         assert dict(none.reasons)[WorkerRank("w3")] == "excluded by the asker"
-
-    run(scenario)
 
 
 def fill(asker: Asker) -> None:
@@ -249,10 +229,10 @@ def fill(asker: Asker) -> None:
     ],
     ids=["no worker", "other model", "too long", "draining", "full", "not ready"],
 )
-def test_a_refusal_says_why_and_books_nothing(
+async def test_a_refusal_says_why_and_books_nothing(
     prepare: Callable[[Asker], object], fields: dict[str, object], code: str
 ) -> None:
-    async def scenario(asker: Asker) -> None:
+    async with asking() as asker:
         prepare(asker)
         booked = asker.booked()
 
@@ -264,11 +244,9 @@ def test_a_refusal_says_why_and_books_nothing(
         assert (answer.retry_after_s is not None) == (code in ("busy", "not_ready"))
         assert asker.booked() == booked
 
-    run(scenario)
 
-
-def test_a_probe_tells_overlap_and_load_and_reserves_nothing() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_a_probe_tells_overlap_and_load_and_reserves_nothing() -> None:
+    async with asking() as asker:
         asker.pool.join("w1", "w2")
         asker.pool.say(worker_key("w2"), stored([11, 12, 13]))
         asker.pool.say(worker_key("w2"), RequestStarted("other", 100, 4, 7))
@@ -280,11 +258,9 @@ def test_a_probe_tells_overlap_and_load_and_reserves_nothing() -> None:
         assert nobody == Probed(10, SelectRefusal.NO_WORKER)
         assert asker.booked() == {"other": "w2"}
 
-    run(scenario)
 
-
-def test_stages_go_to_workers_of_their_role_and_an_aggregated_one_does_any_but_encode() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_stages_go_to_workers_of_their_role_and_an_aggregated_one_does_any_but_encode() -> None:
+    async with asking() as asker:
         asker.pool.join("d", card=make_card(role=Role.DECODE))
         asker.pool.join("p", card=make_card(role=Role.PREFILL))
         chosen = {}
@@ -306,11 +282,9 @@ def test_stages_go_to_workers_of_their_role_and_an_aggregated_one_does_any_but_e
         assert isinstance(encoder, Selected)
         assert encoder.worker.worker_id == "e"
 
-    run(scenario)
 
-
-def test_the_status_counts_workers_by_role_and_how_full_they_are() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_the_status_counts_workers_by_role_and_how_full_they_are() -> None:
+    async with asking() as asker:
         asker.pool.join("w1", "w2", "w3")
         asker.pool.say(worker_key("w2"), WorkerDraining())
         asker.view.out_of_reach = {worker_key("w3"): "unreachable"}
@@ -327,22 +301,18 @@ def test_the_status_counts_workers_by_role_and_how_full_they_are() -> None:
         asker.view.ready = False
         assert await asker.ask(AskStatus(4)) == PoolStatus(4, False)
 
-    run(scenario)
 
-
-def test_bytes_that_are_no_message_are_dropped_and_the_next_message_is_answered() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_bytes_that_are_no_message_are_dropped_and_the_next_message_is_answered() -> None:
+    async with asking() as asker:
         asker.pool.join("w1")
         for frame in (b"", b"\xc1", b"\x93\xa6Select", codec.from_pool.encode(PoolStatus(1, True))):
             await asker.tell(frame)
 
         assert isinstance(await asker.select("r"), Selected)
 
-    run(scenario)
 
-
-def test_a_port_that_is_taken_is_a_clear_error() -> None:
-    async def scenario(asker: Asker) -> None:
+async def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    async with asking() as asker:
         port = int(asker.plane.endpoint.rpartition(":")[2])
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         selector = asker.pool.selector(make_policy("kv", CostWeights(), 0.0))
@@ -351,5 +321,3 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
                 SelectPlane(context, "127.0.0.1", port, cast(Any, asker.view), RouterState(selector), SystemClock())
         finally:
             context.destroy(linger=0)
-
-    run(scenario)

@@ -17,7 +17,7 @@ from poolgrid.tools.simulation.variants import Variant, run_variant
 from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.core.timing import PolynomialTiming, TableTiming
+from poolgrid.workers.core.timing import PolynomialTiming
 from tests.examples import examples
 from tests.retained_prompts import piece
 from tests.router.index_structure import holdings
@@ -111,11 +111,6 @@ def test_kv_reuses_most_of_the_ideal_and_far_more_than_the_others(conversations:
         assert reused["kv"] > 1.5 * reused[other]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_second_run_is_the_same(conversations: Workload, first_run: FirstRun, policy: str) -> None:
-    assert play(conversations, policy)[1] == first_run(policy)[1]
-
-
 def test_with_one_worker_every_policy_does_the_same(conversations: Workload) -> None:
     def one_worker(policy: str) -> RunResult:
         result = play(conversations, policy, workers=1)[1]
@@ -124,50 +119,6 @@ def test_with_one_worker_every_policy_does_the_same(conversations: Workload) -> 
         return result
 
     assert one_worker("round-robin") == one_worker("least-loaded") == one_worker("random") == one_worker("kv")
-
-
-def test_round_robin_gives_every_worker_the_same_number_of_requests(conversations: Workload) -> None:
-    assert play(conversations, "round-robin", workers=4)[1].worker_requests == [75, 75, 75, 75]
-
-
-def test_a_lone_request_takes_what_the_timing_says() -> None:
-    workload = build_workload([row(1, 2, osl=3)], 1.0, 64)
-    timing = TableTiming([(1, 10.0), (1024, 40.0)], [(0.0, 5.0)])
-
-    result = SimulatedPool(workload, make_policy("kv"), 1, limits(workload), timing).run()
-
-    assert result.ttft_ms == [40.0]
-    assert [(gap, count) for gap, count in result.itl_ms if count] == [(5.0, 2)]
-    assert (result.span_ms, result.busy_ms) == (50.0, 50.0)
-
-
-def test_the_same_prompt_again_computes_its_last_block_only() -> None:
-    again = 10_000.0
-    workload = build_workload([row(1, 2, osl=2), row(1, 2, osl=2, at=again)], 1.0, 64)
-
-    result = SimulatedPool(workload, make_policy("kv"), 2, limits(workload)).run()
-
-    assert result.worker_requests in ([2, 0], [0, 2])
-    assert result.cached_tokens == 1024 - 64
-    assert result.overlap_found_tokens == 1024
-    assert result.ttft_ms == pytest.approx([PolynomialTiming().prefill_ms(1024), PolynomialTiming().prefill_ms(64)])
-
-
-def test_requests_of_the_same_moment_do_not_see_the_same_idle_worker() -> None:
-    workload = build_workload([row(number) for number in range(8)], 1.0, 64)
-
-    assert play(workload, "kv", workers=8)[1].worker_requests == [1] * 8
-
-
-def test_progress_is_told_and_ends_with_all_requests(conversations: Workload) -> None:
-    told: list[int] = []
-    pool = SimulatedPool(conversations, make_policy("round-robin"), 4, limits(conversations))
-    on_progress: Callable[[int], None] = told.append
-
-    pool.run(on_progress)
-
-    assert told == sorted(told)
-    assert told[-1] == 300
 
 
 def test_retention_that_is_learnt_reuses_what_lru_loses_and_changes_nothing_where_all_fits() -> None:

@@ -26,14 +26,6 @@ def test_a_weighted_summary_is_that_of_the_values_written_out(pairs: list[tuple[
         assert summary[name] == written_out[nearest_rank - 1], name
 
 
-def test_without_weights_each_value_counts_once() -> None:
-    assert latency_summary([3.0, 1.0, 2.0, 4.0]) == {"mean": 2.5, "p50": 2.0, "p90": 4.0, "p99": 4.0}
-
-
-def test_without_values_the_summary_is_zero() -> None:
-    assert latency_summary([]) == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
-
-
 def result(**changes: object) -> RunResult:
     made = RunResult("kv", worker_tokens=[0, 0], worker_requests=[0, 0])
     for name, value in changes.items():

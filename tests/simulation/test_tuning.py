@@ -47,12 +47,6 @@ def test_the_same_seed_finds_the_same_and_another_one_tries_others() -> None:
     assert tried(3) == tried(3) != tried(4)
 
 
-def test_nothing_better_than_the_defaults_leaves_them() -> None:
-    flat = search(lambda variant: result(100.0), P99, 20, 0)
-
-    assert best_of(flat, P99) is flat[0]
-
-
 @pytest.mark.parametrize(("objective", "better", "worse", "gain"), [
     (P99, result(80), result(100), 0.2),
     (GOODPUT, result(0, served=[Served(50, 5)] * 4), result(0, served=[Served(50, 5)] * 2 + [Served(500, 5)]), 1.0),

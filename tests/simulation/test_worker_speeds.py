@@ -6,11 +6,10 @@ import pytest
 
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.conditions import ChangingTiming, SpeedChange, SpeedError, TtftTargets, WorkerSpeeds
+from poolgrid.tools.simulation.conditions import SpeedChange, SpeedError, TtftTargets, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.workload import Workload, build_workload
-from poolgrid.workers.core.timing import PolynomialTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 
 
@@ -39,14 +38,6 @@ def test_a_pattern_begins_again_and_a_change_holds_for_its_time() -> None:
 def test_speeds_that_are_none_are_named(pattern: str, place: int) -> None:
     with pytest.raises(SpeedError, match=rf"worker_speeds\[{place}\] is .*, allowed are numbers above 0"):
         WorkerSpeeds.parse(pattern)
-
-
-def test_a_slower_engine_takes_longer() -> None:
-    timing = ChangingTiming(PolynomialTiming())
-    timing.speed = 0.25
-
-    assert timing.prefill_ms(1000) == 4 * PolynomialTiming().prefill_ms(1000)
-    assert timing.decode_ms(0.5) == 4 * PolynomialTiming().decode_ms(0.5)
 
 
 def test_a_slowdown_is_felt_from_then_to_then() -> None:
@@ -98,12 +89,6 @@ def test_requests_that_met_their_target_are_counted(conversations: Workload) -> 
 
     assert play(conversations, "predicted", None, never).targets_met == 0
     assert policy_report(play(conversations, "predicted", None, always), 4)["ttft_targets_met_ratio"] == 1.0
-
-
-def test_targets_are_drawn_by_the_request() -> None:
-    targets = TtftTargets((100.0, 200.0))
-
-    assert {targets.of(f"r{number}") for number in range(20)} == {100.0, 200.0}
 
 
 def test_requests_that_wait_for_their_worker_have_their_first_tokens_sooner(conversations: Workload) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+import httpx
 import msgspec
 import pytest
 import zmq
@@ -685,3 +686,18 @@ async def test_a_worker_that_no_consolidator_welcomes_says_so_until_one_does(
         await asyncio.wait_for(waiting, 30)
         publisher.close(orderly=False)
     context.term()
+
+
+@pytest.mark.parametrize("header", [("origin", "http://evil.example"), ("sec-fetch-site", "same-origin")])
+def test_draining_is_not_for_web_pages(header: tuple[str, str]) -> None:
+    """A browser on the worker's machine comes from that machine, whichever page it shows."""
+
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            async with httpx.AsyncClient(base_url=worker.http_url) as client:
+                answer = await client.post("/drain", headers=[header])
+            assert answer.status_code == 403
+            assert "web pages" in answer.text
+            assert (await worker.get("/ready")).status_code == 200
+
+    asyncio.run(scenario())

@@ -149,12 +149,6 @@ def test_a_template_that_takes_lists_of_parts_writes_the_placeholders_itself() -
     assert TINY.decode(plain.token_ids) == "USER: Hello\nASSISTANT:"
 
 
-def test_text_parts_alone_and_plain_text_carry_no_media() -> None:
-    for content in ("Hello", [text_part("Hello")]):
-        _, (request,) = ask(content)
-        assert request.multimodal is None
-
-
 async def test_all_choices_of_a_request_share_its_media() -> None:
     backend = FakeBackend(served=[ServedModel("tiny", 0, 4096, (), SPEC)])
 

@@ -41,20 +41,10 @@ def read(parser: OutputParser, parts: Sequence[str]) -> Answer:
 
 
 @pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=NAMES)
-def test_a_whole_transcript_gives_the_expected_answer(transcript: Transcript) -> None:
-    assert read(parser_of(transcript), [transcript.text]) == transcript.answer
-
-
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=NAMES)
 def test_a_transcript_may_be_cut_at_any_border(transcript: Transcript) -> None:
     text = transcript.text
     for at in range(1, len(text)):
         assert read(parser_of(transcript), [text[:at], text[at:]]) == transcript.answer, text[:at]
-
-
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=NAMES)
-def test_a_transcript_may_come_character_by_character(transcript: Transcript) -> None:
-    assert read(parser_of(transcript), list(transcript.text)) == transcript.answer
 
 
 @given(st.data())
