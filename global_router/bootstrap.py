@@ -117,7 +117,6 @@ async def serve(
     closed again, in reverse order.
     """
     async with AsyncExitStack() as opened:
-        opened.callback(log.info, "global router has ended")
         loaded = _read_document(settings)
         process = RouterProcess(opened, settings, frontend, place)
         metrics = GlobalRouterMetrics(process.registry)

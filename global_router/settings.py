@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from poolgrid.process.settings import InputFile
 from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.names import is_name, parse_name
@@ -44,7 +44,9 @@ TIMINGS = Timings()
 class GlobalRouterSettings(ServingSettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
-    config: Path = Field(
+    panel: ClassVar[str] = "Pools"
+
+    config: InputFile = Field(
         description="Pool-grid document: the pools and which of them serves which request; see docs/pool_grids.md."
     )
     pool_url: tuple[str, ...] = Field(
@@ -54,10 +56,10 @@ class GlobalRouterSettings(ServingSettings):
         "With names also NAME=dyn://namespace.router.select; a pool without any url is looked for in the namespace of "
         "its name.",
     )
-    pool_api_key: Path | None = Field(
+    pool_api_key: InputFile | None = Field(
         None, description="File with an operator's API key of the pools' routers, when those have --api-keys."
     )
-    pool_ca: Path | None = Field(
+    pool_ca: InputFile | None = Field(
         None,
         description="PEM file with the authorities of the pools' https URLs; by default the machine's. With "
         "tls_certificate, this process shows it to pools that ask for one.",

@@ -90,7 +90,6 @@ async def serve(
     Whatever ends it, what was opened is closed again, in reverse order.
     """
     async with AsyncExitStack() as opened:
-        opened.callback(log.info, "router has ended")
         process = RouterProcess(opened, settings, frontend, place)
         clock, registry = process.clock, process.registry
         awake = process.start_clock(settings.worker_timeout_ms, settings.reservation_ttl_ms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ EXT_PROC = ("grpc", "google.protobuf", "poolgrid.router.endpoint_picker")
 
 class EndpointPickerSettings(Settings):
     """The endpoint picker of a router; nothing of it runs without a port."""
+
+    panel: ClassVar[str] = "Endpoint picker"
 
     ext_proc_port: int | None = Field(
         None,
@@ -59,6 +61,8 @@ class EndpointPickerSettings(Settings):
 
 class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings):
     """Selection, admission, dispatch and HTTP of one router."""
+
+    panel: ClassVar[str] = "Routing"
 
     select_port: int = Field(
         0,

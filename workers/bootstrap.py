@@ -62,7 +62,6 @@ async def serve(
     definition = engine_definition(settings.engine_name)
     chat = chat_spec(settings)
     async with AsyncExitStack() as opened:
-        opened.callback(log.info, "worker %s has ended", settings.worker_id)
         clock = SystemClock()
         awake = _start_clock(opened, clock, min(settings.peer_lease_ms, definition.shortest_timeout_ms(settings)))
         registry = CollectorRegistry()

@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.process.settings import ZmqAddress
+from poolgrid.process.settings import InputFile, ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.card import ReasoningParser, ToolCallParser, parser_name
@@ -26,6 +26,8 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTE
 
 class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, DiscoverySettings):
     """What every worker process has, whatever its engine."""
+
+    panel: ClassVar[str] = "Worker"
 
     engine_name: ClassVar[str] = ""
     """Name of the engine whose settings these are."""
@@ -72,7 +74,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         description="In which format routers read this model's tool calls, unless they were told themselves; auto = "
         "the routers find out. All workers of a model must agree.",
     )
-    chat_template: Path | None = Field(
+    chat_template: InputFile | None = Field(
         None,
         description="Jinja file that routers use for this model in place of its own chat template, unless they were "
         "given one themselves. All workers of a model must agree.",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import InputFile, Settings
 from poolgrid.wire.card import NO_STEP_TIMES, StepTimes
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TimingName, timing_model
 from poolgrid.workers.core.timing import step_times_of
@@ -16,13 +15,15 @@ from poolgrid.workers.core.timing import step_times_of
 class StepTimesSettings(Settings):
     """Step times for the card; the engine itself has its own."""
 
+    panel: ClassVar[str] = "Worker"
+
     timing: TimingName | None = Field(
         None,
         description="Step times that the worker's card says, from which routers with the policy predicted begin: "
         "published are the formulas of the field's simulator, h100-qwen3-8b and h200-qwen3-8b were measured on "
         "one H100 and one H200; empty = the card says none, and they begin with published.",
     )
-    timing_table: Path | None = Field(
+    timing_table: InputFile | None = Field(
         None, description="JSON file of measured step times of your own, instead of those that timing names."
     )
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from poolgrid.cli.main import PROGRAM, app
+from poolgrid.cli.options import BYTES
 from tests.forms import needs_checkout
 
 
@@ -23,8 +24,13 @@ def commands(made: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 COMMANDS = dict(commands(app))
 
 
-def helped(path: tuple[str, ...], columns: str | None) -> str:
-    answer = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": columns}, prog_name=PROGRAM)
+def has_basics(path: tuple[str, ...]) -> bool:
+    return getattr(COMMANDS[path], "has_basics", False)
+
+
+def helped(path: tuple[str, ...], columns: str | None, *asked: str) -> str:
+    words = asked or (("--help-all",) if has_basics(path) else ("--help",))
+    answer = CliRunner().invoke(app, [*path, *words], env={"COLUMNS": columns}, prog_name=PROGRAM)
     assert answer.exit_code == 0, answer.output
     return answer.output
 
@@ -86,13 +92,56 @@ def test_help_says_defaults_environment_and_where_the_key_goes() -> None:
         assert "POOLGRID_API_KEY" in helped(path, "80"), path
 
 
-def test_options_of_one_engine_stand_under_its_name() -> None:
-    text = helped(("worker",), "80")
+def options_shown(text: str) -> list[str]:
+    return [
+        line.split()[0] for line in text.splitlines() if line.startswith("  --") and not line.startswith("  --help")
+    ]
 
-    before, _, after = text.partition("Options of --engine trtllm:")
-    assert "  --engine TEXT" in before
-    assert "  --speedup " in before
-    assert "--speedup" not in after
+
+@pytest.mark.parametrize(
+    "path", [path for path, made in COMMANDS.items() if not isinstance(made, click.Group)], ids=" ".join
+)
+def test_the_first_page_has_at_most_twelve_options_and_names_the_panel_of_every_other(path: tuple[str, ...]) -> None:
+    first = helped(path, "80", "--help")
+
+    assert len(options_shown(first)) <= 12
+    if not has_basics(path):
+        return
+    shown = set(options_shown(first))
+    for line in first.partition("More options, by panel:")[2].splitlines():
+        if line.startswith("  --help ") and "-all" not in line:
+            shown |= set(options_shown(helped(path, "80", "--help", line.split()[1])))
+    assert shown == set(options_shown(helped(path, "80", "--help-all")))
+
+
+def test_the_first_page_of_a_router_fits_sixty_lines_of_eighty_columns() -> None:
+    assert len(helped(("router",), "80", "--help").splitlines()) <= 60
+
+
+@pytest.mark.parametrize("asked", ["--help=tensorrt-llm", "--help=TensorRT-LLM", "--help=llm"])
+def test_options_of_one_engine_have_a_panel(asked: str) -> None:
+    text = helped(("worker",), "80", asked)
+
+    assert "  --tensor-parallel-size " in text
+    assert "  --speedup " not in text
+
+
+def test_an_unknown_panel_is_refused_with_the_names_of_the_panels() -> None:
+    answer = CliRunner().invoke(app, ["router", "--help", "typo"])
+
+    assert answer.exit_code == 2
+    assert "--help typo: no such panel; the panels are http-server," in answer.output
+
+
+@pytest.mark.parametrize(("typed", "count"), [("256MiB", 256 << 20), ("4096", 4096), ("1 GiB", 1 << 30), ("-1", -1)])
+def test_sizes_are_bytes_or_binary_units(typed: str, count: int) -> None:
+    assert BYTES.convert(typed, None, None) == count
+
+
+@pytest.mark.parametrize("typed", ["", "MiB", "256MB", "1.5GiB", "12 apples"])
+def test_other_sizes_are_refused(typed: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a size; allowed: bytes, or whole KiB"):
+        BYTES.convert(typed, None, None)
 
 
 def test_the_version_is_told_by_an_option() -> None:

@@ -13,10 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from poolgrid.cli.command_line import LateGroup
-from poolgrid.cli.main import MODULES, app, run
+from poolgrid.cli.main import SECTIONS, app, run
 from poolgrid.process import garbage
 
 ROOT = Path(__file__).parents[2]
+
+MODULES = {name: module for section in SECTIONS.values() for name, module in section.items()}
 
 PACKAGES = (
     "cli", "consolidator", "discovery", "fleet_page", "frontend", "global_router", "http", "inference", "kv_events",
@@ -118,7 +120,7 @@ def test_commands_of_the_core_are_where_their_names_say_and_nothing_imports_them
 
 
 def test_a_command_whose_folder_is_absent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = {"bench": "poolgrid.absent.bench.command"}
+    commands = {"Try": {"bench": "poolgrid.absent.bench.command"}}
     answer = CliRunner().invoke(LateGroup(commands), ["bench"])
     helped = CliRunner().invoke(LateGroup(commands), ["--help"])
 

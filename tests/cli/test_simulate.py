@@ -121,9 +121,9 @@ def test_the_table_names_every_policy() -> None:
         ((CONVERSATION, "--requests", "5", "--timing-table", "none.json"), "none.json"),
         (
             (CONVERSATION, "--timing", "h200"),
-            "--timing: Input should be 'published', 'h100-qwen3-8b' or 'h200-qwen3-8b' (got 'h200')",
+            "--timing h200: must be 'published', 'h100-qwen3-8b' or 'h200-qwen3-8b'",
         ),
-        ((CONVERSATION, "--timing", "h100-qwen3-8b", "--timing-table", "own.json"), "timing is 'h100-qwen3-8b' and"),
+        ((CONVERSATION, "--timing", "h100-qwen3-8b", "--timing-table", CONVERSATION), "timing is 'h100-qwen3-8b' and"),
         ((CONVERSATION, "--workers", "0"), "--workers"),
         ((CONVERSATION, "--speed", "0"), "--speed"),
     ],

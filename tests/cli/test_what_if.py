@@ -187,7 +187,7 @@ def test_a_settings_file_gives_way_to_the_environment_and_that_to_the_command_li
         ("que_weight = 1", "'que_weight' is no setting of this command"),
         ("queue_weight = ", "is not TOML"),
         ("queue_weight = " + "[" * 50_000, "is not TOML that can be read: it is nested too deeply"),
-        ("queue_weight = 5000", "--queue-weight: Input should be less than or equal to 1000"),
+        ("queue_weight = 5000", "--queue-weight 5000: must be less than or equal to 1000"),
     ],
 )
 def test_a_settings_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:

@@ -69,9 +69,9 @@ def test_what_both_share_is_one_option_of_both(chosen: list[Settings]) -> None:
         (("--engine", "trtllm", "--speedup", "2"), "--speedup: --engine trtllm has no such option"),
         (("--engine", "trtllm", "--block-size", "16"), "did you mean --kv-block-size?"),
         (("--model-path", "m"), "--model-path: --engine simulated has no such option; did you mean --model?"),
-        (("--engine", "vllm"), "neither engine_url nor model_path is given"),
-        (("--engine", "vllm", "--engine-url", "gpu1:8000"), "--engine-url: reading the URL 'gpu1:8000'"),
-        (("--engine", "none"), "--engine: Input should be 'simulated'"),
+        (("--engine", "vllm"), "neither --engine-url nor --model-path is given"),
+        (("--engine", "vllm", "--engine-url", "gpu1:8000"), "--engine-url gpu1:8000: reading the URL 'gpu1:8000'"),
+        (("--engine", "none"), "--engine none: must be 'simulated'"),
         (("--engine", "trtllm", "--kv-block-size", "0"), "--kv-block-size"),
     ],
 )
@@ -135,7 +135,7 @@ def test_what_routers_need_to_know_of_a_model_may_be_given_to_its_workers(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("{% if %}", "compiling the chat template"), (None, "No such file"), (b"\xff", "utf-8")]
+    ("content", "words"), [("{% if %}", "compiling the chat template"), (None, "no such file"), (b"\xff", "utf-8")]
 )
 def test_a_template_that_no_router_could_use_ends_the_start(
     chosen: list[Settings], tmp_path: Path, content: str | bytes | None, words: str
@@ -153,9 +153,9 @@ def test_a_template_that_no_router_could_use_ends_the_start(
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--advertise-host", "http://w9", "advertise_host is 'http://w9'"),
-        ("--advertise-host", "my host", "advertise_host is 'my host'"),
-        ("--advertise-host", "*", "advertise_host is '*'"),
+        ("--advertise-host", "http://w9", "--advertise-host is 'http://w9'"),
+        ("--advertise-host", "my host", "--advertise-host is 'my host'"),
+        ("--advertise-host", "*", "--advertise-host is '*'"),
         ("--advertise-host", "0.0.0.0", "every address of a machine"),
         ("--advertise-host", "w9:4001", "no IPv6 address"),
         ("--host", "my host", "host is 'my host'"),

@@ -57,7 +57,7 @@ def test_the_span_says_how_many_processes_and_by_which_launcher() -> None:
             "rank, 2 on each node",
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "4"}, (), "PMI_RANK does not tell where rank 0 is: set leader_host"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, ("--leader-host", "tcp://h"), "leader_host is 'tcp://h'"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, ("--leader-host", "tcp://h"), "--leader-host is 'tcp://h'"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_before_anything_starts(

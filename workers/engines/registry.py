@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -46,6 +46,8 @@ else:
 
 class EngineChoice(Settings):
     """Which engine a worker drives; the other settings depend on it."""
+
+    panel: ClassVar[str] = "Worker"
 
     engine: EngineName = Field(
         DEFAULT,

@@ -16,6 +16,8 @@ RANK_PORT_DEFAULT = 5580
 class RankSettings(Settings):
     """What the ranks of one engine know of each other."""
 
+    panel: ClassVar[str] = "Ranks"
+
     nodes: int = Field(
         1,
         ge=1,

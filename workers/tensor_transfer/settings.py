@@ -12,6 +12,8 @@ from poolgrid.workers.settings import WorkerProcessSettings
 class TensorSettings(WorkerProcessSettings):
     """A worker process that keeps tensors for others, or fetches theirs."""
 
+    panel: ClassVar[str] = "Tensor transfer"
+
     tensor_port: int = Field(
         0, ge=0, le=65535, description="Port at which tensors are asked for and let go of; 0 = any free one."
     )

@@ -13,7 +13,7 @@ import importlib.metadata
 import os
 import re
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,20 +27,28 @@ from poolgrid.process.log_lines import Field
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 112}
 
+EVERY_PANEL = "all"
+"""What ``--help`` takes in place of a panel to show every option."""
+
 ENTRY_POINTS = "poolgrid.commands"
 """Group of entry points by which other distributions add commands: ``name = "module:command"``."""
 
 
 class Option(click.Option):
-    """An option that may stand under a heading of its own."""
+    """An option in a panel of the help; the basic ones of a command stand on the first page."""
 
-    def __init__(self, *declarations: Any, heading: str = "Options", **attributes: Any) -> None:
+    def __init__(self, *declarations: Any, panel: str = "Options", is_basic: bool = False, **attributes: Any) -> None:
         super().__init__(*declarations, **attributes)
-        self.heading = heading
+        self.panel = panel
+        self.is_basic = is_basic
 
 
 class Command(click.Command):
-    """A command that refuses the settings which it had in an earlier version."""
+    """A command that refuses the settings which it had in an earlier version.
+
+    When some of its options are basic, ``--help`` shows those and the names of the panels; ``--help PANEL`` shows one
+    panel, ``--help all`` or ``--help-all`` every option.
+    """
 
     def __init__(self, *declarations: Any, **attributes: Any) -> None:
         super().__init__(*declarations, **{"context_settings": HELP, **attributes})
@@ -50,22 +58,78 @@ class Command(click.Command):
         if refusal := former_setting(str(self.name), args, os.environ):
             click.echo(refusal, err=True)
             raise SystemExit(2)
+        if self.has_basics:
+            args = [f"--help={EVERY_PANEL}" if each == "--help-all" else each for each in args]
         return super().parse_args(ctx, args)
 
     def get_short_help_str(self, limit: int = 0) -> str:
         """Return what it does, whole."""
         return first_sentence(self.help or "")
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a section for the options, and one for each further heading of options."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+    @functools.cached_property
+    def has_basics(self) -> bool:
+        """Whether the help has a first page that leaves most options out."""
+        return any(isinstance(each, Option) and each.is_basic for each in self.params)
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """Return ``--help``, which takes the name of a panel where the command has panels."""
+        return self._panel_help if self.has_basics else super().get_help_option(ctx)
+
+    @functools.cached_property
+    def _panel_help(self) -> click.Option:
+        def show(ctx: click.Context, parameter: click.Parameter, panel: str | None) -> None:
+            if panel is not None and not ctx.resilient_parsing:
+                ctx.meta[_PANEL] = panel
+                click.echo(self.get_help(ctx), color=ctx.color)
+                ctx.exit()
+
+        def complete(ctx: click.Context, parameter: click.Parameter, word: str) -> list[str]:
+            return [each for each in map(_slug, self._panels(ctx)) if each.startswith(word)]
+
+        return click.Option(
+            ["-h", "--help"],
+            metavar="[PANEL]",
+            is_flag=False,
+            flag_value="",
+            is_eager=True,
+            expose_value=False,
+            callback=show,
+            shell_complete=complete,
+            help="Show the basic options, or those of a panel; --help-all shows every option.",
+        )
+
+    def _panels(self, ctx: click.Context) -> dict[str, list[click.Parameter]]:
+        panels: dict[str, list[click.Parameter]] = {}
         for parameter in self.get_params(ctx):
-            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
-            if record is not None:
-                sections.setdefault(getattr(parameter, "heading", "Options"), []).append(record)
-        for heading, records in sections.items():
-            with formatter.section(heading):
-                formatter.write_dl(records)
+            if isinstance(parameter, click.Option):
+                panels.setdefault(getattr(parameter, "panel", "Options"), []).append(parameter)
+        return panels
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section for each panel that is asked for; raises ``click.UsageError`` for an unknown panel."""
+        panels = self._panels(ctx)
+        asked = ctx.meta.get(_PANEL, "" if self.has_basics else EVERY_PANEL)
+        if asked == EVERY_PANEL:
+            for panel, parameters in panels.items():
+                _write_options(ctx, formatter, panel, parameters)
+        elif asked:
+            named = [panel for panel in panels if asked.lower() in (_slug(panel), *_slug(panel).split("-"))]
+            if not named:
+                known = ", ".join(map(_slug, panels))
+                raise click.UsageError(f"--help {asked}: no such panel; the panels are {known}", ctx)
+            for panel in named:
+                _write_options(ctx, formatter, panel, panels[panel])
+        else:
+            basic = [each for each in self.params if isinstance(each, Option) and each.is_basic]
+            others = [each for each in panels.get("Options", ()) if each not in basic]
+            _write_options(ctx, formatter, "Basic options", [*basic, *others])
+            rows = [
+                (f"--help {_slug(panel)}", f"{panel} ({len(parameters)})")
+                for panel, parameters in panels.items()
+                if panel != "Options"
+            ]
+            with formatter.section("More options, by panel"):
+                formatter.write_dl([*rows, ("--help-all", "Every option")])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what there is to say of environment variables, then the epilog."""
@@ -76,6 +140,23 @@ class Command(click.Command):
                 f"Options are environment variables too ({option} is {variable}, and so on); the command line wins."
             )
         super().format_epilog(ctx, formatter)
+
+
+_PANEL = "poolgrid.panel"
+
+
+def _slug(panel: str) -> str:
+    """Return a panel's name as it is typed."""
+    return re.sub(r"[^a-z0-9]+", "-", panel.lower()).strip("-")
+
+
+def _write_options(
+    ctx: click.Context, formatter: click.HelpFormatter, title: str, parameters: Sequence[click.Parameter]
+) -> None:
+    records = [record for each in parameters if (record := each.get_help_record(ctx)) is not None]
+    if records:
+        with formatter.section(title):
+            formatter.write_dl(records)
 
 
 class Group(click.Group):
@@ -109,9 +190,11 @@ class LateCommands(UserDict[str, Any]):
 class LateGroup(Group):
     """The commands of a table, and those that other distributions add by entry points."""
 
-    def __init__(self, modules: Mapping[str, str], **attributes: Any) -> None:
-        """``modules`` has the module of each command, which is called there as it is here, in the order of the help."""
-        super().__init__(commands=LateCommands(modules), **attributes)
+    def __init__(self, sections: Mapping[str, Mapping[str, str]], **attributes: Any) -> None:
+        """``sections`` has, by title of a section of the help, the module in which each command stands by its name."""
+        self.sections = {title: tuple(names) for title, names in sections.items()}
+        commands = {name: module for modules in sections.values() for name, module in modules.items()}
+        super().__init__(commands=LateCommands(commands), **attributes)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands, *(each.name for each in _added() if each.name not in self.commands)]
@@ -123,16 +206,19 @@ class LateGroup(Group):
         return next((each.load() for each in _added() if each.name == cmd_name), None)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what each command does; one that is not installed is marked."""
-        rows = []
-        for name in self.list_commands(ctx):
-            try:
-                command = self.get_command(ctx, name)
-                rows.append((name, "" if command is None else command.get_short_help_str()))
-            except click.UsageError as error:
-                rows.append((name, error.message.removeprefix(f"{name}: ")))
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        """Write what each command does, by section; one that is not installed is marked."""
+        added = tuple(name for name in self.list_commands(ctx) if name not in self.commands)
+        for title, names in {**self.sections, "Added by other packages": added}.items():
+            rows = []
+            for name in names:
+                try:
+                    command = self.get_command(ctx, name)
+                    rows.append((name, "" if command is None else command.get_short_help_str()))
+                except click.UsageError as error:
+                    rows.append((name, error.message.removeprefix(f"{name}: ")))
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the commands that begin like a word, without importing them, and the options."""
@@ -167,13 +253,13 @@ def router_url(text: str) -> Callable[[Any], Any]:
     return click.option("--url", default=default, envvar="POOLGRID_URL", help=f"{text} [default: {default}]")
 
 
+LOG_PANEL = "Logs and traces"
 LEVEL_HELP = (
-    "Least severe log lines shown: debug, info, warning or error; with LOGGER=LEVEL behind it others for some, as in "
-    "info,router=debug,httpx=warning."
+    "Show log lines of at least this level: debug, info, warning, error. Add LOGGER=LEVEL for single loggers, as in "
+    "info,router=debug."
 )
 FORMAT_HELP = (
-    "How log lines are written: text for people, json for machines, an object a line. By default text, and json where "
-    "DYN_LOGGING_JSONL is set."
+    "Write log lines as text or as json (one object a line). The default is text; json if DYN_LOGGING_JSONL is set."
 )
 
 
@@ -201,8 +287,15 @@ class LogChoice(NamedTuple):
 def log_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options of its log; it is called with ``log_choice``."""
 
-    @click.option("--log-format", envvar="POOLGRID_LOG_FORMAT", help=FORMAT_HELP)
-    @click.option("--log-level", default="info", envvar="POOLGRID_LOG_LEVEL", help=f"{LEVEL_HELP} [default: info]")
+    @click.option("--log-format", cls=Option, panel=LOG_PANEL, envvar="POOLGRID_LOG_FORMAT", help=FORMAT_HELP)
+    @click.option(
+        "--log-level",
+        cls=Option,
+        panel=LOG_PANEL,
+        default="info",
+        envvar="POOLGRID_LOG_LEVEL",
+        help=f"{LEVEL_HELP} [default: info]",
+    )
     @functools.wraps(function)
     def with_log(*settings: Any, log_level: str, log_format: str | None, **values: Any) -> Any:
         return function(*settings, log_choice=LogChoice(log_level, log_format), **values)

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -46,6 +46,7 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process.figures import counted
 from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
@@ -99,6 +100,8 @@ def by_role(values: Sequence[str]) -> dict[str, list[str]]:
 class UpSettings(EventPlaneSettings):
     """A pool of workers on this machine: simulated, or with a real engine."""
 
+    panel: ClassVar[str] = "Pool"
+
     engine: Literal["simulated", "trtllm"] = Field(
         "simulated",
         description="Engine of the workers. With trtllm, GPUs are counted from the engine files and assigned; with "
@@ -115,7 +118,7 @@ class UpSettings(EventPlaneSettings):
     engine_api_key: str = Field(
         "", max_length=4096, description="API key that these servers ask for; better given in the environment."
     )
-    pools: Path | None = Field(
+    pools: InputFile | None = Field(
         None,
         description="Pool-grid document: run a whole fleet from it instead of one pool, each pool with a router and "
         "the workers that its `simulate` describes, and a global router before them. The urls in it are not used.",
@@ -152,12 +155,12 @@ class UpSettings(EventPlaneSettings):
         description="With event_plane nats: consolidators of the pool. One is active, the others stand by to take its "
         "place.",
     )
-    settings_file: Path | None = Field(
+    settings_file: InputFile | None = Field(
         None,
         description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it and "
         "`poolgrid tune --config` writes it; options given here win over it.",
     )
-    api_keys: Path | None = Field(
+    api_keys: InputFile | None = Field(
         None,
         description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. With "
         "--pools, only the global router listens at --host then, and everything behind it on loopback.",

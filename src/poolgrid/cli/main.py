@@ -13,32 +13,40 @@ PROGRAM = "poolgrid"
 CORE = "poolgrid.cli.commands"
 TOOLS = "poolgrid.tools"
 
-MODULES = {
-    "up": f"{CORE}.up",
-    "router": f"{CORE}.router",
-    "global-router": f"{CORE}.global_router",
-    "worker": f"{CORE}.worker",
-    "consolidator": f"{CORE}.consolidator",
-    "bench": f"{TOOLS}.bench.command",
-    "simulate": f"{TOOLS}.simulation.simulate_command",
-    "top": f"{CORE}.top",
-    "drain": f"{CORE}.drain",
-    "replay": f"{CORE}.replay",
-    "what-if": f"{TOOLS}.simulation.what_if_command",
-    "tune": f"{TOOLS}.simulation.tune_command",
-    "explain": f"{CORE}.explain",
-    "config": f"{CORE}.config",
-    "engine-config": "poolgrid.workers.engines.trtllm.command",
-    "engine-check": f"{TOOLS}.engine_check.command",
-    "keys": f"{CORE}.keys",
-    "model": f"{CORE}.model",
-    "journal": f"{CORE}.journal",
-    "completion": f"{CORE}.completion",
+SECTIONS = {
+    "Run": {
+        "up": f"{CORE}.up",
+        "router": f"{CORE}.router",
+        "global-router": f"{CORE}.global_router",
+        "worker": f"{CORE}.worker",
+        "consolidator": f"{CORE}.consolidator",
+    },
+    "Look": {
+        "top": f"{CORE}.top",
+        "explain": f"{CORE}.explain",
+        "journal": f"{CORE}.journal",
+    },
+    "Try": {
+        "bench": f"{TOOLS}.bench.command",
+        "simulate": f"{TOOLS}.simulation.simulate_command",
+        "replay": f"{CORE}.replay",
+        "what-if": f"{TOOLS}.simulation.what_if_command",
+        "tune": f"{TOOLS}.simulation.tune_command",
+    },
+    "Set up": {
+        "config": f"{CORE}.config",
+        "keys": f"{CORE}.keys",
+        "model": f"{CORE}.model",
+        "engine-config": "poolgrid.workers.engines.trtllm.command",
+        "engine-check": f"{TOOLS}.engine_check.command",
+        "completion": f"{CORE}.completion",
+    },
+    "Operate": {"drain": f"{CORE}.drain"},
 }
-"""The module of each command, in the order of the help. A folder that is absent takes its commands along."""
+"""The module of each command, by section of the help. A folder that is absent takes its commands along."""
 
 app = LateGroup(
-    MODULES,
+    SECTIONS,
     name=PROGRAM,
     help="Route LLM requests by KV cache and load to vLLM, SGLang and TensorRT-LLM workers.",
     epilog="Begin with: poolgrid up",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import tomllib
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -22,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from poolgrid.cli.command_line import Option
 from poolgrid.cli.former_settings import former_name
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import INPUT_FILE, Settings
 
 S = TypeVar("S", bound=Settings)
 Decorated = Callable[..., Any]
@@ -61,19 +62,35 @@ def arguments_of(*instances: Settings) -> list[str]:
 
 
 def with_settings(
-    *models: type[Settings], renamed: Mapping[str, str] | None = None, from_file: bool = False
+    *models: type[Settings],
+    renamed: Mapping[str, str] | None = None,
+    from_file: bool = False,
+    basics: Collection[str] = (),
 ) -> Callable[[Decorated], Decorated]:
     """Give a command one option per field of ``models``; it is called with one instance of each, in order.
 
     A field that several models share is one option for all of them. With ``from_file`` there is ``--settings-file``
-    too: TOML with settings by name, which the environment and the command line override.
+    too: TOML with settings by name, which the environment and the command line override. ``basics`` are the settings
+    on the first page of the help, in its order; without them the help has one page.
     """
     names = renamed or {}
     fields: dict[str, FieldInfo] = {}
+    panels: dict[str, str] = {}
     for model in models:
         for name, field in model.model_fields.items():
             fields.setdefault(name, field)
-    options = [_option(name, field, renamed=names) for name, field in fields.items()]
+            panels.setdefault(name, model.panel_of(name))
+    options = [
+        _option(
+            name,
+            fields[name],
+            text=with_options(fields[name].description or "", fields, names),
+            renamed=names,
+            panel=panels[name],
+            is_basic=name in basics,
+        )
+        for name in _basics_first(fields, basics)
+    ]
     if from_file:
         options.append(_file_option())
 
@@ -108,8 +125,12 @@ def _is_typed(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
+def _basics_first(fields: Iterable[str], basics: Collection[str]) -> list[str]:
+    return [*basics, *(name for name in fields if name not in basics)]
+
+
 def with_chosen_settings(
-    choice: type[Settings], models: Mapping[str, type[Settings]]
+    choice: type[Settings], models: Mapping[str, type[Settings]], basics: Collection[str] = ()
 ) -> Callable[[Decorated], Decorated]:
     """Give a command the options of several models of which one applies: the one that ``choice``'s only field names.
 
@@ -122,8 +143,14 @@ def with_chosen_settings(
     for chosen, model in models.items():
         for name, field in model.model_fields.items():
             fields.setdefault(name, {})[chosen] = field
-    options = [_option(selector, choice.model_fields[selector])]
-    options += [_shared_option(name, of, len(models), option_name(selector)) for name, of in fields.items()]
+    panels: dict[str, set[str]] = {}
+    for model in models.values():
+        for name in model.model_fields:
+            panels.setdefault(name, set()).add(model.panel_of(name))
+    options = [_option(selector, choice.model_fields[selector], is_basic=bool(basics))]
+    for name in _basics_first(fields, basics):
+        panel = next(iter(panels[name])) if len(panels[name]) == 1 else f"Several kinds of {selector}"
+        options.append(_shared_option(name, fields[name], panel, is_basic=name in basics, known=fields))
 
     def decorate(function: Decorated) -> Decorated:
         @functools.wraps(function)
@@ -172,6 +199,12 @@ def _read_settings(path: Path, fields: Mapping[str, FieldInfo], command: str) ->
         fault = next(iter([*removed, *(f"{name!r} is no setting of this command" for name in unknown)]), "")
     if fault:
         _refuse(f"--settings-file {path}: {fault}; nothing was started")
+    for name, value in found.items():
+        if name.endswith("_bytes") and isinstance(value, str):
+            try:
+                found[name] = BYTES.convert(value, None, None)
+            except click.BadParameter as error:
+                _refuse(f"--settings-file {path}: {name}: {error.message}; nothing was started")
     return found
 
 
@@ -188,22 +221,32 @@ def _refuse_option(name: str, chosen: str, model: type[Settings]) -> None:
     _refuse(f"{option_name(name)}: {chosen} has no such option{hint}")
 
 
-def _shared_option(name: str, by_choice: Mapping[str, FieldInfo], choices: int, selector: str) -> Any:
+def _shared_option(
+    name: str, by_choice: Mapping[str, FieldInfo], panel: str, *, is_basic: bool, known: Iterable[str]
+) -> Any:
     """Return the option of a field that one or more models have, each in its own way."""
-    shown = {chosen: _shown(field.get_default(call_default_factory=True)) for chosen, field in by_choice.items()}
-    texts = {chosen: field.description or "" for chosen, field in by_choice.items()}
+    shown = {
+        chosen: _shown(field.get_default(call_default_factory=True), name.endswith("_bytes"))
+        for chosen, field in by_choice.items()
+    }
+    texts: dict[str, list[str]] = {}
+    for chosen, field in by_choice.items():
+        texts.setdefault((field.description or "").removesuffix("."), []).append(chosen)
     first = next(iter(by_choice.values()))
     kinds = {_plain_type(field.annotation)[0] for field in by_choice.values()}
     if len(kinds) > 1:
         raise TypeError(f"making options: {name} has several types ({kinds}), allowed is one")
-    text = "; ".join(f"{chosen}: {each.removesuffix('.')}" for chosen, each in texts.items()) + "."
+    text = "; ".join(f"{', '.join(engines)}: {each}" for each, engines in texts.items()) + "."
+    if len(texts) == 1:
+        text = first.description or ""
     default = ", ".join(f"{each or 'none'} ({chosen})" for chosen, each in shown.items())
     return _option(
         name,
         first,
-        text=None if len(set(texts.values())) == 1 else text,
+        text=with_options(text, known),
         default=None if len(set(shown.values())) == 1 else default,
-        heading="Options" if len(by_choice) == choices else f"Options of {selector} {', '.join(by_choice)}",
+        panel=panel,
+        is_basic=is_basic,
     )
 
 
@@ -212,7 +255,8 @@ def _option(
     field: FieldInfo,
     text: str | None = None,
     default: str | None = None,
-    heading: str = "Options",
+    panel: str = "Options",
+    is_basic: bool = False,
     renamed: Mapping[str, str] | None = None,
 ) -> Any:
     """Return the decorator that adds the option of a field; it is ``None`` where neither it nor its variable is given.
@@ -224,14 +268,16 @@ def _option(
     text = field.description or "" if text is None else text
     if choices:
         text += f" One of: {', '.join(choices)}."
-    shown = _shown(field.get_default(call_default_factory=True)) if default is None else default
+    is_size = name.endswith("_bytes")
+    shown = _shown(field.get_default(call_default_factory=True), is_size) if default is None else default
     words = (*choices, *map(str, field.examples or ()))
     return click.option(
         f"{option}/--no-{option[2:]}" if kind is bool else option,
         name,
         cls=Option,
-        heading=heading,
-        type=click.Path(path_type=Path) if kind is Path else str if kind is tuple else kind,
+        panel=panel,
+        is_basic=is_basic,
+        type=BYTES if is_size else click.Path(path_type=Path) if kind is Path else str if kind is tuple else kind,
         multiple=kind is tuple,
         default=None,
         envvar=environment_name(name),
@@ -244,6 +290,8 @@ def _file_option() -> Any:
     return click.option(
         option_name(SETTINGS_FILE),
         SETTINGS_FILE,
+        cls=Option,
+        is_basic=True,
         type=click.Path(path_type=Path),
         envvar=environment_name(SETTINGS_FILE),
         help="TOML file with settings by name (queue_weight = 0.3); the environment and options override it.",
@@ -260,7 +308,9 @@ def _completer(words: tuple[str, ...]) -> Callable[..., list[str]]:
     return complete
 
 
-def _shown(default: Any) -> str:
+def _shown(default: Any, is_size: bool = False) -> str:
+    if is_size and isinstance(default, int):
+        return _size(default)
     if default is None or default is PydanticUndefined or default in ("", ()):
         return ""
     if isinstance(default, bool):
@@ -270,6 +320,34 @@ def _shown(default: Any) -> str:
     if isinstance(default, float) and default.is_integer():
         return str(int(default))
     return str(default)
+
+
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes in the largest unit that divides it."""
+    for unit, factor in reversed(_UNITS.items()):
+        if count and count % factor == 0:
+            return f"{count // factor}{unit}"
+    return str(count)
+
+
+class ByteCount(click.ParamType[int]):
+    """A number of bytes, or one of KiB, MiB, GiB or TiB as the help prints it (256MiB)."""
+
+    name = "BYTES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number, unit = re.fullmatch(r"\s*([-+]?\d*)\s*(.*?)\s*", str(value), re.DOTALL).groups()  # type: ignore[union-attr]
+        factor = _UNITS.get(unit, None if unit else 1)
+        if not number.lstrip("+-") or factor is None:
+            allowed = "bytes, or whole KiB, MiB, GiB or TiB (256MiB)"
+            self.fail(f"{value!r} is not a size; allowed: {allowed}", param, ctx)
+        return int(number) * factor
+
+
+BYTES = ByteCount()
 
 
 def _plain_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
@@ -291,13 +369,39 @@ def _plain_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _build(model: type[S], values: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> S:
     known = {name: value for name, value in values.items() if name in model.model_fields}
+    inputs = {name: value for name, value in known.items() if _is_input(model.model_fields[name])}
+    missing = [name for name, path in inputs.items() if not Path(path).is_file()]
+    if missing:
+        _refuse(*(f"{option_name(name, renamed)} {known[name]}: no such file" for name in missing))
     try:
         return model(**known)
     except ValidationError as error:
-        faults = []
-        for fault in error.errors():
-            place = str(fault["loc"][0]) if fault["loc"] else ""
-            where = option_name(place, renamed) if place else "options"
-            got = f" (got {fault['input']!r})" if place and fault["type"] != "missing" else ""
-            faults.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}{got}")
-    _refuse(*faults)
+        _refuse(*(_fault_line(fault, model, renamed) for fault in error.errors()))
+
+
+def _is_input(field: FieldInfo) -> bool:
+    """Whether a field is the path of a file that is read; a union keeps the mark in its first member."""
+    marks = list(field.metadata)
+    for member in get_args(field.annotation):
+        marks += getattr(member, "__metadata__", ())
+    return INPUT_FILE in marks
+
+
+def _fault_line(fault: Any, model: type[Settings], renamed: Mapping[str, str] | None) -> str:
+    """Return what is wrong with a setting: the option and the value as typed, and what is allowed."""
+    message = fault["msg"].removeprefix("Value error, ")
+    problem = with_options(message.replace("Input should be", "must be"), model.model_fields, renamed)
+    if not fault["loc"]:
+        return problem
+    option = option_name(str(fault["loc"][0]), renamed)
+    return f"{option}: must be given" if fault["type"] == "missing" else f"{option} {fault['input']}: {problem}"
+
+
+def with_options(text: str, fields: Iterable[str], renamed: Mapping[str, str] | None = None) -> str:
+    """Return a text in which names of settings are options, as a person types them."""
+    names = "|".join(sorted((name for name in fields if "_" in name), key=len, reverse=True))
+    return (
+        re.sub(rf"(?<![\w=/.-])(?:{names})\b(?![=(])", lambda found: option_name(found[0], renamed), text)
+        if names
+        else text
+    )

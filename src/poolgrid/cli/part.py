@@ -46,7 +46,11 @@ def part_environment(without: Collection[str] = ()) -> dict[str, str]:
 
 
 class PartFailed(RuntimeError):
-    """A part could not be started."""
+    """A part could not be started; ``status`` is 2 when its configuration is wrong."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Part:
@@ -109,7 +113,8 @@ class Part:
             status = await self._process.wait()
             raise PartFailed(
                 f"{self.name} ended with status {status} before it was ready; its own words are "
-                f"{'above' if self._log_file is None else f'in {self._log_file}'}"
+                f"{'above' if self._log_file is None else f'in {self._log_file}'}",
+                status,
             )
         self.ready_words = line[1:]
         self._ready_s = asyncio.get_running_loop().time()

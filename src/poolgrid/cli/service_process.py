@@ -1,8 +1,10 @@
 """What every long-running command shares: logs, the ready line, errors at the start, the exit status.
 
-A process prints one line ``ready ...`` on standard output when it answers, and tells systemd so where it runs under it.
+A process prints one line ``ready ...`` on standard output when it answers, and reports it to systemd.
+
 It ends with status 0 after SIGINT or SIGTERM, and with one line on standard error when it could not start: with status
-2 for an option's value, else with status 1.
+2 when a restart cannot help (a value or a file of the configuration), with status 1 otherwise. The systemd units
+restart a service unless its status is 2.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from poolgrid.cli.command_line import LogChoice
 from poolgrid.process import allocation, garbage, lifecycle
 from poolgrid.process.log_lines import Field
 from poolgrid.process.service_manager import ServiceManager, service_manager
-from poolgrid.process.settings import OptionError
 from poolgrid.process.tasks import detached
 
 log = logging.getLogger(__name__)
+
+FAULTS_OF_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+_ready = threading.Event()
 
 THREAD_SWITCH_S = 0.001
 """How long a thread that looks at media or tokenizes keeps the interpreter from the event loop, which passes tokens on;
@@ -41,6 +46,7 @@ def say_ready(*parts: str) -> None:
     allocation.keep_heap_trimmed()
     sys.stdout.write(" ".join(("ready", *parts)) + "\n")
     sys.stdout.flush()
+    _ready.set()
     manager = service_manager.get()
     if manager is not None:
         manager.tell_ready()
@@ -75,11 +81,26 @@ def run_service(
 
     try:
         lifecycle.run(supervised)
+        log.info("%s has ended", name)
     except (OSError, ValueError, RuntimeError) as error:
+        log_failure(error)
+        raise SystemExit(1 if _ready.is_set() else start_status(error)) from None
+
+
+def log_failure(error: Exception) -> None:
+    """Log why a process ends, without its traceback unless the level is debug."""
+    if isinstance(error, OSError) and error.filename is not None:
+        log.error("%s: %s", error.filename, error.strerror)
+    else:
         for line in str(error).splitlines() or [type(error).__name__]:
             log.error("%s", line)
-        log.debug("where it happened", exc_info=True)
-        raise SystemExit(2 if isinstance(error, OptionError) else 1) from None
+    log.debug("where it happened", exc_info=True)
+
+
+def start_status(error: Exception) -> int:
+    """Return the exit status of a start that failed: 2 for a fault of the configuration, 1 for any other."""
+    is_configuration = isinstance(error, (ValueError, *FAULTS_OF_PATHS)) or getattr(error, "status", 1) == 2
+    return 2 if is_configuration else 1
 
 
 async def _managed(

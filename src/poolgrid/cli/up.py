@@ -18,7 +18,7 @@ from poolgrid.cli.command_line import print_json
 from poolgrid.cli.launch_plan import show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, planned_parts
 from poolgrid.cli.part import PartFailed
-from poolgrid.cli.service_process import say_ready
+from poolgrid.cli.service_process import log_failure, say_ready, start_status
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process import lifecycle
 from poolgrid.process.tasks import unless
@@ -82,13 +82,13 @@ def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
         document = read_document_file(path).document
     except GridDocumentError as error:
         sys.stderr.write(f"{error}\n")
-        return 1
+        return 2
     if settings.on_nats:
         try:
             nats_names(document)
         except ValueError as error:
             sys.stderr.write(f"{path}: {error}\n")
-            return 1
+            return 2
     return _run(lambda _: LocalFleet(settings, path, document, model))
 
 
@@ -127,8 +127,8 @@ def _run(make: Callable[[Path], Local]) -> int:
                     status = 1
             except (PartFailed, TimeoutError, OSError, ValueError) as error:
                 # ValueError: keys of the ZMQ planes that cannot be used.
-                log.error("%s", str(error) or "the workers did not join in time")
-                status = 1
+                log_failure(error if str(error) else TimeoutError("the workers did not join in time"))
+                status = start_status(error)
             finally:
                 await pool.stop()
 

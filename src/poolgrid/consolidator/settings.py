@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
+from poolgrid.process.settings import InputFile
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
@@ -18,6 +19,8 @@ MIB = 1024 * 1024
 
 class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettings):
     """Sockets, journal, leases and limits of a pool's event store."""
+
+    panel: ClassVar[str] = "Consolidator"
 
     data_dir: Path | None = Field(
         default=None, description="Directory of the journal; without it the journal lives in memory and ends with us."
@@ -45,7 +48,7 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
         default="interval",
         description="When the journal is made durable: every 100 ms, before each acknowledgement, or never.",
     )
-    pub_sources: Path | None = Field(
+    pub_sources: InputFile | None = Field(
         default=None,
         description="JSON file that lists who publishes KV events over ZMQ PUB: engines, and further sources of "
         "workers that push.",
@@ -54,6 +57,8 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
 
 class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
     """A consolidator in a process of its own."""
+
+    panel: ClassVar[str] = "Consolidator"
 
     http_port: int = Field(
         default=0, ge=0, le=65535, description="Port of /health, /live, /ready and /metrics; 0 = any free one."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, model_validator
@@ -22,6 +22,8 @@ KubernetesNamespace = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z
 
 class DiscoverySettings(NatsSettings):
     """Where a process registers under its name, and finds others by theirs."""
+
+    panel: ClassVar[str] = "Service discovery"
 
     names: Literal["none", "directory", "nats", "kubernetes"] = Field(
         "none",

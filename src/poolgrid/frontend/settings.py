@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
+from poolgrid.process.settings import InputFile
 from poolgrid.wire.card import ReasoningParser, ToolCallParser, parser_name
 
 TTFT_TARGET_MS = 2000.0
@@ -25,6 +26,8 @@ BODY_VALUES_MIN = 327_680
 class FrontendSettings(MediaSettings):
     """Settings of the OpenAI surface; the router's own settings include them."""
 
+    panel: ClassVar[str] = "HTTP API"
+
     model_path: Path = Field(
         default=TINY_MODEL_PATH,
         description="Hugging Face style model directory (tokenizer.json, tokenizer_config.json, config.json). "
@@ -35,7 +38,7 @@ class FrontendSettings(MediaSettings):
         max_length=256,
         description="Name that clients ask for; empty = the name of the model directory.",
     )
-    chat_template: Path | None = Field(
+    chat_template: InputFile | None = Field(
         default=None,
         description="Jinja file to use in place of the model's own chat template; empty = the one that workers were "
         "given, else the model's.",
@@ -48,7 +51,7 @@ class FrontendSettings(MediaSettings):
         "conversations of agents with screenshots reach 12 MiB and more. Parsing 32 MiB of text blocks other requests "
         "for about 20 ms. Raise it for prompts of more than 262,144 token ids too.",
     )
-    api_keys: Path | None = Field(
+    api_keys: InputFile | None = Field(
         default=None,
         description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. It is "
         "read again when it changes.",

@@ -6,6 +6,7 @@ Each limit holds for one process, also for each of those that share a port (``--
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -48,6 +49,8 @@ _DEFAULTS = HttpLimits()
 
 class HttpSettings(SecuritySettings):
     """Limits of an HTTP server on what comes before a request is whole."""
+
+    panel: ClassVar[str] = "HTTP limits"
 
     http_head_bytes: int = Field(
         _DEFAULTS.head_bytes,
@@ -123,6 +126,8 @@ class HttpSettings(SecuritySettings):
 
 class ServerSettings(HttpSettings):
     """Where a router's HTTP server listens, and how it ends."""
+
+    panel: ClassVar[str] = "HTTP server"
 
     host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import InputFile, Settings
 
 SCHEMES = ("nats", "tls")
 
@@ -31,24 +30,26 @@ NatsUrl = Annotated[str, AfterValidator(_check_url)]
 class NatsSettings(Settings):
     """How to reach NATS, for whatever a process keeps there."""
 
+    panel: ClassVar[str] = "NATS"
+
     nats_url: tuple[NatsUrl, ...] = Field(
         (),
         max_length=64,
         description="Address of a NATS server with JetStream, nats://host:port or tls://host:port; may be repeated, "
         "and any of them will do.",
     )
-    nats_credentials: Path | None = Field(
+    nats_credentials: InputFile | None = Field(
         None, description="Credentials file (.creds) of the NATS account: a user's JWT with its key."
     )
-    nats_nkey: Path | None = Field(None, description="File with the seed of a NATS user's nkey, in place of that.")
-    nats_tls_ca: Path | None = Field(
+    nats_nkey: InputFile | None = Field(None, description="File with the seed of a NATS user's nkey, in place of that.")
+    nats_tls_ca: InputFile | None = Field(
         None,
         description="PEM file with the authorities of the NATS servers' certificates; by default those of the system.",
     )
-    nats_tls_certificate: Path | None = Field(
+    nats_tls_certificate: InputFile | None = Field(
         None, description="PEM file with this process's certificate for NATS servers that ask for one."
     )
-    nats_tls_key: Path | None = Field(None, description="PEM file with the private key of that certificate.")
+    nats_tls_key: InputFile | None = Field(None, description="PEM file with the private key of that certificate.")
     nats_replicas: int = Field(
         1,
         ge=1,
@@ -76,6 +77,8 @@ class NatsSettings(Settings):
 
 class EventPlaneSettings(NatsSettings):
     """Where a pool's journal is, and how to reach it."""
+
+    panel: ClassVar[str] = "NATS"
 
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq",

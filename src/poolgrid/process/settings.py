@@ -7,7 +7,9 @@ environment variables (``POOLGRID_LEASE_TTL_MS``); a test fails when ``docs/conf
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from pathlib import Path
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -23,9 +25,26 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
+    panel: ClassVar[str] = "Options"
+    """Heading in the help of a command, of the fields that a model declares itself."""
+
+    @classmethod
+    def panel_of(cls, name: str) -> str:
+        """Return the panel of a field: that of the model which declares it."""
+        return next(
+            each.panel for each in cls.__mro__ if issubclass(each, Settings) and name in inspect.get_annotations(each)
+        )
+
 
 class OptionError(ValueError):
     """The message begins with an option and its value, which cannot be used; the process ends with status 2."""
+
+
+INPUT_FILE = "input file"
+"""Marks paths of files that are read at the start."""
+
+InputFile = Annotated[Path, INPUT_FILE]
+"""A file that the command line refuses when it does not exist, before anything is started."""
 
 
 def _check_endpoint(endpoint: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from poolgrid.process.tracing.settings import TraceSettings
 
 class ServingSettings(ServerSettings, TraceSettings, DiscoverySettings):
     """HTTP, admission and dispatch of one router, of a pool or of pools."""
+
+    panel: ClassVar[str] = "Queue and retries"
 
     queue_limit: int = Field(
         1024, ge=0, le=1_000_000, description="Requests that may wait for room; one more is answered 429."

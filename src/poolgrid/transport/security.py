@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import InputFile, Settings
 
 
 class SecuritySettings(Settings):
     """TLS for HTTP and CURVE for the ZMQ planes."""
 
-    tls_certificate: Path | None = Field(
+    panel: ClassVar[str] = "TLS and CURVE"
+
+    tls_certificate: InputFile | None = Field(
         None, description="PEM file with the certificate chain of the HTTP server; with tls_key. Without: plain HTTP."
     )
-    tls_key: Path | None = Field(None, description="PEM file with the private key of that certificate.")
-    tls_client_ca: Path | None = Field(
+    tls_key: InputFile | None = Field(None, description="PEM file with the private key of that certificate.")
+    tls_client_ca: InputFile | None = Field(
         None,
         description="PEM file with the authorities whose client certificates are taken; without a good one no "
         "client gets in (mTLS).",
     )
-    curve_key: Path | None = Field(
+    curve_key: InputFile | None = Field(
         None,
         description="CURVE secret key file of this process (`poolgrid keys curve`): encrypts every ZMQ plane, refuses "
         "peers without an allowed key. Without: the planes are open.",
     )
-    curve_server_key: Path | None = Field(
+    curve_server_key: InputFile | None = Field(
         None, description="Public key file of the servers that this process connects to; by default its own."
     )
-    curve_allowed_keys: Path | None = Field(
+    curve_allowed_keys: InputFile | None = Field(
         None,
         description="Directory of the public key files (*.key) of peers that may connect here; by default only peers "
         "with this process's own key. Changes count from the next connection on.",

@@ -35,6 +35,8 @@ OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_eve
 class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     """A worker process in front of an engine server."""
 
+    panel: ClassVar[str] = "Engine server"
+
     own_arguments: ClassVar[Callable[[], Mapping[str, str]]]
     """Options of the server that the worker sets, each with what to do instead."""
 

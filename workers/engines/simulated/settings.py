@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from poolgrid.process.settings import InputFile
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
@@ -38,6 +39,8 @@ VOCABULARY_SIZE_DEFAULT = 32_000
 
 class SimulatedWorkerSettings(TensorSettings):
     """A worker process with the simulated engine."""
+
+    panel: ClassVar[str] = "Simulated engine"
 
     engine_name: ClassVar[str] = "simulated"
 
@@ -92,7 +95,7 @@ class SimulatedWorkerSettings(TensorSettings):
     )
     speedup: float = Field(1.0, gt=0.0, le=SPEEDUP_MAX, description="Divides all simulated step times.")
     timing: TimingName = Field(PUBLISHED, description=TIMING_TEXT)
-    timing_table: Path | None = Field(
+    timing_table: InputFile | None = Field(
         None, description="JSON file of measured step times of your own, instead of those that timing names."
     )
     kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT

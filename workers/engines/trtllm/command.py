@@ -9,6 +9,7 @@ import click
 from poolgrid.cli.command_line import Group, as_json, print_json
 
 PATH = click.Path(path_type=Path)
+READABLE = click.Path(path_type=Path, exists=True)
 
 
 @click.group(cls=Group)
@@ -25,7 +26,7 @@ def _finish(text: str, status: int, out: Path | None = None) -> None:
 
 
 @engine_config.command()
-@click.argument("paths", nargs=-1, required=True, type=PATH, help="Engine configurations (YAML), or folders of them.")
+@click.argument("paths", nargs=-1, required=True, type=READABLE, help="Engine configurations (YAML) or folders.")
 @click.option("--model-path", default="", help="Model of the files; by default the one that each names, if any.")
 @as_json
 def check(paths: tuple[Path, ...], model_path: str, as_json: bool) -> None:

@@ -6,12 +6,11 @@ Which of them become engine arguments, and what overrides them, is
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import InputFile, Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.workers.ranks.settings import RankSettings
@@ -51,6 +50,8 @@ ROLES: dict[str, Role] = {
 
 class TrtllmSettings(Settings):
     """What TensorRT-LLM is started with."""
+
+    panel: ClassVar[str] = "TensorRT-LLM"
 
     model_path: str = Field(
         "", max_length=4096, description="Checkpoint directory or Hugging Face name of the model to load. Required."
@@ -120,7 +121,7 @@ class TrtllmSettings(Settings):
         description="namespace.component.endpoint of this worker, by which routers' /health lists it; dyn:// before it "
         "is fine; empty = made of namespace and mode.",
     )
-    extra_engine_args: Path | None = Field(
+    extra_engine_args: InputFile | None = Field(
         None, description="YAML file of TensorRT-LLM arguments; overrides the options above, key by key."
     )
     override_engine_args: str = Field(
@@ -189,6 +190,8 @@ class TrtllmSettings(Settings):
 
 class TrtllmWorkerSettings(RankSettings, TensorSettings, StepTimesSettings, TrtllmSettings):
     """A worker process with TensorRT-LLM."""
+
+    panel: ClassVar[str] = "TensorRT-LLM"
 
     engine_name: ClassVar[str] = "trtllm"
 

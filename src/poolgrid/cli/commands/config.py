@@ -10,6 +10,7 @@ from poolgrid.cli.command_line import Group, as_json, router_url
 from poolgrid.cli.router_client import KEY_NOTE
 
 PATH = click.Path(path_type=Path)
+READABLE = click.Path(path_type=Path, exists=True)
 
 
 @click.group(cls=Group)
@@ -18,7 +19,7 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("files", nargs=-1, required=True, type=PATH, help="Pool-grid documents, in our form or Dynamo's.")
+@click.argument("files", nargs=-1, required=True, type=READABLE, help="Pool-grid documents, in our form or Dynamo's.")
 @as_json
 def check(files: tuple[Path, ...], as_json: bool) -> None:
     """Find every problem of documents at once, one a line: `JSON-path: problem`. Status 1 when there is any."""
@@ -28,7 +29,7 @@ def check(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 @config.command()
-@click.argument("file", type=PATH, help="Pool-grid document (JSON), in poolgrid's or Dynamo's form.")
+@click.argument("file", type=READABLE, help="Pool-grid document (JSON), in poolgrid's or Dynamo's form.")
 @as_json
 def show(file: Path, as_json: bool) -> None:
     """Draw each grid as a heat map: which pool serves which cell."""
@@ -38,7 +39,7 @@ def show(file: Path, as_json: bool) -> None:
 
 
 @config.command()
-@click.argument("file", type=PATH, help="Pool grid in Dynamo's form (JSON), or a DynamoGraphDeployment (YAML).")
+@click.argument("file", type=READABLE, help="Pool grid in Dynamo's form (JSON), or a DynamoGraphDeployment (YAML).")
 @click.option("--out", type=PATH, help="Write here instead of to standard output.")
 def convert(file: Path, out: Path | None) -> None:
     """Rewrite a grid of Dynamo's form into poolgrid's, or a DynamoGraphDeployment into values of the Helm chart."""
@@ -48,7 +49,7 @@ def convert(file: Path, out: Path | None) -> None:
 
 
 @config.command()
-@click.argument("profiles", type=PATH, help="Pool profiles: TTFT by ISL and load, ITL by context and load, cost.")
+@click.argument("profiles", type=READABLE, help="Pool profiles: TTFT by ISL and load, ITL by context and load, cost.")
 @click.option("--out", type=PATH, required=True, help="Document to write.")
 @click.option("--strict", is_flag=True, help="Take a cell's longest length and tightest target, not its middle.")
 @click.option("--evidence", type=PATH, help="Where the evidence goes (default: next to the document).")

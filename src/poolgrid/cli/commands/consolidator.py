@@ -9,9 +9,22 @@ from poolgrid.cli.options import with_settings
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 
+BASICS = (
+    "host",
+    "ingest_port",
+    "feed_port",
+    "query_port",
+    "http_port",
+    "data_dir",
+    "lease_ms",
+    "event_plane",
+    "nats_url",
+    "pub_sources",
+)
+
 
 @command()
-@with_settings(ConsolidatorProcessSettings)
+@with_settings(ConsolidatorProcessSettings, basics=BASICS)
 @log_options
 def consolidator(settings: ConsolidatorProcessSettings, log_choice: LogChoice) -> None:
     """Run a consolidator alone, for several routers or for one that may restart."""

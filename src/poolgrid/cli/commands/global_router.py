@@ -12,9 +12,23 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.process_group import GroupPlace
 
+BASICS = (
+    "config",
+    "host",
+    "port",
+    "pool_url",
+    "pool_api_key",
+    "model_path",
+    "api_keys",
+    "tls_certificate",
+    "tls_key",
+    "queue_limit",
+    "http_workers",
+)
+
 
 @command()
-@with_settings(GlobalRouterSettings, FrontendSettings)
+@with_settings(GlobalRouterSettings, FrontendSettings, basics=BASICS)
 @log_options
 def global_router(
     settings: GlobalRouterSettings,

@@ -13,9 +13,23 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.settings import RouterSettings
 
+BASICS = (
+    "host",
+    "port",
+    "model_path",
+    "policy",
+    "ingest_port",
+    "feed_endpoint",
+    "query_endpoint",
+    "data_dir",
+    "api_keys",
+    "tls_certificate",
+    "tls_key",
+)
+
 
 @command()
-@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings, from_file=True)
+@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings, from_file=True, basics=BASICS)
 @log_options
 def router(
     settings: RouterSettings,

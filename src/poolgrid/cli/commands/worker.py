@@ -30,6 +30,21 @@ SHIPPED_MODEL = "tiny"
 """What a router serves that is not told otherwise."""
 
 
+BASICS = (
+    "worker_id",
+    "consolidator",
+    "host",
+    "request_port",
+    "engine_url",
+    "model_path",
+    "served_model_name",
+    "role",
+    "disaggregation_mode",
+    "block_size",
+)
+"""On the first page of the help, after ``--engine``."""
+
+
 class WorkerCommand(Command):
     """The command, which knows what its options are called elsewhere."""
 
@@ -53,7 +68,7 @@ class WorkerCommand(Command):
 
 
 @click.command(cls=WorkerCommand)
-@with_chosen_settings(EngineChoice, {name: engine_definition(name).settings for name in engines()})
+@with_chosen_settings(EngineChoice, {name: engine_definition(name).settings for name in engines()}, BASICS)
 @click.option(
     "--print-engine-args",
     is_flag=True,

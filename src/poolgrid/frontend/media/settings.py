@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -27,6 +28,8 @@ CACHE_TTL_MS = 60_000
 
 class MediaSettings(Settings):
     """Where media may come from, how large they may be, how long they may take."""
+
+    panel: ClassVar[str] = "Media"
 
     allowed_local_media_path: Path | None = Field(
         default=None,

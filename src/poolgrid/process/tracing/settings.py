@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -27,6 +27,8 @@ TRUE_WORDS = ("1", "true", "yes", "on")
 
 class TraceSettings(Settings):
     """Traces of one process."""
+
+    panel: ClassVar[str] = "Logs and traces"
 
     trace_endpoint: str = Field(
         "",

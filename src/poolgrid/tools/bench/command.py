@@ -410,8 +410,24 @@ def measure_one(
     return measure(settings, verify=verify, progress_console=progress_console).points[0].report
 
 
+BASICS = (
+    "url",
+    "model",
+    "trace",
+    "rate",
+    "concurrency",
+    "turns",
+    "isl",
+    "osl",
+    "requests",
+    "duration_s",
+    "seed",
+    "out",
+)
+
+
 @command(epilog=f"An endpoint that takes API keys gets the one in {API_KEY_VARIABLE}.")
-@with_settings(BenchSettings, renamed={"as_json": "--json"})
+@with_settings(BenchSettings, renamed={"as_json": "--json"}, basics=BASICS)
 def bench(settings: BenchSettings) -> None:
     """Measure any OpenAI endpoint: closed loop, open loop (--rate), or the replay of a trace (--trace)."""
     raise SystemExit(run_bench(settings))

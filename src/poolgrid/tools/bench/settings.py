@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from poolgrid.process.plugins import policy_names
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import InputFile, Settings
 
 ISL_DEFAULT = 1024
 OSL_DEFAULT = 64
@@ -31,6 +31,8 @@ Levels = Annotated[
 
 class BenchSettings(Settings):
     """Load against any OpenAI endpoint: a closed loop, an open loop (``rate``) or a replay (``trace``)."""
+
+    panel: ClassVar[str] = "Workload"
 
     url: Words = Field(
         ("http://127.0.0.1:8000",),
@@ -58,7 +60,7 @@ class BenchSettings(Settings):
         True, description="Ask for answers of exactly the wanted length (a field that OpenAI itself does not know)."
     )
 
-    trace: Path | None = Field(None, description="Replay this Mooncake-format trace at its own arrival times.")
+    trace: InputFile | None = Field(None, description="Replay this Mooncake-format trace at its own arrival times.")
     speed: float = Field(1.0, gt=0, le=1e6, description="Replay: how much faster than the trace.")
     length_scale: float = Field(
         1.0, ge=1 / 512, le=100, description="Replay: multiplies prompt and answer lengths; sharing stays the same."

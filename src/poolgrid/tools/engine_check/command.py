@@ -40,9 +40,19 @@ TIMEOUT_S = 60.0
 
 STYLES = {Severity.FAULT: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
+BASICS = (
+    "url",
+    "engine",
+    "events",
+    "model",
+    "block_size",
+    "measure_timing",
+    "as_json",
+)
+
 
 @command()
-@with_settings(EngineCheckSettings, renamed={"as_json": "--json"})
+@with_settings(EngineCheckSettings, renamed={"as_json": "--json"}, basics=BASICS)
 def engine_check(settings: EngineCheckSettings) -> None:
     """Check an engine server's cache events, or measure its step times."""
     raise SystemExit(run_engine_check(settings))

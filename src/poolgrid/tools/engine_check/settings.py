@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from poolgrid.process.settings import Settings, ZmqEndpoint
+from poolgrid.process.settings import InputFile, Settings, ZmqEndpoint
 
 SOURCES_MAX = 256
 """Endpoints that are followed at a time: more ranks than a server has."""
@@ -17,6 +17,8 @@ Name = Annotated[str, StringConstraints(max_length=256)]
 
 class EngineCheckSettings(Settings):
     """A check, or the judgement of a recorded one."""
+
+    panel: ClassVar[str] = "Check"
 
     url: str = Field("", max_length=2048, description="The engine server's HTTP address, http://HOST:PORT.")
     engine: Literal["auto", "vllm", "sglang", "trtllm-serve"] = Field(
@@ -39,7 +41,7 @@ class EngineCheckSettings(Settings):
     record: Path | None = Field(
         None, description="Write all that was sent and heard to this file, for --recorded and for reports of errors."
     )
-    recorded: Path | None = Field(
+    recorded: InputFile | None = Field(
         None, description="Judge such a file; nothing is sent, and of the other options only those of output count."
     )
     as_json: bool = Field(False, description="Print the findings and figures as JSON, and no table.")

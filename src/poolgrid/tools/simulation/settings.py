@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from poolgrid.process.plugins import policy_names
-from poolgrid.process.settings import Settings
+from poolgrid.process.settings import InputFile, Settings
 from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 
 SIMULATED_POLICIES = tuple(name for name in policy_names() if name != "approximate")
@@ -16,6 +16,8 @@ SIMULATED_POLICIES = tuple(name for name in policy_names() if name != "approxima
 
 class EngineSettings(Settings):
     """The simulated engines that recorded traffic is played on."""
+
+    panel: ClassVar[str] = "Workload and engines"
 
     workers: int | None = Field(
         None, ge=1, le=4096, description="Simulated workers; by default as many as were recorded, or 8 for a trace."
@@ -29,7 +31,7 @@ class EngineSettings(Settings):
         "recorded ones were, where those were simulated.",
     )
     timing: TimingName = Field(PUBLISHED, description=TIMING_TEXT)
-    timing_table: Path | None = Field(
+    timing_table: InputFile | None = Field(
         None, description="JSON table of measured step times of your own, instead of those that timing names."
     )
     blocks_per_worker: int | None = Field(
@@ -40,6 +42,8 @@ class EngineSettings(Settings):
 
 class SimulationSettings(EngineSettings):
     """A trace, a pool, and the policies to compare on them."""
+
+    panel: ClassVar[str] = "Workload and engines"
 
     policy: str = Field(
         "kv,round-robin,least-loaded",
@@ -74,6 +78,8 @@ class SimulationSettings(EngineSettings):
 class WhatIfSettings(EngineSettings):
     """Other settings of the router to try on recorded traffic; several values, separated by commas, make variants."""
 
+    panel: ClassVar[str] = "Comparison"
+
     decisions: str | None = Field(
         None, description="Where the recorded decisions are, when not in `decisions` below the journal."
     )
@@ -101,6 +107,8 @@ class WhatIfSettings(EngineSettings):
 
 class TuneSettings(EngineSettings):
     """A search for cost weights."""
+
+    panel: ClassVar[str] = "Search"
 
     decisions: str | None = Field(
         None, description="Where the recorded decisions are, when not in `decisions` below the journal."

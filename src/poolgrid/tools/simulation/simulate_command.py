@@ -22,9 +22,22 @@ from poolgrid.tools.simulation.recording import load_trace
 from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
 
+BASICS = (
+    "workers",
+    "policy",
+    "timing",
+    "speed",
+    "block_size",
+    "blocks_per_worker",
+    "routers",
+    "requests",
+    "out",
+    "as_json",
+)
+
 
 @command()
-@with_settings(SimulationSettings, renamed={"as_json": "--json"})
+@with_settings(SimulationSettings, renamed={"as_json": "--json"}, basics=BASICS)
 @click.argument("trace", type=click.Path(path_type=Path), help="Mooncake-format trace (JSON lines).")
 def simulate(settings: SimulationSettings, trace: Path) -> None:
     """Play a trace through the router core and simulated engines in virtual time, per policy."""

@@ -29,9 +29,21 @@ SEARCH_SHARE = 0.6
 REQUESTS_MIN = 20
 """Fewer requests in either part say nothing about a 99th percentile, or about anything."""
 
+BASICS = (
+    "objective",
+    "trials",
+    "ttft_target_ms",
+    "itl_target_ms",
+    "workers",
+    "decisions",
+    "seed",
+    "config_out",
+    "as_json",
+)
+
 
 @command()
-@with_settings(TuneSettings, renamed={"as_json": "--json", "config_out": "--config"})
+@with_settings(TuneSettings, renamed={"as_json": "--json", "config_out": "--config"}, basics=BASICS)
 @click.argument("source", help="A data_dir with recorded decisions, nats://HOST:PORT/POOL, or a Mooncake-format trace.")
 def tune(settings: TuneSettings, source: str) -> None:
     """Search cost weights for an objective, and justify them on traffic that the search did not see."""

@@ -38,9 +38,21 @@ _RETENTIONS: tuple[Retention, ...] = get_args(Retention)
 
 _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
 
+BASICS = (
+    "policy",
+    "workers",
+    "timing",
+    "overlap_weight",
+    "queue_weight",
+    "decisions",
+    "requests",
+    "out",
+    "as_json",
+)
+
 
 @command()
-@with_settings(WhatIfSettings, renamed={"as_json": "--json"})
+@with_settings(WhatIfSettings, renamed={"as_json": "--json"}, basics=BASICS)
 @click.argument(
     "directory", help="Directory of the pool's journal with decisions (a data_dir), or nats://HOST:PORT/POOL."
 )
