@@ -87,13 +87,6 @@ def test_simulated_engines_are_played_as_fast_as_they_were_when_they_were_record
     assert ttft_ms(recording, "--engine-speedup", "20", said="") < real / 10
 
 
-def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path) -> None:
-    for name in ("one.json", "two.json"):
-        run("what-if", recording, "--temperature", "0.5", "--out", tmp_path / name)
-
-    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
-
-
 def test_what_if_tries_how_long_blocks_stay_beside_what_was_recorded_of_it(tmp_path: Path) -> None:
     learned = recorded(tmp_path, retention="learned")
 

@@ -392,24 +392,6 @@ def test_a_worker_may_not_speak_for_the_consolidator() -> None:
     assert isinstance(bench.say(foreign)[0], JoinRefused)
 
 
-def test_a_further_source_starts_over_without_taking_the_others_blocks() -> None:
-    bench = Bench()
-    bench.say(hello())
-    bench.say(batch([stored([1, 2])], 0))
-
-    def take(events: list[AnyEvent], epoch: int, seq: int) -> None:
-        turn = ConsolidatorTurn(bench.now())
-        assert bench.core.take(EventBatch("w", 0, epoch, seq, 0, events, "kvbm"), turn)
-        bench.close(turn)
-
-    take([stored([2, 3], 1)], 10, 0)
-    take([stored([4])], 11, 0)
-
-    presence = bench.core.pool.workers[W].presence
-    assert [presence.holds(block) for block in (1, 2, 3, 4)] == [True, True, False, True]
-    same(folded(bench.records), bench.core.pool)
-
-
 hashes = st.integers(1, 30)
 events = st.one_of(
     st.builds(stored, st.lists(hashes, min_size=1, max_size=6), st.none() | hashes, st.sampled_from(list(Tier))),

@@ -218,24 +218,6 @@ def everything(*numbers: int) -> set[int]:
 # Merging
 
 
-def test_a_block_is_told_once_and_held_while_any_source_says_so() -> None:
-    scene = Scene()
-    scene.join()
-    scene.push(stored(names(prompt(1)), None, Tier.HOST))
-    scene.store(1)
-    scene.store(2)
-    assert scene.held() == everything(1, 2)
-
-    scene.push(removed(names(prompt(1)), Tier.HOST))
-    assert scene.held() == everything(1, 2), "the publisher still has it"
-    scene.say(scene.block.cache.remove(4, Tier.HOST))
-
-    assert scene.held() == set()
-    told = [type(one).__name__ for record in scene.bench.records for one in record.events]
-    assert told.count("BlocksStored") == 2
-    assert told.count("BlocksRemoved") == 1
-
-
 def test_a_worker_that_restates_its_cache_leaves_what_the_other_source_said() -> None:
     scene = Scene()
     scene.join()

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application, served, served_in_thread
 
@@ -31,22 +30,6 @@ def client() -> Iterator[openai.OpenAI]:
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai_client,
     ):
         yield openai_client
-
-
-def test_the_openai_client_raises_its_own_exceptions(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.completions.create(model="gpt-9", prompt="hi")
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as wrong:
-        client.completions.create(model="tiny", prompt="hi", temperature=5)
-    assert wrong.value.param == "temperature"
-    with (
-        served_in_thread(application(FakeBackend(refusal=Refused(429, "busy", "busy", 3)))) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as busy_client,
-        pytest.raises(openai.RateLimitError) as busy,
-    ):
-        busy_client.completions.create(model="tiny", prompt="hi")
-    assert busy.value.response.headers["retry-after"] == "3"
 
 
 def request_bytes(path: str, **fields: Any) -> bytes:
@@ -91,45 +74,3 @@ async def test_a_client_that_leaves_the_admission_queue_gives_up_its_place() -> 
         await backend.submitted.wait()
         writer.transport.abort()
         await asyncio.wait_for(backend.abandoned.wait(), 5)
-
-
-def test_a_client_that_leaves_before_its_body_is_complete_starts_nothing() -> None:
-    async def go() -> FakeBackend:
-        backend = FakeBackend()
-        registry = CollectorRegistry()
-        async with served(application(backend, registry=registry)) as port:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request_bytes("/v1/completions", prompt="hi")[:-3])
-            await writer.drain()
-            writer.close()
-            await writer.wait_closed()
-            # A second client is answered: the server has handled what came before on this loop.
-            reader, other = await asyncio.open_connection("127.0.0.1", port)
-            other.write(request_bytes("/v1/completions", prompt="hi"))
-            assert b"200 OK" in await reader.readline()
-            other.close()
-            await other.wait_closed()
-        return backend
-
-    assert len(asyncio.run(go()).requests) == 1
-
-
-def test_one_connection_carries_one_request_after_another() -> None:
-    async def go() -> list[bytes]:
-        statuses = []
-        async with served(application(FakeBackend())) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for stream in (False, True, False):
-                writer.write(request_bytes("/v1/completions", prompt="hi", stream=stream))
-                statuses.append(await reader.readline())
-                head = await reader.readuntil(b"\r\n\r\n")
-                if stream:
-                    await reader.readuntil(b"0\r\n\r\n")
-                else:
-                    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                    await reader.readexactly(length)
-            writer.close()
-            await writer.wait_closed()
-        return statuses
-
-    assert asyncio.run(go()) == [b"HTTP/1.1 200 OK\r\n"] * 3

@@ -245,24 +245,6 @@ class TestPoolsThatCannotBeUsed:
 
 
 class TestFailuresUnderWay:
-    @pytest.mark.parametrize("script", [fail_at, break_at], ids=["reports an error", "dies"])
-    @pytest.mark.parametrize("position", [0, 1, 3])
-    async def test_one_worker_fails_and_another_of_the_pool_goes_on(self, script: Any, position: int) -> None:
-        fleet = FakeFleet(aggregated())
-        fleet.scripts["a-1"] = script(position)
-
-        tokens, last, pool = await answer(fleet, hints=targets(0, 0))
-
-        assert (tokens, last.finish_reason, pool) == (right_answer(), "length", "a")
-        record = fleet.service.decisions.get("r")
-        assert record is not None
-        assert [placement.worker for placement in record.placements] == ["a-1", "a-0"]
-        assert record.placements[1].how == "same-pool"
-        resumed = fleet.sent_to("a")[-1]
-        assert resumed.routing.emitted_tokens == position
-        assert len(resumed.token_ids) == 4 * (32 + position)
-        fleet.assert_nothing_is_left()
-
     @pytest.mark.parametrize(("position", "pool", "how"), [(0, "b", "retry"), (1, "c", "same-pool")])
     async def test_priority_retry_goes_to_the_next_faster_pool_before_the_first_token_only(
         self, position: int, pool: str, how: str

@@ -222,19 +222,6 @@ def test_the_explanation_holds_every_candidate_and_every_term() -> None:
     assert b in decision.candidates.workers
 
 
-def test_the_decision_log_keeps_the_newest_and_all_attempts_of_a_request() -> None:
-    pool = Pool()
-    pool.join("a")
-    log = DecisionLog(3)
-    for number in range(5):
-        log.add(decide(pool, KvAware(), PATH, f"r{number}"))
-
-    assert [d.request.request_id for d in log.newest(10)] == ["r4", "r3", "r2"]
-    assert log.of_request("r0") == []
-    assert log.realised("r4", 77) is not None
-    assert log.of_request("r4")[0].realised_cached_tokens == 77
-
-
 def test_the_decision_log_finds_the_latest_request_of_a_name_and_every_one_by_its_id() -> None:
     pool = Pool()
     pool.join("a")

@@ -64,19 +64,6 @@ def test_predicted_finds_slow_workers_out_and_kv_does_not(conversations: Workloa
     assert policy_report(kv, 4)["predicted_ttft"] is None
 
 
-def test_a_slow_worker_is_known_within_two_minutes_of_traffic(conversations: Workload) -> None:
-    pool = SimulatedPool(
-        conversations, make_policy("predicted"), 4, limits(conversations), speeds=WorkerSpeeds((1.0, 1.0, 1.0, 0.25))
-    )
-    until = conversations.requests[-1].arrival_ms
-
-    pool.run()
-
-    assert until < 120_000.0
-    (*fast, slow), _, _ = pool.projection.observer("paces").believed(list(pool.projection.fleet.workers), until)
-    assert slow > 2.0 * max(fast)
-
-
 def test_what_is_expected_on_equal_workers_is_nearly_what_comes(conversations: Workload) -> None:
     report = policy_report(play(conversations, "predicted", None), 4)["predicted_ttft"]
 

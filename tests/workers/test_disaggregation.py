@@ -12,8 +12,8 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
-from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
+from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
 from poolgrid.workers import kv_fetcher
 from poolgrid.workers.core.kv_fetches import KvWanted
@@ -53,28 +53,6 @@ async def assert_nothing_left(*workers: RunningWorker) -> None:
 
 async def finished(worker: RunningWorker, request_id: str, reason: str) -> None:
     await worker.consolidator.until(lambda journal: RequestFinished(request_id, reason) in journal.events)
-
-
-async def test_two_legs_on_two_workers_give_the_answer_of_one() -> None:
-    async with two_workers() as (source, target):
-        assert (source.journal.cards[0].role, target.journal.cards[0].role) == (Role.PREFILL, Role.DECODE)
-        requests = [make_request(f"r{number}", range(number, number + 21), max_tokens=12) for number in range(6)]
-        for leg in [await prefill(source, request) for request in requests]:
-            await target.router.send(leg)
-        await target.router.until_finished(*(request.request_id for request in requests))
-
-        for request in requests:
-            assert target.router.output(request.request_id) == expected(request)
-            assert target.router.last(request.request_id).finish_reason == "length"
-            await finished(source, request.request_id, "prefilled")
-            await finished(target, request.request_id, "length")
-        story = [event for event in target.journal.events if getattr(event, "request_id", "") == "r0"]
-        assert story[:2] == [RequestStarted("r0", 21, 21, 6), PrefillCompleted("r0")]
-        await assert_nothing_left(source, target)
-        assert await target.metric("poolgrid_worker_kv_transfer_seconds_count") == 6
-        assert await target.metric("poolgrid_worker_kv_moved_bytes_total") == 6 * 6 * 4 * 131_072
-        assert await target.metric("poolgrid_worker_prefill_tokens_total") == 0
-        assert await source.metric("poolgrid_worker_kept_transfers") == 0
 
 
 async def test_what_the_decode_worker_has_is_not_moved_again() -> None:
@@ -206,22 +184,6 @@ async def test_a_decode_leg_with_broken_parameters_is_refused() -> None:
             last = worker.router.last(request.request_id)
             assert (last.finish_reason, last.refusal) == ("error", None)
             assert "disaggregated_params" in (last.error or "")
-
-
-async def test_a_decode_leg_cancelled_while_its_source_is_asked_ends_at_once() -> None:
-    async with running_worker(worker_id="d", role="decode") as target:
-        async with running_worker(worker_id="p", role="prefill") as source:
-            leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-        await target.router.send(leg)
-        await target.router.send(Ping(1))
-        await target.router.pong()
-        assert (await target.get("/health")).json()["fetching_requests"] == 1
-        await target.router.send(Cancel("r"))
-        await target.router.until_finished("r")
-
-        assert target.router.last("r").finish_reason == "cancelled"
-        await finished(target, "r", "cancelled")
-        await assert_nothing_left(target)
 
 
 async def test_a_kept_prefill_leg_ends_silently_when_its_router_cancels_it_and_only_then() -> None:
