@@ -203,8 +203,7 @@ class WorkerMetrics:
         )
         self.outbox_bytes = gauge(
             "outbox_bytes",
-            "Bytes of event batches not yet acknowledged. At `outbox_bytes` all batches are dropped and the "
-            "cache is restated.",
+            "Bytes of event batches not yet acknowledged. At 32 MiB all batches are dropped and the cache is restated.",
             rank,
         )
         self.outbox_overflows = counter(
@@ -235,7 +234,6 @@ class WorkerMetrics:
         self.kept_transfers.set(report.kept_transfers)
 
     def observe_events(self, events: Sequence[AnyEvent]) -> None:
-        """Count what a rank's step stored and evicted."""
         for event in events:
             if type(event) is BlocksStored:
                 self.stored_blocks.inc(len(event.sequence_hashes) // HASH_BYTES)

@@ -95,7 +95,7 @@ EVENTS = Board(
                         ),
                     ),
                     "Events that the consolidator has not acknowledged.",
-                    "If they grow, it is away or cannot write. At `outbox_bytes` a worker restates its whole cache.",
+                    "If they grow, it is away or cannot write. At 32 MiB a worker restates its whole cache.",
                     "journal-trouble",
                     no_value="no worker is scraped",
                 ),

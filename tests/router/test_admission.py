@@ -260,16 +260,13 @@ async def test_a_request_that_must_move_is_never_refused_and_holds_up_nobody() -
         assert pool.waiting() == 0
 
 
-def test_the_most_urgent_go_first_and_tenants_take_turns() -> None:
-    async def run() -> None:
-        async with scene() as pool:
-            await pool.submit("first")
-            for number in range(3):
-                await pool.submit(f"a{number}", tenant="a")
-            await pool.submit("b0", tenant="b")
-            await pool.submit("urgent", tenant="a", priority=1)
-            assert pool.waiting() == 5
+async def test_the_most_urgent_go_first_and_tenants_take_turns() -> None:
+    async with scene() as pool:
+        await pool.submit("first")
+        for number in range(3):
+            await pool.submit(f"a{number}", tenant="a")
+        await pool.submit("b0", tenant="b")
+        await pool.submit("urgent", tenant="a", priority=1)
+        assert pool.waiting() == 5
 
-            assert await pool.finish(6) == ["first", "urgent", "a0", "b0", "a1", "a2"]
-
-    asyncio.run(run())
+        assert await pool.finish(6) == ["first", "urgent", "a0", "b0", "a1", "a2"]

@@ -728,64 +728,58 @@ async def test_housekeeping_that_fails_is_logged_and_goes_on(caplog: pytest.LogC
     assert "a bug of ours" in caplog.text
 
 
-def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(
+async def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            third = WorkerKey(WorkerId("third"))
-            for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):
-                router.feed.tell((key, WorkerJoined(card(endpoint))))
-                router.bring_up(endpoint)
-            stream = await router.service.submit(REQUEST)
-            for _ in range(2):
-                router.lose(router.sent[-1])
+    async with routed() as router:
+        third = WorkerKey(WorkerId("third"))
+        for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):
+            router.feed.tell((key, WorkerJoined(card(endpoint))))
+            router.bring_up(endpoint)
+        stream = await router.service.submit(REQUEST)
+        for _ in range(2):
+            router.lose(router.sent[-1])
 
-            [last] = await stream.next()
-            assert (last.finish_reason, last.poison) == ("error", True)
-            assert "before its first token" in (last.error or "")
-            assert len(router.sent) == 2
-            assert router.service.counts() == (0, 0)
-            assert router.metrics.poison_requests.value == 1
-            names = {BEFORE: "old", AFTER: "new"}
-            [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-            assert "request r is not moved again" in said
-            assert all(names.get(each, "third") in said for each in router.sent)
-
-    asyncio.run(scenario())
+        [last] = await stream.next()
+        assert (last.finish_reason, last.poison) == ("error", True)
+        assert "before its first token" in (last.error or "")
+        assert len(router.sent) == 2
+        assert router.service.counts() == (0, 0)
+        assert router.metrics.poison_requests.value == 1
+        names = {BEFORE: "old", AFTER: "new"}
+        [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert "request r is not moved again" in said
+        assert all(names.get(each, "third") in said for each in router.sent)
 
 
-def test_an_output_with_a_guide_moves_on_and_its_new_worker_may_say_that_it_cannot_go_on_with_it() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            guided = Sampling(max_tokens=4, guided_regex="a+")
-            stream = await service.submit(like(REQUEST, sampling=guided))
-            active = service.tracker.requests["r"].machine
+async def test_an_output_with_a_guide_moves_on_and_its_new_worker_may_say_that_it_cannot_go_on_with_it() -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        guided = Sampling(max_tokens=4, guided_regex="a+")
+        stream = await service.submit(like(REQUEST, sampling=guided))
+        active = service.tracker.requests["r"].machine
+        assert active.plan.current is not None
+        router.say(BEFORE, TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
+        router.feed.tell((NEW, WorkerJoined(card(AFTER))))
+        router.bring_up(AFTER)
+
+        router.links[BEFORE].is_up = False
+        router.feed.tell((OLD, WorkerLeft("dead")))
+
+        assert router.sent == [BEFORE, AFTER]
+        for _ in range(RouterSettings().migration_limit):
             assert active.plan.current is not None
-            router.say(BEFORE, TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
-            router.feed.tell((NEW, WorkerJoined(card(AFTER))))
-            router.bring_up(AFTER)
-
-            router.links[BEFORE].is_up = False
-            router.feed.tell((OLD, WorkerLeft("dead")))
-
-            assert router.sent == [BEFORE, AFTER]
-            for _ in range(RouterSettings().migration_limit):
-                assert active.plan.current is not None
-                refusal = TokenDelta(
-                    active.plan.current.id,
-                    0,
-                    b"",
-                    FinishReason.ERROR,
-                    error="its guide has begun",
-                    refusal=RefusalKind.BROKEN,
-                )
-                router.say(AFTER, refusal)
-            last = (await stream.next())[-1]
-            assert last.finish_reason == "error"
-            assert "its guide has begun" in (last.error or "")
-
-    asyncio.run(scenario())
+            refusal = TokenDelta(
+                active.plan.current.id,
+                0,
+                b"",
+                FinishReason.ERROR,
+                error="its guide has begun",
+                refusal=RefusalKind.BROKEN,
+            )
+            router.say(AFTER, refusal)
+        last = (await stream.next())[-1]
+        assert last.finish_reason == "error"
+        assert "its guide has begun" in (last.error or "")

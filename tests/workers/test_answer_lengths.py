@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.workers.engines.simulated.core.answer_lengths import (
+from poolgrid.workers.engines.simulated.core.next_token import (
     MEAN_DEFAULT,
     STDDEV_DEFAULT,
     AnswerLengths,

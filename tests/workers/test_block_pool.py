@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool, Match
-from poolgrid.workers.engines.simulated.core.cache_recorder import Link, SilentRecorder, WireRecorder
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
 from tests.examples import examples
 from tests.workers.builders import fold
 
@@ -48,7 +48,7 @@ def begun(pool: BlockPool, path: tuple[int, ...], retention: Sequence[tuple[int 
 
 
 def test_the_host_evicts_by_priority_and_what_hangs_off_such_a_block_goes_on_both_tiers() -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     pool = BlockPool(4, 2, BLOCK_SIZE, recorder)
     told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     kept(pool, (1, 2), (31, None), (90, None))
@@ -75,7 +75,7 @@ def test_the_host_evicts_by_priority_and_what_hangs_off_such_a_block_goes_on_bot
 
 
 def test_an_evicted_block_of_a_priority_below_30_is_gone_and_its_parent_moves_to_the_host() -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     pool = BlockPool(3, 3, BLOCK_SIZE, recorder)
     told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     kept(pool, (1, 2, 3), (30, None), (29, None), (10, None))
@@ -104,7 +104,7 @@ RETENTION = st.lists(
 def test_whatever_requests_ask_for_no_block_is_without_those_before_it(
     work: list[tuple[list[int], list[tuple[int | None, int | None]] | None, int]], host: int
 ) -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     pool = BlockPool(7, host, BLOCK_SIZE, recorder)
     told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     held: list[list[int]] = []
@@ -145,7 +145,7 @@ def test_whatever_requests_ask_for_no_block_is_without_those_before_it(
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        BlockPool(*sizes, SilentRecorder())
+        BlockPool(*sizes, CacheRecorder())
 
 
 @dataclass
@@ -197,7 +197,7 @@ class BlockPoolAgreesWithTheNaiveOne(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorder = WireRecorder()
+        self.recorder = CacheRecorder()
         self.pool = BlockPool(9, 4, BLOCK_SIZE, self.recorder)
         self.naive = NaivePool(9, 4)
         self.holders: list[Holder] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, LEADER_OF_RANKS, PREFILL_WORKER, DealerSocket, Peer
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, PREFILL_WORKER, DealerSocket, Peer
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,6 @@ from poolgrid.workers.adapters.sockets import CONSOLIDATOR, LEADER_OF_RANKS, PRE
     [
         (CONSOLIDATOR, "nowhere", "connecting consolidator: 'nowhere' cannot be used"),
         (PREFILL_WORKER, "inproc://a", "the prefill worker's endpoint 'inproc://a' cannot be used"),
-        (LEADER_OF_RANKS, "tcp://:", "connecting to the leader of the ranks: 'tcp://:' cannot be used"),
     ],
 )
 def test_an_endpoint_that_is_none_is_refused_with_whom_it_is_for(peer: Peer, endpoint: str, said: str) -> None:
@@ -24,7 +23,7 @@ def test_an_endpoint_that_is_none_is_refused_with_whom_it_is_for(peer: Peer, end
         assert peer.advice in str(refused.value)
 
 
-@pytest.mark.parametrize("peer", [CONSOLIDATOR, PREFILL_WORKER, LEADER_OF_RANKS])
+@pytest.mark.parametrize("peer", [CONSOLIDATOR, PREFILL_WORKER])
 async def test_only_what_a_prefill_worker_is_asked_waits_for_one_that_is_not_there(peer: Peer) -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context:
         socket = DealerSocket(context, peer, "tcp://127.0.0.1:1", lambda frames: None)

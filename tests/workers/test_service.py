@@ -44,7 +44,7 @@ from poolgrid.workers.adapters.http_api import HttpApi, is_from_here
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.simulated.card import make_card
+from poolgrid.workers.engines.simulated.opening import make_card
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
@@ -689,15 +689,12 @@ async def test_a_worker_that_no_consolidator_welcomes_says_so_until_one_does(
 
 
 @pytest.mark.parametrize("header", [("origin", "http://evil.example"), ("sec-fetch-site", "same-origin")])
-def test_draining_is_not_for_web_pages(header: tuple[str, str]) -> None:
+async def test_draining_is_not_for_web_pages(header: tuple[str, str]) -> None:
     """A browser on the worker's machine comes from that machine, whichever page it shows."""
 
-    async def scenario() -> None:
-        async with running_worker() as worker:
-            async with httpx.AsyncClient(base_url=worker.http_url) as client:
-                answer = await client.post("/drain", headers=[header])
-            assert answer.status_code == 403
-            assert "web pages" in answer.text
-            assert (await worker.get("/ready")).status_code == 200
-
-    asyncio.run(scenario())
+    async with running_worker() as worker:
+        async with httpx.AsyncClient(base_url=worker.http_url) as client:
+            answer = await client.post("/drain", headers=[header])
+        assert answer.status_code == 403
+        assert "web pages" in answer.text
+        assert (await worker.get("/ready")).status_code == 200

@@ -12,7 +12,7 @@ from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from poolgrid.workers.engines.server.dialects.vllm import KIND
 from poolgrid.workers.engines.server.opening import make_card
-from poolgrid.workers.step_times import StepTimesSettings
+from poolgrid.workers.settings import StepTimesSettings
 
 OWN = {"prefill": [[1, 10.0], [1000, 60.0]], "decode": [[0.0, 5.0], [1.0, 20.0]]}
 

@@ -33,7 +33,7 @@ class SecuritySettings(Settings):
     curve_server_key: InputFile | None = Field(
         None, description="Public key file of the servers that this process connects to; by default its own."
     )
-    curve_allowed_keys: InputFile | None = Field(
+    curve_allowed_keys: Path | None = Field(
         None,
         description="Directory of the public key files (*.key) of peers that may connect here; by default only peers "
         "with this process's own key. Changes count from the next connection on.",

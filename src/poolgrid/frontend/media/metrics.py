@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from poolgrid.process.instruments import Gauge
@@ -14,29 +16,26 @@ class MediaMetrics:
     """The instruments of one loader, registered in ``registry``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
         self.registry = registry
-        self.loaded = Counter(
+        self.loaded = counter(
             "poolgrid_frontend_media_loaded",
             "Media taken, by where they came from (`http`, `https`, `data`, `file`) and kind (`image`, `embeddings`).",
             ["source", "kind"],
-            registry=registry,
         )
-        self.loaded_bytes = Counter(
-            "poolgrid_frontend_media_loaded_bytes", "Bytes of media taken.", ["source"], registry=registry
-        )
-        self.uncounted = Counter(
+        self.loaded_bytes = counter("poolgrid_frontend_media_loaded_bytes", "Bytes of media taken.", ["source"])
+        self.uncounted = counter(
             "poolgrid_frontend_media_uncounted",
             "Media whose number of tokens is not known from the card of the model's workers, by kind. Routing goes by "
             "the blocks before the first of them, so equal pictures find no cached blocks.",
             ["kind"],
-            registry=registry,
         )
-        self.refused = Counter(
+        self.refused = counter(
             "poolgrid_frontend_media_refused",
             "Media not taken, by the reason code that the client saw. If `media_address_not_allowed` or "
             "`media_path_not_allowed` grows, somebody tries to reach what clients may not.",
             ["reason"],
-            registry=registry,
         )
         self.fetch_seconds = Histogram(
             "poolgrid_frontend_media_fetch_seconds",
@@ -45,17 +44,13 @@ class MediaMetrics:
             buckets=FETCH_BUCKETS_S,
             registry=registry,
         )
-        self.held_bytes = Gauge(
+        self.held_bytes = gauge(
             "poolgrid_frontend_media_held_bytes",
             "Bytes of the media of requests in flight. At `media_memory_mb` the next request is answered 429.",
-            registry=registry,
         )
-        self.cached_bytes = Gauge(
-            "poolgrid_frontend_media_cached_bytes", "Bytes of the media kept by URL.", registry=registry
-        )
-        self.cache_lookups = Counter(
+        self.cached_bytes = gauge("poolgrid_frontend_media_cached_bytes", "Bytes of the media kept by URL.")
+        self.cache_lookups = counter(
             "poolgrid_frontend_media_cache_lookups",
             "URLs asked for: `hit`, `miss` (fetched) or `shared` (a fetch under way was joined).",
             ["outcome"],
-            registry=registry,
         )
