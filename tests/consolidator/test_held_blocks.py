@@ -14,6 +14,7 @@ from poolgrid.consolidator.core.owned_blocks import (
     FrozenBlocks,
     OwnedBlocks,
 )
+from tests.examples import examples
 
 TOP = 1 << 59
 """Some of the bits by which shards are told apart."""
@@ -52,7 +53,7 @@ def _bounded(held: OwnedBlocks) -> None:
             assert not is_sparse or number in held._sparse
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(changes)
 def test_pages_answer_as_one_dict_would_order_included(history: list[tuple[str, list[int]]]) -> None:
     held, model = small(), dict[int, int | None]()

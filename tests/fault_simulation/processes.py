@@ -80,8 +80,6 @@ STALE_AFTER_MS = 500
 PEER_LEASE_MS = 2000.0
 DRAIN_TIMEOUT_MS = 500.0
 SELECT_TIMEOUT_MS = 300.0
-KV_TIMEOUT_MS = (3_000.0, 60_000.0)
-"""How long KV is kept for a decode worker; longer in strict runs, in which that may be paused."""
 KEPT_TRANSFERS_MAX = 6
 """In runs that are not strict: a worker that keeps as many refuses what comes, and refusals are counted as moves."""
 KV_FETCH_TIMEOUT_MS = 1_500.0

@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from tests.fault_simulation.processes import RouterProcess
 
 
-class Breach(Exception):
-    """Something that must hold does not."""
-
-
 @dataclass(slots=True)
 class PoolHistory:
     """What one life of a consolidator has in its journal."""

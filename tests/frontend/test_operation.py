@@ -95,24 +95,19 @@ def test_models_are_listed_with_their_adapters() -> None:
     assert get("/v1/models/org/model").json()["error"]["code"] == "model_not_found"
 
 
-def test_every_answer_has_a_name_and_head_is_get_without_a_body() -> None:
-    async def go() -> None:
-        async with in_process(application(FakeBackend())) as client:
-            for path in ("/live", "/ready", "/health", "/ping", "/version", "/metrics", "/v1/models", "/openapi.json"):
-                got, asked = await client.get(path), await client.head(path)
-                assert (got.status_code, asked.status_code, asked.content) == (200, 200, b""), path
-                assert got.headers["content-type"] == asked.headers["content-type"]
-                assert got.headers["x-request-id"] != asked.headers["x-request-id"]
-            assert (await client.head("/v1/nothing")).status_code == 404
-            refused = await client.head("/v1/chat/completions")
-            assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
-            names = [
-                (await client.get("/live", headers={"x-request-id": name})).headers["x-request-id"] for name in "a~"
-            ]
-            assert names[0] == "a"
-            assert names[1].startswith("id-"), "what no client may choose is replaced"
-
-    asyncio.run(go())
+async def test_every_answer_has_a_name_and_head_is_get_without_a_body() -> None:
+    async with in_process(application(FakeBackend())) as client:
+        for path in ("/live", "/ready", "/health", "/ping", "/version", "/metrics", "/v1/models", "/openapi.json"):
+            got, asked = await client.get(path), await client.head(path)
+            assert (got.status_code, asked.status_code, asked.content) == (200, 200, b""), path
+            assert got.headers["content-type"] == asked.headers["content-type"]
+            assert got.headers["x-request-id"] != asked.headers["x-request-id"]
+        assert (await client.head("/v1/nothing")).status_code == 404
+        refused = await client.head("/v1/chat/completions")
+        assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+        names = [(await client.get("/live", headers={"x-request-id": name})).headers["x-request-id"] for name in "a~"]
+        assert names[0] == "a"
+        assert names[1].startswith("id-"), "what no client may choose is replaced"
 
 
 def test_ping_is_ready_and_version_says_which() -> None:

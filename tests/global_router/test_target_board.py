@@ -85,18 +85,6 @@ def test_a_grid_of_many_cells_has_few_series() -> None:
     assert sum(cells.values()) == fine * len(range(0, fine, 9))
 
 
-def test_rows_sort_as_their_ranges_do() -> None:
-    board = Board(document(aggregated()))
-    axis = board.grid["aggregated"].axes[-2]
-
-    rows = []
-    for index in range(axis.resolution):
-        board.board.placed(board.selection("aggregated", ttft=axis.cell_middle(index)), "a", 1)
-        rows.append(max(labels[1] for labels in board.series(CELLS)))
-
-    assert rows == sorted(set(rows))
-
-
 def test_a_new_revision_begins_its_cells_anew_and_a_late_request_of_the_old_one_is_left_out() -> None:
     board = Board(document(aggregated()))
     selection = board.selection("aggregated")

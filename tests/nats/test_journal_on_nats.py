@@ -24,7 +24,7 @@ from poolgrid.wire.leadership import Leader
 from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream
-from tests.consolidator.journal_laws import JournalLaws, fill, offsets, snapshot
+from tests.consolidator.journal_laws import fill, offsets, snapshot
 from tests.consolidator.pusher import stored
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
@@ -96,10 +96,6 @@ def kind(server: NatsServer, loop: asyncio.AbstractEventLoop) -> Iterator[OnServ
     kind = OnServer(server, loop)
     yield kind
     kind.end()
-
-
-class TestJournalLaws(JournalLaws):
-    """On a real server."""
 
 
 def test_a_writer_that_was_overtaken_is_fenced(kind: OnServer) -> None:

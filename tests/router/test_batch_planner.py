@@ -59,14 +59,6 @@ def test_a_request_waits_for_a_worker_that_is_soon_free_and_holds_its_prompt() -
     assert placed(waits, [0, 0]) == [(0, 1)]
 
 
-def test_it_does_not_wait_where_another_one_is_done_sooner() -> None:
-    assert placed(waiting([[6000, 2000]], busy_ms=[0.0, 500.0]), [0, 9000]) == [(0, 0)]
-
-
-def test_of_two_long_prompts_on_one_worker_the_shorter_goes_first() -> None:
-    assert placed(waiting([[12_000], [9000]]), [0]) == [(1, 0)]
-
-
 def test_the_longest_is_given_a_worker_of_its_own() -> None:
     waits = waiting([[30_000, 30_000], [9000, 9000], [9000, 9000]])
 
@@ -88,21 +80,6 @@ def test_prompts_whose_step_is_mostly_overhead_share_it() -> None:
 
 def test_a_long_prompt_does_not_join_a_short_ones_step() -> None:
     assert placed(waiting([[100], [6000]]), [0]) == [(0, 0)]
-
-
-def test_many_that_wait_make_larger_steps() -> None:
-    few, many = placed(waiting([[2000]] * 2), [0]), placed(waiting([[2000]] * 12), [0])
-
-    assert len(few) == 1
-    assert 1 < len(many) <= 4, "a step has room for four"
-
-
-def test_small_prompts_join_a_worker_that_is_not_free_as_long_as_a_step_has_room() -> None:
-    waits = waiting([[100]] * 4)
-
-    assert len(placed(waits, [STEP_TOKENS - 250])) == 2
-    assert placed(waits, [STEP_TOKENS]) == []
-    assert placed(waiting([[4000]]), [100]) == [], "this one is not small"
 
 
 def test_a_higher_priority_goes_first_and_keeps_the_worker_that_it_waits_for() -> None:

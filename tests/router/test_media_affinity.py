@@ -34,14 +34,6 @@ def test_a_medium_goes_to_the_same_worker_whoever_asks_and_media_spread_over_all
     assert min(homes.count(name) for name in idle) > len(MEDIA) / 4 * 0.6
 
 
-def test_a_worker_that_leaves_moves_only_its_own_media() -> None:
-    with_all, without = dict.fromkeys("abcd", 0), dict.fromkeys("abc", 0)
-
-    for media in MEDIA:
-        home = _chosen(media, with_all)
-        assert home == "d" or _chosen(media, without) == home
-
-
 def test_one_popular_medium_is_spread_when_its_worker_is_above_its_share() -> None:
     loads = dict.fromkeys("abcd", 0)
     for _ in range(100):

@@ -228,19 +228,6 @@ def test_a_plan_waits_for_the_worker_that_holds_the_prompt_and_says_who_comes_be
     assert planner_of(selector).plan([wanted("longer", path[:1100], 1500), wanted("r", path, 1500)]) == [(1, {a: 1})]
 
 
-def test_a_choice_counts_what_it_costs_those_who_wait_behind_it() -> None:
-    pool, selector = make_pool("a", "b")
-    a, b = worker_key("a"), worker_key("b")
-    pool.say(a, stored(PATH[:20]))
-    assert choose(selector, 0.0).worker == a
-
-    behind = decided(selector.select(WorkerWanted(LONG, PATH, 0.0, 0, behind={a: 3})))
-
-    assert behind.worker == b
-    own_ms = behind.choice.terms[OWN_MS]
-    assert list(behind.choice.terms["behind_ms"]) == [pytest.approx(3 * own_ms[0]), 0.0]
-
-
 def test_a_plan_begins_with_one_whom_nobody_can_serve_now() -> None:
     _, selector = make_pool("a")
     a = worker_key("a")

@@ -48,30 +48,24 @@ def of_traces(seen: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none(stream: bool) -> None:
-    async def run() -> None:
-        async with in_process(application(FakeBackend())) as client:
-            body = {"model": "tiny", "prompt": "hi", "stream": stream}
-            headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
-            with calls() as seen:
-                answer = await client.post("/v1/completions", json=body, headers=headers)
-            assert answer.status_code == 200
-            assert "traceresponse" not in answer.headers
-            assert "poolgrid.frontend.inference_endpoint" in seen
-            assert not of_traces(seen)
-
-    asyncio.run(run())
+async def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none(stream: bool) -> None:
+    async with in_process(application(FakeBackend())) as client:
+        body = {"model": "tiny", "prompt": "hi", "stream": stream}
+        headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+        with calls() as seen:
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        assert "traceresponse" not in answer.headers
+        assert "poolgrid.frontend.inference_endpoint" in seen
+        assert not of_traces(seen)
 
 
-def test_the_router_calls_nothing_of_traces_for_a_request_that_has_none_nor_for_one_that_waits() -> None:
-    async def run() -> None:
-        async with scene() as pool:
-            with calls() as seen:
-                await pool.submit("first")
-                await pool.submit("waits")
-                assert await pool.finish(2) == ["first", "waits"]
-                await asyncio.gather(*pool.submitted.values())
-            assert {"poolgrid.router.tracker", "poolgrid.router.queue", "poolgrid.serving.request_machine"} <= set(seen)
-            assert not of_traces(seen)
-
-    asyncio.run(run())
+async def test_the_router_calls_nothing_of_traces_for_a_request_that_has_none_nor_for_one_that_waits() -> None:
+    async with scene() as pool:
+        with calls() as seen:
+            await pool.submit("first")
+            await pool.submit("waits")
+            assert await pool.finish(2) == ["first", "waits"]
+            await asyncio.gather(*pool.submitted.values())
+        assert {"poolgrid.router.tracker", "poolgrid.router.queue", "poolgrid.serving.request_machine"} <= set(seen)
+        assert not of_traces(seen)

@@ -66,12 +66,6 @@ def test_what_is_asked_for_again_outlives_what_is_not() -> None:
     assert sketch.note(asked_once) == 0
 
 
-def test_without_a_budget_nothing_was_ever_seen() -> None:
-    sketch = ReuseSketch(0)
-
-    assert [sketch.note([1, 2]), sketch.note([1, 2]), len(sketch)] == [0, 0, 0]
-
-
 def test_what_a_conversation_adds_turn_by_turn_is_one_part_however_many_branch_off() -> None:
     sketch = ReuseSketch(100_000)
     trunk = path_of(list(range(400)))
