@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm ranks
+.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -109,6 +109,3 @@ retention:  ## the same requests with and without --retention learned on pools o
 
 slurm:  ## the job scripts on a real Slurm, this machine as three nodes; needs Debian's slurm-wlm and munge
 	$(PYTHON) -m tests.slurm
-
-ranks:  ## an engine that spans nodes under a real mpirun, with a stand-in for the engine; needs Debian's openmpi-bin, and mpi4py
-	$(PYTHON) -m tests.ranks

@@ -437,12 +437,12 @@ def test_the_page_prints_these_rules() -> None:
         ("workers.service", "from tensorrt_llm.llmapi import LLM", "use an engine in workers.engines"),
         (
             "workers.service",
-            "from poolgrid.workers.engines.simulated.card import make_card",
+            "from poolgrid.workers.engines.simulated.opening import make_card",
             "only simulated knows itself",
         ),
         (
             "workers.engines.trtllm.engine",
-            "def f():\n    import poolgrid.workers.engines.simulated.card",
+            "def f():\n    import poolgrid.workers.engines.simulated.opening",
             "only simulated knows itself",
         ),
         ("router.service", "print('x')", "print() is banned here, use a logger"),
@@ -520,7 +520,7 @@ def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
         ("workers.service", "# as TensorRT-LLM does", 1),
         ("workers.engines.lifecycle.loading", "x = trtllm_feed", 1),
         ("workers.engines.simulated.card", "# a simulated engine, not TensorRT-LLM", 0),
-        ("workers.engines.trtllm.card", "# TensorRT-LLM", 0),
+        ("workers.engines.trtllm.opening", "# TensorRT-LLM", 0),
         ("workers.engines.registry", "trtllm = simulated", 0),
     ],
 )

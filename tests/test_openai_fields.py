@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.frontend.responses_api.conversation import chat_body
-from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
-from poolgrid.frontend.schema import COPIED_TO_SAMPLING, REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
+from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.schema import COPIED_TO_SAMPLING, ChatBody, CompletionBody, refusals_of
 from poolgrid.wire.requests import Generate, Routing, Sampling
 from poolgrid.workers.engines.trtllm.core.sampling import plan_sampling
 from tests.frontend.fake_backend import FakeBackend
@@ -83,7 +83,7 @@ def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
     code = "\n".join(path.read_text() for path in frontend.rglob("*.py"))
     forgotten = [
         f"{body.__name__}.{name}"
-        for body, refused in ((ChatBody, REFUSED_CHAT), (CompletionBody, REFUSED_COMPLETION))
+        for body, refused in ((ChatBody, refusals_of(ChatBody)), (CompletionBody, refusals_of(CompletionBody)))
         for name in body.__struct_fields__
         if name not in refused and name not in COPIED_TO_SAMPLING and not re.search(rf"\.{name}\b", code)
     ]
@@ -93,7 +93,7 @@ def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
 
 def test_a_field_that_responses_and_chat_both_have_arrives_in_chat() -> None:
     shared = set(ResponsesBody.__struct_fields__) & set(ChatBody.__struct_fields__)
-    passed = shared - MADE_OTHERWISE - REFUSED_RESPONSES.keys()
+    passed = shared - MADE_OTHERWISE - refusals_of(ResponsesBody).keys()
     marks = {name: object() for name in passed}
 
     made = chat_body(ResponsesBody(input="hi", **marks))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import poolgrid
+from poolgrid.frontend.models import TINY_MODEL_PATH
 
 PACKAGE = Path(poolgrid.__file__).parent
 
@@ -32,6 +33,8 @@ class Plugin(NamedTuple):
     words: str = ""
 
 
+TRTLLM_POOL = ("up", "--engine", "trtllm", "--model-path", str(TINY_MODEL_PATH))
+
 PLUGINS = (
     Plugin("fleet_page"),
     Plugin("router/endpoint_picker", ("router", "--ext-proc-port", "0"), "poolgrid.router.endpoint_picker cannot be"),
@@ -39,6 +42,8 @@ PLUGINS = (
     Plugin("tools/bench", ("bench",), "bench: not installed"),
     Plugin("tools/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
     Plugin("tools/simulation", ("tune", "trace"), "tune: not installed"),
+    Plugin("workers/engines/trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
+    Plugin("workers/engines/trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
 )
 
 
@@ -68,7 +73,7 @@ def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: str(plugin.folder))
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: "-".join((plugin.folder, *plugin.command[:1])))
 def test_everything_else_starts_without_a_plugin_that_is_refused_by_name(plugin: Plugin, tmp_path: Path) -> None:
     place = package_without(plugin.folder, tmp_path)
     program = f"""
@@ -81,9 +86,35 @@ app(["--help"], standalone_mode=False)
 """
     done = python(place, "-c", program)
     assert done.returncode == 0, done.stderr
-    assert "Commands:" in done.stdout
+    assert "Operate:" in done.stdout
 
     if plugin.command:
         refused = python(place, "-m", "poolgrid", *plugin.command)
         assert refused.returncode == 2, refused
         assert plugin.words in " ".join(refused.stderr.split())
+
+
+def test_a_pool_serves_and_every_other_module_imports_without_the_engine_trtllm(tmp_path: Path) -> None:
+    place = package_without("workers/engines/trtllm", tmp_path)
+    program = """
+import importlib, pkgutil, poolgrid
+for found in pkgutil.walk_packages(poolgrid.__path__, "poolgrid."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+from poolgrid.workers.engines.registry import engines, server_kinds
+assert "trtllm" not in engines() and set(server_kinds()) == {"sglang", "trtllm-serve", "vllm"}
+"""
+    done = python(place, "-c", program)
+    assert done.returncode == 0, done.stderr
+
+    with subprocess.Popen(
+        [sys.executable, "-m", "poolgrid", "up", "--port", "0", "--workers", "1"],
+        env={"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin", "HOME": str(place)},
+        cwd=place,
+        stdout=subprocess.PIPE,
+    ) as pool:
+        assert pool.stdout is not None
+        try:
+            assert pool.stdout.readline().startswith(b"ready ")
+        finally:
+            pool.terminate()

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.http_server import HttpServer
@@ -21,22 +23,18 @@ from poolgrid.process.tasks import cancel_all, detached, supervised, unless
 from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from poolgrid.transport.tls import Tls
-from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
+from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.names import COMPONENTS
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
-from poolgrid.workers.chat_words import card_of_rank, chat_spec, named_card, told_card
-from poolgrid.workers.consolidator_place import ConsolidatorPlace
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
-from poolgrid.workers.engines.lifecycle.closing import close_in_order
+from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, close_in_order
 from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.loading_words import tell_while_loading
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import cached_model
-from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.publisher import ConsolidatorPlace, EventPublisher, tell_while_loading
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
@@ -91,7 +89,7 @@ async def serve(
         requests = _open_requests(opened, settings, context)
         start = StartPhases(metrics, clock, api.say_start)
         around = EngineHost(
-            context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start, start, stop.set
+            context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start, start
         )
         opening = _open_engine(opened, definition, settings, around)
         telling = _tell_while_loading(settings, definition.serves(settings), start, context, place)
@@ -216,7 +214,7 @@ def _open_publisher(
 ) -> None:
     """Open what carries a rank's events; with the others it is closed after the engine has said its last words."""
     timing = PushTiming(heartbeat_ms=settings.heartbeat_ms)
-    stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing, settings.outbox_bytes)
+    stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing)
     publisher = EventPublisher(
         around.context,
         place.endpoint,
@@ -277,3 +275,50 @@ def _announce_when_registered(
         ready(url)
 
     opened.push_async_callback(cancel_all, [supervised(announce, "announcement")])
+
+
+MEBIBYTE = 1024 * 1024
+
+
+def chat_spec(settings: WorkerProcessSettings) -> ChatSpec:
+    """Return what a worker was told; raises ``ValueError`` when its template cannot be read, or is too long."""
+    return ChatSpec(
+        "" if settings.reasoning_parser == AUTO else settings.reasoning_parser,
+        "" if settings.tool_call_parser == AUTO else settings.tool_call_parser,
+        "" if settings.chat_template is None else _read_template(settings.chat_template),
+    )
+
+
+def told_card(card: WorkerCard, settings: WorkerProcessSettings, chat: ChatSpec) -> WorkerCard:
+    """Return an engine's card with what the worker was told."""
+    media = card.media
+    if settings.max_file_size_mb is not None:
+        media = msgspec.structs.replace(media, item_bytes_max=settings.max_file_size_mb * MEBIBYTE)
+    return msgspec.structs.replace(card, media=media, chat=chat)
+
+
+def named_card(card: WorkerCard, settings: WorkerProcessSettings) -> WorkerCard:
+    """Return a card with the name that the worker has in its namespace, where it has one and the engine gave none."""
+    if not settings.has_names or card.endpoint_name:
+        return card
+    name = f"{settings.namespace}.{COMPONENTS[card.role]}.generate"
+    return msgspec.structs.replace(card, endpoint_name=name)
+
+
+def card_of_rank(card: WorkerCard, dp_rank: int) -> WorkerCard:
+    """Return the card of one rank: the template is in the first one's only, because a pool may have thousands."""
+    if dp_rank == 0 or not card.chat.chat_template:
+        return card
+    return msgspec.structs.replace(card, chat=msgspec.structs.replace(card.chat, chat_template=""))
+
+
+def _read_template(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template is {path}, which cannot be read as text: {error}") from None
+    if not 1 <= len(text) <= CHAT_TEMPLATE_CHARS_MAX:
+        raise ValueError(
+            f"chat_template is {path} with {len(text)} characters, allowed are 1 to {CHAT_TEMPLATE_CHARS_MAX}"
+        )
+    return text

@@ -82,7 +82,6 @@ class KvFetcher:
         self._do(effects)
 
     def end(self, request_id: str) -> None:
-        """Let the source of a request's KV go, if it has one."""
         self._do(self._fetches.end(request_id))
 
     def close(self, orderly: bool) -> None:

@@ -198,7 +198,7 @@ class WorkerMetrics:
         )
         self.outbox_bytes = gauge(
             "outbox_bytes",
-            "Bytes of unacknowledged event batches. At `outbox_bytes` all are dropped, and the cache is resynced.",
+            "Bytes of unacknowledged event batches. At 32 MiB all are dropped, and the cache is resynced.",
             rank,
         )
         self.outbox_overflows = counter(
@@ -227,7 +227,6 @@ class WorkerMetrics:
         self.kept_transfers.set(report.kept_transfers)
 
     def observe_events(self, events: Sequence[AnyEvent]) -> None:
-        """Count what a rank's step stored and evicted."""
         for event in events:
             if type(event) is BlocksStored:
                 self.stored_blocks.inc(len(event.sequence_hashes) // HASH_BYTES)

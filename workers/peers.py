@@ -87,7 +87,6 @@ class Peers:
         return len(self._peers)
 
     def close(self) -> None:
-        """Look at no lease any more."""
         if self._lease_timer is not None:
             self._lease_timer.cancel()
 
@@ -140,7 +139,6 @@ class Peers:
     # -- speaking to them ----------------------------------------------------------------------------------------------
 
     def send(self, peer_id: bytes, frame: bytes) -> None:
-        """Send to a peer, or give it up."""
         if not self._socket.send(peer_id, frame) and peer_id in self._peers:
             self._metrics.lost_peers.inc()
             self._abandon(peer_id, "it cannot be reached or reads nothing")

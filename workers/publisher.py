@@ -13,13 +13,14 @@ import zmq
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints
+from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, LoadReported
+from poolgrid.wire.loading import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
 from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
-from poolgrid.workers.core.published_requests import PublishedRequests
-from poolgrid.workers.core.push_stream import Effect, PushStream, RestateNeeded, Send, State
+from poolgrid.workers.core.push_stream import Effect, PublishedRequests, PushStream, RestateNeeded, Send, State
 from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -219,3 +220,99 @@ class EventPublisher:
 
     def _delay_s(self, moment_ms: float) -> float:
         return max(0.001, (moment_ms - self._clock.monotonic_ms()) / 1e3)
+
+
+class ConsolidatorPlace:
+    """The endpoint at which the consolidator takes events in; empty while nobody knows it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.publishers: list[EventPublisher] = []
+        """Who pushes there; they come once the engine is there."""
+
+    def answers(self) -> bool | None:
+        """Return whether the consolidator there has a publisher of this worker as a member; ``None`` without any."""
+        if not self.publishers:
+            return None
+        return any(publisher.is_registered for publisher in self.publishers)
+
+    def move(self, endpoint: str) -> None:
+        """Push there from now on."""
+        self.endpoint = endpoint
+        for publisher in self.publishers:
+            publisher.follow(endpoint)
+
+
+GOODBYE_TIMEOUT_S = 2.0
+"""How long the end waits for the consolidator's last acknowledgements; without them the lease ends the membership."""
+
+
+class Membership:
+    """The event streams of a worker's ranks, in their order; ``join`` gives them.
+
+    It joins with all its ranks, leaves for a while, comes back in another life. A life has an epoch, the same for all
+    ranks; each coming back has the next.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.is_away = False
+        """It has left, and may come back."""
+        self.publishers: Sequence[EventPublisher] = ()
+
+    @property
+    def is_registered(self) -> bool:
+        return bool(self.publishers) and all(publisher.is_registered for publisher in self.publishers)
+
+    def join(self, publishers: Sequence[EventPublisher]) -> None:
+        """Greet the consolidator, for every rank."""
+        self.publishers = publishers
+        for publisher in publishers:
+            publisher.start()
+
+    def leave(self, reason: str) -> None:
+        """Leave for the time being."""
+        self.is_away = True
+        for publisher in self.publishers:
+            publisher.leave(reason)
+
+    def rejoin(self) -> None:
+        """Join in another life, with all that holds now."""
+        self.is_away = False
+        self.epoch += 1
+        for publisher in self.publishers:
+            publisher.rejoin(self.epoch)
+
+    async def say_goodbye(self, reason: str) -> bool:
+        """End every rank's stream; say whether all were acknowledged in time."""
+        return all(await asyncio.gather(*(each.say_goodbye(reason, GOODBYE_TIMEOUT_S) for each in self.publishers)))
+
+
+FIRST_WORD_S = 0.25
+"""An engine that is there by then has not been loading for anybody to see."""
+
+
+async def tell_while_loading(context: PlaneContext, where: Callable[[], str], now: Callable[[], LoadingWorker]) -> None:
+    """Send what ``now`` says to the consolidator that is ``where`` says, again and again until cancelled.
+
+    While it is nowhere (empty) nothing is said. A word that the socket does not take is left out. Raises
+    ``ValueError`` for an endpoint that cannot be used.
+    """
+    await asyncio.sleep(FIRST_WORD_S)
+    endpoint, socket = "", None
+    try:
+        while True:
+            if (there := where()) != endpoint:
+                if socket is not None:
+                    socket.close(orderly=False)
+                # There are no answers.
+                endpoint, socket = (
+                    there,
+                    DealerSocket(context, CONSOLIDATOR, there, lambda frames: None) if there else None,
+                )
+            if socket is not None:
+                socket.send([LOADING_FRAME, codec.loading_worker.encode(now())])
+            await asyncio.sleep(TELL_EVERY_S)
+    finally:
+        if socket is not None:
+            socket.close(orderly=False)

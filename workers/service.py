@@ -8,9 +8,9 @@ Rules:
    that is gone (``poolgrid.workers.peers``) are cancelled.
 2. Per engine step: one frame to each peer that gets tokens, one batch to each rank's event stream when there is
    something to say. Never one per token.
-3. Draining (``poolgrid.workers.drain``): ``WorkerDraining`` goes out, new requests are refused as ``draining``, running
-   ones finish. What is left in the end is refused as ``draining``, so that routers continue it elsewhere. It begins
-   when the process is to end, or by order; then the worker stays, out of use, until its process is to end.
+3. Draining (``poolgrid.workers.endings``): ``WorkerDraining`` goes out, new requests are refused as ``draining``,
+   running ones finish. What is left in the end is refused as ``draining``, so that routers continue it elsewhere. It
+   begins when the process is to end, or by order; then the worker stays, out of use, until its process is to end.
 4. The role says which stages are taken. A prefill leg that ended with ``prefilled`` belongs to its peer until its KV is
    taken, cancelled or expired; a drain waits for it. A new request with its id takes its place.
 5. A leg that needs something of another worker first has it fetched (``poolgrid.workers.transfers``); until then the
@@ -62,14 +62,12 @@ from poolgrid.workers.core.refusal import (
     UnknownModelError,
 )
 from poolgrid.workers.core.token_coalescer import TokenCoalescer
-from poolgrid.workers.drain import WorkerDrain
-from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
+from poolgrid.workers.endings import Ending, Endings, WorkerDrain, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
 from poolgrid.workers.leg_traces import LegTraces
-from poolgrid.workers.membership import Membership
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
-from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.publisher import EventPublisher, Membership
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
 
 log = logging.getLogger(__name__)
@@ -153,7 +151,6 @@ class WorkerService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests may be sent here."""
         return self._membership.is_registered and not self._drain.is_on and self.is_healthy
 
     @property

@@ -13,13 +13,13 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.process.settings import InputFile, ZmqAddress
+from poolgrid.process.settings import InputFile, Settings, ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
-from poolgrid.wire.card import ReasoningParser, ToolCallParser, parser_name
+from poolgrid.wire.card import NO_STEP_TIMES, ReasoningParser, StepTimes, ToolCallParser, parser_name
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import CONSOLIDATOR, EndpointName, is_name
-from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
+from poolgrid.workers.core.timing import PUBLISHED, TimingName, step_times_of, timing_model
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 
@@ -57,12 +57,6 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     """Least time between two load reports while busy; one more when idle."""
     heartbeat_ms: ClassVar[float] = 1000.0
     """Time between two signs of life to the consolidator: a tenth of its usual lease."""
-    outbox_bytes: int = Field(
-        OUTBOX_BYTES_DEFAULT,
-        ge=OUTBOX_BYTES_MIN,
-        le=2**32,
-        description="Unacknowledged events that are kept; beyond it all are dropped and the cache is restated.",
-    )
 
     reasoning_parser: ReasoningParser = Field(
         "auto",
@@ -83,8 +77,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         None,
         ge=1,
         le=52,
-        description="Largest medium of this model's requests, in 2^20 bytes; empty = what the routers allow, which "
-        "holds too. All workers of a model must agree.",
+        description="Largest medium of this model's requests, in 2^20 bytes; empty = 50, the most that routers "
+        "take. All workers of a model must agree.",
     )
 
     model_cache_dir: Path | None = Field(
@@ -154,5 +148,31 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
 
     @property
     def http_scheme(self) -> str:
-        """``https`` where there is a certificate."""
         return "http" if self.tls_certificate is None else "https"
+
+
+class StepTimesSettings(Settings):
+    """Step times for the card; the engine itself has its own."""
+
+    panel: ClassVar[str] = "Worker"
+
+    timing: TimingName | None = Field(
+        None,
+        description="Step times that the worker's card says, from which routers with the policy predicted begin: "
+        "published are the formulas of the field's simulator, h100-qwen3-8b and h200-qwen3-8b were measured on "
+        "one H100 and one H200; empty = the card says none, and they begin with published.",
+    )
+    timing_table: InputFile | None = Field(
+        None, description="JSON file of measured step times of your own, instead of those that timing names."
+    )
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> Self:
+        self.step_times()  # before an engine is loaded, which takes minutes
+        return self
+
+    def step_times(self) -> StepTimes:
+        """Return what the card says; raises ``TableError`` for a table that cannot be used, and for both at once."""
+        if self.timing is None and self.timing_table is None:
+            return NO_STEP_TIMES
+        return step_times_of(timing_model(self.timing or PUBLISHED, self.timing_table))

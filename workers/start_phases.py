@@ -43,7 +43,6 @@ class StartPhases:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that are still to come in this phase."""
         return max(0, self.total_bytes - self.done_bytes)
 
     def enter(self, phase: Phase, total_bytes: int = 0) -> None:

@@ -100,7 +100,6 @@ class Transfers:
         self._on_ended(request, delta, event_reason)
 
     def release_source(self, request_id: str) -> None:
-        """Let the source of a request's KV go, if it has one."""
         if self._kv is not None:
             self._kv.fetcher.end(request_id)
 
@@ -132,6 +131,5 @@ class Transfers:
         return KvOffered(transfer_id, False) if self._kv is None else self._kv.handover.offer(transfer_id)
 
     def release(self, transfer_id: str) -> None:
-        """Let go of what is kept for another worker."""
         if self._kv is not None:
             self._kv.handover.release(transfer_id)

@@ -17,14 +17,14 @@ worker() {
         --advertise-host="${ADDRESS:-$SLURMD_NODENAME}" --drain-timeout-ms="$((DRAIN_S * 1000))" "$@"
 }
 
-# rank ROLE NAME LEADER_HOST OPTION...: one rank of a worker that spans nodes, in this task; the first is the worker.
+# rank ROLE NAME HOST OPTION...: one rank of a worker that spans nodes, in this task; the first, on HOST, is the worker.
 rank() {
-    local role=$1 name=$2 leader=$3
+    local role=$1 name=$2 host=$3
     shift 3
-    exec "$POOLGRID" worker --engine="$ENGINE" --nodes="$NODES_PER_WORKER" --worker-id="$name" \
-        --disaggregation-mode="${role/aggregated/prefill_and_decode}" --leader-host="$leader" \
-        --rank-port="$RANK_PORT" --consolidator="tcp://$HEAD_ADDRESS:$INGEST_PORT" --host="$BIND" \
-        --advertise-host="$leader" --drain-timeout-ms="$((DRAIN_S * 1000))" "$@"
+    exec bash "$SCRIPTS/rank.sh" "$POOLGRID" worker --engine="$ENGINE" --worker-id="$name" \
+        --disaggregation-mode="${role/aggregated/prefill_and_decode}" \
+        --consolidator="tcp://$HEAD_ADDRESS:$INGEST_PORT" --host="$BIND" --advertise-host="$host" \
+        --drain-timeout-ms="$((DRAIN_S * 1000))" "$@"
 }
 
 "$@"

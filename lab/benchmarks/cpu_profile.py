@@ -62,7 +62,7 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("frontend/stream_head.py", r".*", ENCODE),
     ("frontend/sequence_output.py", r".*", INTAKE),
     ("frontend/detokenization.py", r".*", INTAKE),
-    ("frontend/stop_strings.py", r".*", INTAKE),
+    ("frontend/sequence_output.py", r".*", INTAKE),
     ("frontend/metrics.py", r".*", RECORDING),
     ("frontend/prompt_encoder.py", r".*", TOKENIZATION),
     ("frontend/tokenization.py", r".*", TOKENIZATION),

@@ -40,8 +40,7 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService

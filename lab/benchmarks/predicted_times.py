@@ -31,8 +31,7 @@ from poolgrid.tools.simulation.conditions import SpeedChange, TtftTargets, Worke
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.workload import Workload, build_workload
-from poolgrid.workers.core.shipped_timing import timing_model
-from poolgrid.workers.core.timing import TimingModel
+from poolgrid.workers.core.timing import TimingModel, timing_model
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
 WORKERS = 8

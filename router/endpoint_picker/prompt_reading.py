@@ -16,11 +16,11 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
-from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
 from poolgrid.frontend.errors import RequestError, unsupported
 from poolgrid.frontend.preparation import Preparation, parse_responses
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompts import tokenize
+from poolgrid.frontend.request_body import SHORT_BYTES, check_shape
 from poolgrid.frontend.responses_api.kept import references
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool

@@ -15,7 +15,7 @@ from poolgrid.cli.commands.worker import OF_ROUTERS
 from poolgrid.cli.main import app
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.card import ChatSpec
-from poolgrid.workers.chat_words import card_of_rank, chat_spec, told_card
+from poolgrid.workers.bootstrap import card_of_rank, chat_spec, told_card
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from poolgrid.workers.settings import WorkerProcessSettings

@@ -29,8 +29,7 @@ from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.nats.journal import SIZE_FACTOR
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
-from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_reply
+from poolgrid.workers.engines.simulated.core.next_token import AnswerLengths, Vocabulary, expected_reply
 from tests.fault_simulation import bounds, quiet
 from tests.fault_simulation.jetstream import SimulatedJetStream
 from tests.fault_simulation.network import Network

@@ -24,11 +24,10 @@ from prometheus_client import CollectorRegistry
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.gate import PathClass, key_of, path_class
 from poolgrid.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant, cache_salt
-from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
-from poolgrid.frontend.access.meter import Rate, TokenBucket
+from poolgrid.frontend.access.meter import LIMIT_HEADERS, Rate, TokenBucket, limit_headers
 from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.frontend.errors import REFUSAL_STATUSES
-from poolgrid.frontend.media.refusals import STATUS_BY_CODE
+from poolgrid.frontend.media.references import STATUS_BY_CODE
 from poolgrid.frontend.metrics import MODEL_LABELS_MAX, TENANT_LABELS_MAX, FrontendMetrics
 from poolgrid.http.http_server import HttpServer
 from poolgrid.inference.ports import Refused, ServedModel
@@ -384,7 +383,7 @@ def test_a_salt_depends_on_secret_tenant_and_client_and_on_nothing_between_them(
 
 @pytest.fixture
 def looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.frontend.access.watched_key_file.CHECK_MS", 0.0)
+    monkeypatch.setattr("poolgrid.frontend.access.tenants.CHECK_MS", 0.0)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

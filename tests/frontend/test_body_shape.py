@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend import body_shape
-from poolgrid.frontend.body_shape import SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
+from poolgrid.frontend import request_body
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.request_body import SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from tests.frontend.server import post_once
@@ -36,12 +36,12 @@ def walk(value: Any) -> tuple[int, int, int]:
     return commas + max(0, len(value) - 1), containers + 1, members + (len(value) if isinstance(value, dict) else 0)
 
 
-@given(values, st.booleans(), st.sampled_from([5, 40, body_shape.PIECE_BYTES]))
+@given(values, st.booleans(), st.sampled_from([5, 40, request_body.PIECE_BYTES]))
 def test_values_are_counted_as_a_parser_would_find_them(value: Any, ascii_only: bool, piece_bytes: int) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_shape, "PIECE_BYTES", piece_bytes)
+        patch.setattr(request_body, "PIECE_BYTES", piece_bytes)
 
         assert count_values(body, 10_000) == walk(value)
 
@@ -52,7 +52,7 @@ def test_whoever_counts_many_strings_lets_others_have_a_turn_now_and_then(text: 
     breaths: list[None] = []
 
     assert count_values(body, 10**9, lambda: breaths.append(None))[0] == 2_000_000 // len(text) // 5 - 1
-    assert len(breaths) > len(body) // (2 * body_shape.PIECE_BYTES)
+    assert len(breaths) > len(body) // (2 * request_body.PIECE_BYTES)
 
 
 @given(st.binary(max_size=200))

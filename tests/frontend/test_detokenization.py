@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from lab.build_tiny import SPECIAL_TOKENS, VOCAB_SIZE
 from poolgrid.frontend.detokenization import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
-from poolgrid.frontend.models.build_tiny import SPECIAL_TOKENS, VOCAB_SIZE
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from tests.frontend.fake_backend import TINY
 

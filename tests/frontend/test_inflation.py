@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.inflation import (
+from poolgrid.frontend.request_body import (
     RATIO_FREE_BYTES,
     STEP_INPUT_BYTES,
     STEP_OUTPUT_BYTES,
     STEPS_ON_LOOP,
-    BodyInflation,
+    BodyReader,
     ClientLeft,
-    Inflation,
     InflationLimits,
+    inflate,
 )
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.process.clock import SystemClock
@@ -37,27 +37,17 @@ from tests.frontend.server import application, served
 LIMITS = InflationLimits(output_bytes=8 * 2**20, members=100, ratio=100, time_ms=60_000)
 
 
-def standing() -> float:
-    return 0.0
-
-
-def inflation(body: bytes, limits: InflationLimits = LIMITS, monotonic_ms: Callable[[], float] = standing) -> Inflation:
-    return Inflation(body, limits, monotonic_ms)
+def whole(body: bytes, limits: InflationLimits = LIMITS) -> bytes:
+    return b"".join(inflate(body, limits))
 
 
 def noise(size: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-@given(
-    parts=st.lists(st.binary(max_size=3 * STEP_INPUT_BYTES), min_size=1, max_size=5),
-    steps=st.integers(min_value=1, max_value=4),
-)
-def test_members_come_out_as_they_went_in_whatever_the_steps(parts: list[bytes], steps: int) -> None:
-    work = inflation(b"".join(gzip.compress(part, 1) for part in parts))
-    while not work.advance(steps):
-        pass
-    assert work.result() == b"".join(parts)
+@given(parts=st.lists(st.binary(max_size=3 * STEP_INPUT_BYTES), min_size=1, max_size=5))
+def test_members_come_out_as_they_went_in(parts: list[bytes]) -> None:
+    assert whole(b"".join(gzip.compress(part, 1) for part in parts)) == b"".join(parts)
 
 
 @given(body=st.binary(max_size=200), cut=st.integers(min_value=1, max_value=30))
@@ -65,22 +55,15 @@ def test_what_is_cut_off_or_no_gzip_at_all_is_refused_and_ends(body: bytes, cut:
     for wrong in (gzip.compress(body)[:-cut], b"x" + body, gzip.compress(body) + b"x" * cut):
         if wrong:
             with pytest.raises(RequestError) as caught:
-                inflation(wrong).advance()
+                whole(wrong)
             assert (caught.value.status, caught.value.code) == (400, "invalid_encoding")
 
 
-def test_a_step_is_short_and_no_step_is_done_twice() -> None:
+def test_a_step_is_short() -> None:
     body = noise(500_000) + bytes(900_000)
-    packed = gzip.compress(body, 1)
-    work = inflation(packed)
-    seen = at = 0
-    while not work.advance(1):
-        grown, seen = sum(map(len, work._parts)) - seen, sum(map(len, work._parts))
-        assert grown <= STEP_OUTPUT_BYTES
-        assert 0 <= work._at - at <= STEP_INPUT_BYTES
-        at = work._at
-    assert work.result() == body
-    assert work._at == len(packed)
+    steps = list(inflate(gzip.compress(body, 1), LIMITS))
+    assert max(map(len, steps)) <= STEP_OUTPUT_BYTES
+    assert b"".join(steps) == body
 
 
 @pytest.mark.parametrize(
@@ -93,7 +76,7 @@ def test_a_step_is_short_and_no_step_is_done_twice() -> None:
 )
 def test_a_body_is_refused_beyond_each_limit(body: bytes, limits: InflationLimits, code: str, setting: str) -> None:
     with pytest.raises(RequestError, match=setting) as caught:
-        inflation(body, limits).advance()
+        whole(body, limits)
     assert (caught.value.status, caught.value.code) == (413, code)
 
 
@@ -103,48 +86,33 @@ def test_a_body_at_its_limits_is_taken() -> None:
         (gzip.compress(bytes(RATIO_FREE_BYTES)), LIMITS),
         (gzip.compress(noise(1000)), replace(LIMITS, output_bytes=1000)),
     ):
-        assert inflation(body, limits).advance()
+        assert whole(body, limits)
 
 
 def test_empty_members_cost_no_more_each_the_more_there_are() -> None:
-    work = inflation(gzip.compress(b"") * 400_000, replace(LIMITS, members=400_000))
-    assert work.advance()
     # The 35 s that this took were spent on copies of what follows each member.
+    assert whole(gzip.compress(b"") * 400_000, replace(LIMITS, members=400_000)) == b""
     with pytest.raises(RequestError, match="gzip members"):
-        inflation(gzip.compress(b"") * 400_000, replace(LIMITS, members=1024)).advance()
+        whole(gzip.compress(b"") * 400_000, replace(LIMITS, members=1024))
 
 
-def test_a_body_has_a_time_which_does_not_run_while_it_waits_for_a_thread() -> None:
-    now_ms = 0.0
-
-    def ticking() -> float:
-        nonlocal now_ms
-        now_ms += 1
-        return now_ms
-
-    body = gzip.compress(noise(40 * STEP_INPUT_BYTES), 1)
-    work = inflation(body, replace(LIMITS, time_ms=100), ticking)
-    assert not work.advance(10)
-    now_ms += 1_000_000
-    assert work.advance()
-    with pytest.raises(RequestError, match="takes longer than"):
-        inflation(body, replace(LIMITS, time_ms=30), ticking).advance()
-
-
-def test_a_short_body_needs_no_thread_and_a_long_one_is_given_up_when_its_client_has_left() -> None:
+def test_a_short_body_needs_no_thread_and_a_long_one_is_given_up_when_its_client_has_left_or_its_time_is_over() -> None:
     async def scenario() -> None:
         threads = TokenizationPool(1, 0, 0)
         threads.close()  # what would go to a thread would fail
-        bodies = BodyInflation(LIMITS, threads, SystemClock())
+        bodies = BodyReader(LIMITS, 0, threads, SystemClock())
         assert await bodies.inflated(gzip.compress(b"abc"), "gzip", lambda: True) == b"abc"
         assert await bodies.inflated(b"abc", "identity", lambda: True) == b"abc"
         threads = TokenizationPool(1, 0, 0)
-        bodies = BodyInflation(LIMITS, threads, SystemClock())
+        bodies = BodyReader(LIMITS, 0, threads, SystemClock())
         long = gzip.compress(noise(2 * STEPS_ON_LOOP * STEP_OUTPUT_BYTES))
         try:
             assert len(await bodies.inflated(long, "gzip", lambda: False)) == 2 * STEPS_ON_LOOP * STEP_OUTPUT_BYTES
             with pytest.raises(ClientLeft):
                 await bodies.inflated(long, "gzip", lambda: True)
+            hurried = BodyReader(replace(LIMITS, time_ms=0), 0, threads, SystemClock())
+            with pytest.raises(RequestError, match="takes longer than"):
+                await hurried.inflated(long, "gzip", lambda: False)
         finally:
             threads.close()
 
@@ -156,17 +124,17 @@ def test_nobody_works_for_a_client_that_has_left(path: str, monkeypatch: pytest.
     """A thread stands amid a body until the server has noticed that the client left; then it does not go on."""
     amid, noticed = threading.Event(), threading.Event()
     steps = 0
-    step = Inflation._step
 
-    def counted(self: Inflation) -> bool:
+    def counted(body: bytes, limits: InflationLimits) -> Iterator[bytes]:
         nonlocal steps
-        steps += 1
-        if steps == STEPS_ON_LOOP + 1:
-            amid.set()
-            assert noticed.wait(30)
-        return step(self)
+        for part in inflate(body, limits):
+            steps += 1
+            if steps == STEPS_ON_LOOP + 1:
+                amid.set()
+                assert noticed.wait(30)
+            yield part
 
-    monkeypatch.setattr(Inflation, "_step", counted)
+    monkeypatch.setattr("poolgrid.frontend.request_body.inflate", counted)
     registry = CollectorRegistry()
     body = gzip.compress(noise(100 * STEP_INPUT_BYTES), 1)
 
@@ -205,7 +173,7 @@ def test_what_was_refused_does_not_wait_for_the_collector() -> None:
 
     async def scenario() -> int:
         threads = TokenizationPool(1, 4, 0)
-        bodies = BodyInflation(replace(LIMITS, ratio=1e6), threads, SystemClock())
+        bodies = BodyReader(replace(LIMITS, ratio=1e6), 0, threads, SystemClock())
         refusals = 0
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(4):

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 import poolgrid
 from poolgrid.cli.options import environment_name
 from poolgrid.frontend.metrics import FrontendMetrics
-from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
+from poolgrid.frontend.schema import ChatBody, CompletionBody, Nvext, refusals_of
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.wire.answers import EndpointRow, InstanceRow
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
@@ -197,6 +197,6 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    refused = {*REFUSED_CHAT, *REFUSED_COMPLETION, *(f"nvext.{name}" for name in REFUSED_NVEXT)}
+    refused = {*refusals_of(ChatBody), *refusals_of(CompletionBody), *(f"nvext.{name}" for name in refusals_of(Nvext))}
     for name in {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *refused}:
         assert f"`{name}`" in DOCUMENT, name

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from lab.build_tiny import SPECIAL_TOKENS, build
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.models.build_tiny import SPECIAL_TOKENS, build
 from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
 
 CONFIG = Path(__file__).parents[2] / "pool_configs" / "short_and_long.json"

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from poolgrid.frontend.messages_api.schema import MessagesBody
 from poolgrid.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
+from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import (
-    REFUSED_CHAT,
-    REFUSED_COMPLETION,
-    REFUSED_NVEXT,
     ChatBody,
     CompletionBody,
+    Nvext,
+    refusals_of,
 )
 from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
 from poolgrid.inference.ports import Refused, ServedModel
@@ -214,9 +213,9 @@ def test_a_wrong_field_is_named_and_nothing_is_dispatched(path: str, body: bytes
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        *((CHAT, chat(**{name: {"asks": "for it"}}), name) for name in REFUSED_CHAT),
-        *((COMPLETIONS, completion(**{name: {"asks": "for it"}}), name) for name in REFUSED_COMPLETION),
-        *((CHAT, chat(nvext={name: ["x"]}), f"nvext.{name}") for name in REFUSED_NVEXT),
+        *((CHAT, chat(**{name: {"asks": "for it"}}), name) for name in refusals_of(ChatBody)),
+        *((COMPLETIONS, completion(**{name: {"asks": "for it"}}), name) for name in refusals_of(CompletionBody)),
+        *((CHAT, chat(nvext={name: ["x"]}), f"nvext.{name}") for name in refusals_of(Nvext)),
     ],
 )
 def test_a_feature_that_is_not_served_is_refused_by_name(path: str, body: bytes, param: str) -> None:
@@ -228,9 +227,9 @@ def test_a_feature_that_is_not_served_is_refused_by_name(path: str, body: bytes,
 
 
 def test_a_refused_field_that_asks_for_nothing_is_accepted() -> None:
-    inert = {name: values[0] if values else None for name, (values, _) in REFUSED_CHAT.items()}
+    inert = {name: values[0] if values else None for name, (_, values) in refusals_of(ChatBody).items()}
     assert post(CHAT, chat(**inert)).status_code == 200
-    inert = {name: values[0] if values else None for name, (values, _) in REFUSED_COMPLETION.items()}
+    inert = {name: values[0] if values else None for name, (_, values) in refusals_of(CompletionBody).items()}
     assert post(COMPLETIONS, completion(**inert, best_of=1)).status_code == 200
 
 
@@ -478,14 +477,14 @@ def test_no_value_of_any_field_is_an_internal_error(front: FrontEnd, field: str,
 
 def test_every_field_says_in_words_what_it_may_be() -> None:
     for body, refused in (
-        (ChatBody, {*REFUSED_CHAT}),
-        (CompletionBody, {*REFUSED_COMPLETION, "best_of"}),
-        (ResponsesBody, {*REFUSED_RESPONSES}),
+        (ChatBody, {*refusals_of(ChatBody)}),
+        (CompletionBody, {*refusals_of(CompletionBody), "best_of"}),
+        (ResponsesBody, {*refusals_of(ResponsesBody)}),
         (MessagesBody, set()),
         (TokenizeBody, set()),
         (DetokenizeBody, set()),
     ):
-        untold = set(fields_without_words(body)) - refused - {f"nvext.{name}" for name in REFUSED_NVEXT}
+        untold = set(fields_without_words(body)) - refused - {f"nvext.{name}" for name in refusals_of(Nvext)}
         assert not untold, f"say what {sorted(untold)} of {body.__name__} may be: Annotated[..., allowed(...)]"
 
 

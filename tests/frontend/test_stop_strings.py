@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.stop_strings import StopStrings
+from poolgrid.frontend.sequence_output import StopStrings
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.inflation import accepts_gzip
+from poolgrid.frontend.request_body import accepts_gzip
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import application, in_process, post_once, served_in_thread
 
@@ -67,12 +67,14 @@ def test_accept_encoding_is_read_as_the_standard_says() -> None:
     assert not accepts_gzip(b"br")
 
 
-def test_a_silent_stream_carries_comments_and_a_talking_one_none() -> None:
+def test_a_silent_stream_carries_comments_and_a_talking_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poolgrid.frontend.inference_endpoint.KEEP_ALIVE_S", 0.01)
+
     async def go() -> tuple[list[bytes], bytes]:
         silence = asyncio.Event()
         steps = speak("Hello, world!")
         backend = FakeBackend(lambda _: [*steps[:2], silence, *steps[2:]])
-        app = application(backend, keep_alive_interval_s=0.01)
+        app = application(backend)
         sent: list[bytes] = []
 
         async def receive() -> dict[str, Any]:

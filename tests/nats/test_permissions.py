@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
-from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner
 from poolgrid.nats.connection import NatsConnection
@@ -32,6 +31,7 @@ from poolgrid.nats.message import Outgoing, empty_body
 from poolgrid.nats.ports import StreamUnavailable
 from poolgrid.nats.registrations import NatsRegistrations
 from poolgrid.nats.responses import NatsResponseStore
+from poolgrid.nats.shared_meter import SharedMeter
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
 from tests.consolidator.fake_stream import StillClock

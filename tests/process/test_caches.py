@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.media.media_cache import MediaCache, Medium
+from poolgrid.frontend.media.media_cache import MediaCache
 from poolgrid.frontend.segment_cache import SegmentCache
 from poolgrid.inference.cache_domain import WHOLE, CacheShares
 from poolgrid.inference.inference_request import InferenceRequest
@@ -18,6 +18,7 @@ from poolgrid.process.caches import BudgetedLru, TenantCaches
 from poolgrid.process.clock import SystemClock
 from poolgrid.serving.prompt_paths import TenantPaths
 from poolgrid.wire.hashing import hash_seed
+from poolgrid.wire.multimodal import MediaItem, MediaKind
 from poolgrid.wire.requests import Sampling
 
 SHARES = CacheShares(3, 1)
@@ -85,9 +86,9 @@ def media(seen: Sequence[Use], shared: bool = False) -> Observed:
             assert cache is not None
             fetched: list[int] = []
 
-            async def fetch(what: int = use.what, fetched: list[int] = fetched) -> Medium:
+            async def fetch(what: int = use.what, fetched: list[int] = fetched) -> MediaItem:
                 fetched.append(what)
-                return Medium(bytes(1_000), "image/png", b"")
+                return MediaItem(MediaKind.IMAGE, bytes(1_000), "image/png", b"")
 
             await cache.get(("" if shared else use.salt, "image", f"http://media.test/{use.what}"), fetch)
             observed.append((use, len(fetched)))

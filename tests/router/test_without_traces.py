@@ -17,7 +17,7 @@ from tests.router.test_admission import scene
 
 OF_TRACES = (
     "poolgrid.process.tracing",
-    "poolgrid.frontend.request_span",
+    "poolgrid.frontend.traffic",
     "poolgrid.serving.leg_spans",
     "poolgrid.router.decision_span",
     "poolgrid.wire.trace_context",

@@ -169,7 +169,6 @@ def both_stages_and_the_global_router_serve(cluster: Cluster, pool: Job) -> list
 def an_engine_on_two_nodes_loses_a_rank_and_is_started_again_whole(cluster: Cluster) -> Job:
     """The ranks are a real MPI where mpi4py and PMIx (Debian's libpmix-dev) are there, else sockets stand for it."""
     has_mpi = has_real_mpi(cluster)
-    (rank_port,) = free_ports(1)
     fake_mpi = {} if has_mpi else {"FAKE_MPI_ADDRESS": f"127.0.0.1:{free_ports(1)[0]}", "MPI": "none"}
     environment = {
         "PATH": os.pathsep.join([str(FAKES_PATH), str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -187,7 +186,6 @@ def an_engine_on_two_nodes_loses_a_rank_and_is_started_again_whole(cluster: Clus
         "WORKERS": "1",
         "NODES_PER_WORKER": "2",
         "GPUS_PER_WORKER": "4",
-        "RANK_PORT": str(rank_port),
         "WORKER_OPTIONS": f"{options} --tensor-parallel-size 4",
         **environment,
         **fake_mpi,
@@ -215,8 +213,6 @@ def an_engine_on_two_nodes_loses_a_rank_and_is_started_again_whole(cluster: Clus
             lambda: worker_rows(pool.url).get("aggregated-n1", {}).get("epoch", epoch) != epoch,
             PATIENCE_S,
         )
-        said = "\n".join(path.read_text() for path in pool.directory.glob("aggregated-n1-rank*.log"))
-        assert has_mpi or "rank 3 on host n2 was lost" in said, "Slurm's PMIx may end the step before anybody says it"
     return pool
 
 
@@ -249,6 +245,8 @@ def everything_ends_in_order_when_it_is_cancelled(cluster: Cluster, jobs: Sequen
     restarts: list[str] = []
     for job in jobs:
         for path in job.directory.glob("*.log"):
+            if re.search(r"-rank[1-9]", path.name):
+                continue  # only the first is a worker
             said = path.read_text()
             assert "has ended" in said[-1500:], f"{path.name} was cut off:\n{said[-600:]}"
             restarts += re.findall(r"ended with status (\d+); it is started again", said)

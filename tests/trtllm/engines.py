@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -17,20 +17,23 @@ from poolgrid.wire.events import AnyEvent
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
+from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
 from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
 from poolgrid.workers.engines.trtllm.library import load_library
-from poolgrid.workers.engines.trtllm.loading import load_engine
+from poolgrid.workers.engines.trtllm.opening import load_engine
 from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.start_phases import StartPhases
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.executor import Executor
 from tests.fakes.tensorrt_llm.llmapi.llm import media_hash
 
 if TYPE_CHECKING:
+    from poolgrid.transport.planes import PlaneContext
     from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 PATIENCE_S = 20.0
@@ -129,6 +132,7 @@ async def running_engine(
     install_tensorrt_llm()
     given = {
         "model_path": "m",
+        "served_model_name": "served",
         "kv_block_size": BLOCK,
         "disaggregation_mode": MODES[role],
         "override_engine_args": HONEST_SAMPLER,
@@ -140,19 +144,10 @@ async def running_engine(
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
     context: zmq.Context[Any] = zmq.Context()
-    async with load_engine(
-        resolve_files(chosen),
-        role,
-        limits or TrtllmLimits(),
-        SystemClock(),
-        metrics,
-        registry,
-        context,
-        "served",
-        takes_media=chosen.modality == "multimodal",
-        encode_endpoint=chosen.encode_endpoint,
-        tensors=tensors,
-    ) as opened:
+    clock: Any = SystemClock()
+    start = StartPhases(metrics, clock, lambda said: None)
+    host = EngineHost(cast("PlaneContext", context), registry, metrics, clock, clock, 0, 0, 0, lambda said: None, start)
+    async with load_engine(chosen, resolve_files(chosen), limits or TrtllmLimits(), host, tensors) as opened:
         told = RunningEngine(opened.engine, opened.engine._calls.llm, metrics)
         if runs:
             told.running = asyncio.create_task(opened.engine.run(told.deliver))

@@ -21,9 +21,8 @@ from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
 from poolgrid.workers.engines.trtllm import generations
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
@@ -454,7 +453,7 @@ def test_a_worker_that_is_stopped_while_its_engine_loads_ends_and_leaves_no_engi
         made.append(library.llm(**arguments))
         return made[0]
 
-    monkeypatch.setattr("poolgrid.workers.engines.trtllm.loading.load_library", lambda: replace(library, llm=slow))
+    monkeypatch.setattr("poolgrid.workers.engines.trtllm.opening.load_library", lambda: replace(library, llm=slow))
 
     async def scenario() -> None:
         stop = asyncio.Event()

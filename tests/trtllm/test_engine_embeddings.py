@@ -27,9 +27,8 @@ from poolgrid.workers.engines.trtllm.core.disaggregated_params import (
     with_tensors,
 )
 from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
-from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.port import TensorUnavailable
-from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
 from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.behaviour import behaviour

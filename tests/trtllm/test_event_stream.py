@@ -18,7 +18,7 @@ from poolgrid.wire.requests import Routing
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments, resolve_files
-from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStreamEndpoints
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import EventStreamEndpoints
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from tests.fakes import tensorrt_llm_of
 from tests.trtllm.engines import BLOCK, RunningEngine, make_request, running_engine

@@ -66,7 +66,7 @@ class Rank:
             if delta.finish_reason is not None:
                 whole = sequence_hashes(block_hashes(pack_tokens(tokens[:-1]), BLOCK))
                 self.recorder.request_ended(whole, tokens[:-1], BASE_SEED)
-        self.read(self.recorder.take(), loss)
+        self.read(self.recorder.drain(), loss)
         return True
 
     def read(self, events: list[dict[str, Any]], loss: float) -> None:

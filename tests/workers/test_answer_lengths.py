@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from poolgrid.workers.core.timing import PolynomialTiming
-from poolgrid.workers.engines.simulated.core.answer_lengths import (
+from poolgrid.workers.engines.simulated.core.next_token import (
     MEAN_DEFAULT,
     STDDEV_DEFAULT,
     TOKENS_MIN,

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool, Match
-from poolgrid.workers.engines.simulated.core.cache_recorder import Link, SilentRecorder, WireRecorder
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
 from tests.workers.builders import fold
 
 BLOCK_SIZE = 4
@@ -31,14 +31,14 @@ def no_tokens(_first: int, _end: int) -> bytes:
     return b""
 
 
-class OrderRecorder(SilentRecorder):
+class OrderRecorder(CacheRecorder):
     """Keeps what left, in order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.left: list[int] = []
 
-    def removed(self, hashes: object, tier: Tier) -> None:
-        assert isinstance(hashes, list)
+    def removed(self, hashes: Sequence[int], tier: Tier) -> None:
         self.left += hashes
 
 
@@ -64,7 +64,7 @@ def test_the_oldest_leaf_is_evicted_first_and_a_parent_never_before_its_child() 
 
 
 def test_a_held_prefix_is_never_evicted() -> None:
-    pool = BlockPool(4, 0, BLOCK_SIZE, SilentRecorder())
+    pool = BlockPool(4, 0, BLOCK_SIZE, CacheRecorder())
     pool.release(filled(pool, (1, 2, 3)), 0)
     held = names((1, 2))
     assert pool.take(held, pool.match(held, 2), 0)
@@ -75,7 +75,7 @@ def test_a_held_prefix_is_never_evicted() -> None:
 
 
 def test_taking_more_than_there_is_changes_nothing() -> None:
-    pool = BlockPool(4, 0, BLOCK_SIZE, SilentRecorder())
+    pool = BlockPool(4, 0, BLOCK_SIZE, CacheRecorder())
     pool.release(filled(pool, (1, 2)), 0)
     before = (pool.active_blocks, pool.cached_blocks, pool.available_blocks, pool.resident(Tier.DEVICE))
     held = names((1, 2, 3, 4, 5))
@@ -86,7 +86,7 @@ def test_taking_more_than_there_is_changes_nothing() -> None:
 
 
 def test_two_requests_that_fill_the_same_block_end_up_sharing_it() -> None:
-    pool = BlockPool(4, 0, BLOCK_SIZE, SilentRecorder())
+    pool = BlockPool(4, 0, BLOCK_SIZE, CacheRecorder())
     assert pool.take([], Match(0, 0, 0), 1)
     assert pool.take([], Match(0, 0, 0), 1)
     pool.store([1], 0, 1, no_tokens, 0)
@@ -98,7 +98,7 @@ def test_two_requests_that_fill_the_same_block_end_up_sharing_it() -> None:
 
 
 def test_an_evicted_block_goes_to_the_host_and_comes_back() -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     pool = BlockPool(3, 2, BLOCK_SIZE, recorder)
     pool.release(filled(pool, (1, 2, 3)), 0)
     pool.release(filled(pool, (4, 5)), 0)
@@ -226,7 +226,7 @@ def test_what_hangs_off_an_evicted_block_goes_with_it() -> None:
 
 
 def test_a_block_that_is_used_again_is_not_evicted_and_one_that_went_to_the_host_keeps_its_priority() -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     pool = BlockPool(2, 2, BLOCK_SIZE, recorder)
     kept(pool, (1,), (31, 5))
     held = names((1,))
@@ -245,7 +245,7 @@ def test_a_block_that_is_used_again_is_not_evicted_and_one_that_went_to_the_host
 
 
 def test_the_host_evicts_by_priority_and_what_hangs_off_such_a_block_goes_on_both_tiers() -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     pool = BlockPool(4, 2, BLOCK_SIZE, recorder)
     told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     kept(pool, (1, 2), (31, None), (90, None))
@@ -272,7 +272,7 @@ def test_the_host_evicts_by_priority_and_what_hangs_off_such_a_block_goes_on_bot
 
 
 def test_an_evicted_block_of_a_priority_below_30_is_gone_and_its_parent_moves_to_the_host() -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     pool = BlockPool(3, 3, BLOCK_SIZE, recorder)
     told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     kept(pool, (1, 2, 3), (30, None), (29, None), (10, None))
@@ -301,7 +301,7 @@ RETENTION = st.lists(
 def test_whatever_requests_ask_for_no_block_is_without_those_before_it(
     work: list[tuple[list[int], list[tuple[int | None, int | None]] | None, int]], host: int
 ) -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     pool = BlockPool(7, host, BLOCK_SIZE, recorder)
     told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     held: list[list[int]] = []
@@ -342,7 +342,7 @@ def test_whatever_requests_ask_for_no_block_is_without_those_before_it(
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        BlockPool(*sizes, SilentRecorder())
+        BlockPool(*sizes, CacheRecorder())
 
 
 @dataclass
@@ -394,7 +394,7 @@ class BlockPoolAgreesWithTheNaiveOne(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorder = WireRecorder()
+        self.recorder = CacheRecorder()
         self.pool = BlockPool(9, 4, BLOCK_SIZE, self.recorder)
         self.naive = NaivePool(9, 4)
         self.holders: list[Holder] = []

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import zmq
 
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, LEADER_OF_RANKS, PREFILL_WORKER, DealerSocket, Peer
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, PREFILL_WORKER, DealerSocket, Peer
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,6 @@ from poolgrid.workers.adapters.sockets import CONSOLIDATOR, LEADER_OF_RANKS, PRE
     [
         (CONSOLIDATOR, "nowhere", "connecting consolidator: 'nowhere' cannot be used"),
         (PREFILL_WORKER, "inproc://a", "the prefill worker's endpoint 'inproc://a' cannot be used"),
-        (LEADER_OF_RANKS, "tcp://:", "connecting to the leader of the ranks: 'tcp://:' cannot be used"),
     ],
 )
 def test_an_endpoint_that_is_none_is_refused_with_whom_it_is_for(peer: Peer, endpoint: str, said: str) -> None:
@@ -26,7 +25,7 @@ def test_an_endpoint_that_is_none_is_refused_with_whom_it_is_for(peer: Peer, end
         assert peer.advice in str(refused.value)
 
 
-@pytest.mark.parametrize("peer", [CONSOLIDATOR, PREFILL_WORKER, LEADER_OF_RANKS])
+@pytest.mark.parametrize("peer", [CONSOLIDATOR, PREFILL_WORKER])
 def test_only_what_a_prefill_worker_is_asked_waits_for_one_that_is_not_there(peer: Peer) -> None:
     async def scenario() -> None:
         with zmq.Context[zmq.Socket[bytes]]() as context:

@@ -16,8 +16,7 @@ from poolgrid.workers.core.refusal import UnsupportedError
 from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
-from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
+from poolgrid.workers.engines.simulated.core.next_token import TokenGuide, Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine

@@ -16,7 +16,7 @@ from poolgrid.wire.hashing import pack_hashes, pack_tokens, unpack_hashes
 from poolgrid.wire.identifiers import Stage, Tier
 from poolgrid.wire.requests import Generate, KvOffered, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
@@ -40,7 +40,7 @@ TRANSFER = TransferModel(latency_ms=2.0, gigabytes_per_s=1.0, bytes_per_token=25
 def make_engine(
     name: str = "p",
     vocabulary: Vocabulary = VOCABULARY,
-    recorder: WireRecorder | None = None,
+    recorder: CacheRecorder | None = None,
     report_tokens: bool = True,
     transfer: TransferModel = TRANSFER,
     **changes: int,
@@ -133,7 +133,7 @@ def test_a_prefill_leg_that_ends_the_request_keeps_nothing(changes: dict[str, An
 
 
 def test_blocks_that_are_there_already_are_not_moved_and_moved_ones_are_reusable() -> None:
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     source, target = make_engine("p"), make_engine("d", recorder=recorder)
     leg, offer, now = prefill(source, make_request("a", range(12), max_tokens=2))
     target.submit(leg, now, offer=offer)
@@ -415,7 +415,7 @@ stories = st.lists(
 @given(told=stories, host_kv_blocks=st.sampled_from([0, 6]))
 def test_two_legs_give_what_one_worker_gives_and_leave_nothing_behind(told: list[Story], host_kv_blocks: int) -> None:
     vocabulary = Vocabulary(size=1000, first_token_id=10, eos_probability=0.05)
-    recorders = {"p": WireRecorder(), "d": WireRecorder()}
+    recorders = {"p": CacheRecorder(), "d": CacheRecorder()}
     engines = {
         name: make_engine(name, vocabulary, recorder, total_kv_blocks=20, host_kv_blocks=host_kv_blocks)
         for name, recorder in recorders.items()
@@ -508,9 +508,9 @@ happenings = st.lists(
 
 def play(
     script: list[Happening], single_steps: bool, report_tokens: bool = True
-) -> tuple[list[StepOutcome], SimulatedEngine, WireRecorder]:
+) -> tuple[list[StepOutcome], SimulatedEngine, CacheRecorder]:
     """Play legs of all kinds on one engine; the last number of a happening is when it is released or cancelled."""
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     transfer = TransferModel(latency_ms=3.0, gigabytes_per_s=1.0, bytes_per_token=500_000, timeout_ms=150.0, kept_max=3)
     engine = make_engine(
         "x", recorder=recorder, report_tokens=report_tokens, transfer=transfer, total_kv_blocks=20, host_kv_blocks=4

@@ -12,7 +12,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.wire.requests import Sampling as Wanted
 from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
-from poolgrid.workers.core.kv_arrival import KvArrival
+from poolgrid.workers.core.kv_fetches import KvArrival
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.leg_traces import LegTraces
 

@@ -15,8 +15,13 @@ from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
 from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError, UnsupportedError
 from poolgrid.workers.logits.failure_channel import FailureChannel
-from poolgrid.workers.logits.processor import LogitsRow, RequestFacts
-from poolgrid.workers.logits.registry import BUILT_IN, LogitsProcessorRegistry, RegistrationError
+from poolgrid.workers.logits.registry import (
+    BUILT_IN,
+    LogitsProcessorRegistry,
+    LogitsRow,
+    RegistrationError,
+    RequestFacts,
+)
 
 FACTS = RequestFacts(isl=3, vocabulary_size=8)
 

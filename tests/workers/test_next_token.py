@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Sampling
-from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.next_token import (
+    AnswerLengths,
     GeneratedTokens,
     Vocabulary,
     expected_output,

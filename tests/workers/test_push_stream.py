@@ -31,11 +31,12 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.workers.core.outbox import OUTBOX_BYTES_MIN, Outbox
 from poolgrid.workers.core.push_stream import (
     BLOCKS_PER_RESTATED_BATCH,
     EVENTS_PER_RESTATED_BATCH,
+    OUTBOX_BYTES_MIN,
     Effect,
+    Outbox,
     PushStream,
     PushTiming,
     RestateNeeded,
@@ -430,7 +431,7 @@ def test_after_any_faults_have_healed_the_copy_equals_the_truth(script: list[str
 
 def test_requests_published_are_restated_as_they_stand() -> None:
     from poolgrid.wire.events import PrefillCompleted, RequestProgressed, RequestStarted
-    from poolgrid.workers.core.published_requests import PublishedRequests
+    from poolgrid.workers.core.push_stream import PublishedRequests
 
     requests = PublishedRequests()
     requests.apply(

@@ -44,7 +44,7 @@ from poolgrid.workers.adapters.http_api import HttpApi, is_from_here
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.simulated.card import make_card
+from poolgrid.workers.engines.simulated.opening import make_card
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher

@@ -17,7 +17,7 @@ from poolgrid.wire.requests import FinishReason, Generate, Ping, RefusalKind, To
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
-from poolgrid.workers.engines.simulated.card import make_card
+from poolgrid.workers.engines.simulated.opening import make_card
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService

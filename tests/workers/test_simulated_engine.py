@@ -25,14 +25,17 @@ from poolgrid.wire.requests import (
     Sampling,
     TokenDelta,
 )
-from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.core.timing import PolynomialTiming
-from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
-from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder, WireRecorder
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
+from poolgrid.workers.engines.simulated.core.next_token import (
+    AnswerLengths,
+    Vocabulary,
+    expected_output,
+    expected_reply,
+)
 from tests.workers.builders import (
     VOCABULARY,
     fold,
@@ -180,7 +183,7 @@ def test_precomputed_hashes_change_nothing_and_are_not_changed() -> None:
     given_hashes = list(hashes)
     recorded = []
     for known in (None, given_hashes):
-        recorder = WireRecorder()
+        recorder = CacheRecorder()
         engine = SimulatedEngine(make_limits(), VOCABULARY, recorder=recorder)
         engine.submit(make_request("a", prompt, max_tokens=30, cache_salt="s"), 0.0, known)
         run_to_end(engine)
@@ -416,7 +419,7 @@ def drive(
 def test_running_over_uneventful_steps_equals_single_steps_to_the_bit(
     workload: list[tuple[float, int, int, int, int, float | None]], host_kv_blocks: int
 ) -> None:
-    recorders = WireRecorder(), WireRecorder(), WireRecorder()
+    recorders = CacheRecorder(), CacheRecorder(), CacheRecorder()
     single, engine, _, cancelled = drive(workload, recorders[0], True, host_kv_blocks)
     leaping, leaper, _, cancelled_too = drive(workload, recorders[1], False, host_kv_blocks)
     quiet, _, _, _ = drive(workload, recorders[2], False, host_kv_blocks, report_tokens=False)
@@ -439,7 +442,7 @@ def test_whatever_happens_every_output_is_the_expected_one_and_nothing_is_left(
     workload: list[tuple[float, int, int, int, int, float | None]],
 ) -> None:
     vocabulary = Vocabulary(size=1000, first_token_id=10, eos_probability=0.05)
-    recorder = WireRecorder()
+    recorder = CacheRecorder()
     outcomes, engine, requests, cancelled = drive(workload, recorder, False, vocabulary=vocabulary)
 
     joined = outputs(outcomes)
@@ -468,7 +471,7 @@ def test_whatever_happens_every_output_is_the_expected_one_and_nothing_is_left(
 def test_every_request_is_told_started_completed_and_finished_once_and_in_order(
     workload: list[tuple[float, int, int, int, int, float | None]],
 ) -> None:
-    outcomes, _, requests, _ = drive(workload, WireRecorder(), False)
+    outcomes, _, requests, _ = drive(workload, CacheRecorder(), False)
 
     for request in requests:
         story = [
@@ -482,25 +485,6 @@ def test_every_request_is_told_started_completed_and_finished_once_and_in_order(
             [RequestStarted, RequestFinished],
             [RequestFinished],
         )
-
-
-@settings(max_examples=300, deadline=None)
-@given(workload=workloads, host_kv_blocks=st.sampled_from([0, 6]))
-def test_the_engines_own_events_translate_to_what_the_direct_path_says(
-    workload: list[tuple[float, int, int, int, int, float | None]], host_kv_blocks: int
-) -> None:
-    engine_recorder = EngineRecorder(20, host_kv_blocks, 80)
-    wire_recorder = WireRecorder()
-    _, engine, _, _ = drive(workload, engine_recorder, False, host_kv_blocks)
-    drive(workload, wire_recorder, False, host_kv_blocks)
-    translator = EventTranslator(BLOCK_SIZE)
-
-    translation = translator.translate(engine_recorder.take())
-
-    assert translation.lost == 0
-    assert translation.events == wire_recorder.take()
-    assert fold(translator.restate()) == fold(engine.resident_blocks()) == fold(translation.events)
-    assert translator.resident_blocks == sum(len(blocks) for blocks in fold(translation.events).values())
 
 
 def test_a_request_with_media_that_moves_goes_on_with_the_same_output() -> None:

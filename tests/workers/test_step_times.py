@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from poolgrid.wire.card import NO_STEP_TIMES
-from poolgrid.workers.core.shipped_timing import shipped_timing
-from poolgrid.workers.core.timing import PolynomialTiming, step_times_of
+from poolgrid.workers.core.timing import PolynomialTiming, shipped_timing, step_times_of
 from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from poolgrid.workers.engines.server.dialects.vllm import KIND
 from poolgrid.workers.engines.server.opening import make_card
-from poolgrid.workers.step_times import StepTimesSettings
+from poolgrid.workers.settings import StepTimesSettings
 
 OWN = {"prefill": [[1, 10.0], [1000, 60.0]], "decode": [[0.0, 5.0], [1.0, 20.0]]}
 

@@ -18,10 +18,9 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.wire.requests import RefusalKind
 from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.nixl_transfer import NixlMissing, NixlTensorTransfer, make_agent
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
-from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
 from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
 PATIENCE_S = 30.0

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.workers.core.shipped_timing import (
+from poolgrid.workers.core.timing import (
     DIRECTORY,
     MEASURED,
     TIMING_TEXT,
+    PolynomialTiming,
+    ScaledTiming,
+    TableError,
+    TableTiming,
     shipped_timing,
     timing_model,
 )
-from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
 
 
 @pytest.mark.parametrize(

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import is_from_page
-from poolgrid.http.health_app import HealthApp, HttpAnswer, Observed, Receive, Scope, Send, send_answer
+from poolgrid.http.health_app import HealthApp, HttpAnswer, Receive, Scope, Send, send_answer
 from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX
 
-
-class ObservedWorker(Observed, Protocol):
-    """What the API shows of a worker."""
-
-    def blocks(self, dp_rank: int) -> list[str]:
-        """Return what a rank really holds, one line per block and tier.
-
-        Raises ``NotImplementedError`` when the engine cannot tell, ``ValueError`` when there is no such rank.
-        """
-        ...
-
-    def drain(self, timeout_ms: float | None = None) -> None:
-        """Take nothing new; what is here after ``timeout_ms`` (by default the worker's own time) goes on elsewhere."""
-        ...
+if TYPE_CHECKING:
+    from poolgrid.workers.service import WorkerService
 
 
 class HttpApi(HealthApp):
@@ -41,9 +29,9 @@ class HttpApi(HealthApp):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self._worker: ObservedWorker | None = None
+        self._worker: WorkerService | None = None
 
-    def show(self, worker: ObservedWorker) -> None:
+    def show(self, worker: WorkerService) -> None:
         self._observed = self._worker = worker
 
     def _ready_for(self, query: bytes) -> HttpAnswer | None:
@@ -57,7 +45,6 @@ class HttpApi(HealthApp):
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] == "http" and scope["path"] == "/drain":
             await send_answer(scope, send, self._drain(scope))
         else:

@@ -1,5 +1,5 @@
 """The worker's ZMQ sockets: the request plane's ROUTER, and a DEALER to each process that it speaks to by itself: the
-consolidator, prefill workers, and from each rank of an engine that spans nodes its leader."""
+consolidator and prefill workers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ EVENT_HIGH_WATER_MARK = 10_000
 
 SOURCE_HIGH_WATER_MARK = 10_000
 """Questions to one prefill worker that are on their way; each fetch has one at a time."""
-
-RANK_HIGH_WATER_MARK = 10
-"""Beats of a rank on their way to its leader; a beat that finds no place is followed by the next."""
 
 CLOSE_LINGER_MS = 1000
 """How long the last frames may take to leave at the end of an orderly life."""
@@ -59,7 +56,6 @@ class RequestSocket:
             raise
 
     def close(self, orderly: bool) -> None:
-        """Close; an orderly end lets the last frames leave."""
         if self._socket is None:
             self._raw.close(linger=0)
         else:
@@ -99,14 +95,6 @@ PREFILL_WORKER = Peer(
 )
 """On its request plane."""
 
-LEADER_OF_RANKS = Peer(
-    attempt="connecting to the leader of the ranks:",
-    advice="set leader_host to the host of rank 0",
-    high_water_mark=RANK_HIGH_WATER_MARK,
-    watched_as="the leader of the ranks",
-)
-"""Beats say how it is now: none wait for one that is not there."""
-
 
 class DealerSocket:
     """A DEALER socket towards one other process."""
@@ -142,5 +130,4 @@ class DealerSocket:
         return self._socket.send(frames)
 
     def close(self, orderly: bool) -> None:
-        """Close; an orderly end lets the last frames leave."""
         self._socket.close(CLOSE_LINGER_MS if orderly else 0)

@@ -184,3 +184,15 @@ class KvFetches:
         fetch.due_ms = -1.0
         del self._by_request[fetch.request_id]
         del self._by_transfer[(fetch.wanted.endpoint, fetch.wanted.transfer_id)]
+
+
+@dataclass(frozen=True, slots=True)
+class KvArrival:
+    """The KV of one decode request is here."""
+
+    request_id: str
+    moved_blocks: int
+    present_blocks: int
+    """Blocks of the prompt that were here already."""
+    moved_bytes: int
+    duration_ms: float

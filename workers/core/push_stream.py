@@ -31,13 +31,25 @@ Messages that are about another worker or another life are ignored.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.events import AnyEvent, BlocksStored, SnapshotBegan
+from poolgrid.wire.events import (
+    AnyEvent,
+    BlocksStored,
+    EventBatch,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+    SnapshotBegan,
+)
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.ingest import (
     BATCH_FRAME,
@@ -53,7 +65,97 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, Outbox
+from poolgrid.workers.core.cache_facts import CACHE_EVENTS
+
+OUTBOX_BYTES_DEFAULT = 32 * 1024 * 1024
+"""About ten minutes of a busy worker (50 steps a second, 1 KiB of events each); beyond it the cache is restated."""
+
+OUTBOX_BYTES_MIN = 64 * 1024
+
+FRAME_OVERHEAD_BYTES = 64
+"""Counted per kept batch besides its bytes, so that a flood of small batches is bounded too."""
+
+
+class Outbox:
+    """The batches of one worker life, from the oldest unacknowledged on: kept, bounded, in order.
+
+    Every batch takes the next sequence number, also one that is thrown away; what is kept is contiguous and ends at
+    ``next_seq``. When one more would break the bound, all is dropped, and so is what comes until ``reopen``: a stream
+    with a hole is worth nothing, and a restatement says it all. A restatement does not count: one that overflowed would
+    be followed by another, for ever.
+    """
+
+    def __init__(self, worker_id: str, dp_rank: int, epoch: int, bytes_max: int = OUTBOX_BYTES_DEFAULT) -> None:
+        if bytes_max < OUTBOX_BYTES_MIN:
+            raise ValueError(
+                f"making an outbox: bytes_max is {bytes_max}, allowed are integers from {OUTBOX_BYTES_MIN}"
+            )
+        self._worker_id = worker_id
+        self._dp_rank = dp_rank
+        self._epoch = epoch
+        self._bytes_max = bytes_max
+        self._frames: deque[tuple[bytes, int]] = deque()  # each with what it counts
+        self._bytes = 0
+        self.next_seq = 0
+        """Number of the next batch."""
+        self.overflowed = False
+        """Batches are being thrown away until ``reopen``."""
+        self.overflows = 0
+        """How often that began."""
+
+    @property
+    def oldest_seq(self) -> int:
+        """Return the first batch that can still be sent; ``next_seq`` when there is none."""
+        return self.next_seq - len(self._frames)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return what counts against the bound."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def add(self, events: list[AnyEvent], time_ms: int, counts: bool = True) -> bytes | None:
+        """Number and keep a batch; return its frame, or ``None`` when the outbox overflows or did before.
+
+        ``counts=False`` is for the batches of a restatement.
+        """
+        seq = self.next_seq
+        if self.overflowed:
+            self.next_seq = seq + 1
+            return None
+        # Encoded before the number is used up: a batch that breaks a limit must not leave a hole.
+        frame = codec.event_batch.encode(EventBatch(self._worker_id, self._dp_rank, self._epoch, seq, time_ms, events))
+        self.next_seq = seq + 1
+        size = len(frame) + FRAME_OVERHEAD_BYTES if counts else 0
+        if size and self._bytes + size > self._bytes_max:
+            self._frames.clear()
+            self._bytes = 0
+            self.overflowed = True
+            self.overflows += 1
+            return None
+        self._frames.append((frame, size))
+        self._bytes += size
+        return frame
+
+    def acknowledge(self, next_seq: int) -> None:
+        while self._frames and self.oldest_seq < next_seq:
+            self._bytes -= self._frames.popleft()[1]
+
+    def frames_from(self, seq: int) -> Iterator[bytes]:
+        """Iterate over the kept batches from ``seq`` on."""
+        skip = max(0, seq - self.oldest_seq)
+        for index, (frame, _) in enumerate(self._frames):
+            if index >= skip:
+                yield frame
+
+    def reopen(self) -> None:
+        """Drop what is kept and begin to keep again: a restatement follows."""
+        self._frames.clear()
+        self._bytes = 0
+        self.overflowed = False
+
 
 EVENTS_PER_RESTATED_BATCH = 1024
 """A restatement goes out in batches of this many events; far below what the contract and the consolidator allow."""
@@ -334,3 +436,42 @@ def _pieces(event: AnyEvent) -> Iterator[AnyEvent]:
         piece = hashes[at : at + longest]
         yield BlocksStored(parent, piece, event.tier)
         parent = unpack_hashes(piece[-HASH_BYTES:])[0]
+
+
+class PublishedRequests:
+    """Requests that readers of the stream believe to be running; bounded by what the engine accepts."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, RequestStarted] = {}
+        self._prefilled: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._started)
+
+    def apply(self, events: Iterable[AnyEvent]) -> None:
+        """Take in what is about to be published."""
+        for event in events:
+            if type(event) in CACHE_EVENTS:
+                continue
+            if isinstance(event, RequestStarted):
+                self._started[event.request_id] = event
+            elif isinstance(event, PrefillCompleted):
+                self._prefilled.add(event.request_id)
+            elif isinstance(event, RequestProgressed):
+                started = self._started.get(event.request_id)
+                if started is not None:
+                    self._started[event.request_id] = msgspec.structs.replace(
+                        started, active_blocks=event.active_blocks
+                    )
+            elif isinstance(event, RequestFinished):
+                self._started.pop(event.request_id, None)
+                self._prefilled.discard(event.request_id)
+
+    def restate(self) -> list[AnyEvent]:
+        """Return facts that bring a reader who knows nothing to the same state."""
+        facts: list[AnyEvent] = []
+        for request_id, started in self._started.items():
+            facts.append(started)
+            if request_id in self._prefilled:
+                facts.append(PrefillCompleted(request_id))
+        return facts

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -17,7 +19,6 @@ from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire.card import WorkerCard
 from poolgrid.workers.engines.protocol import Engine
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.ranks.settings import RankSettings
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import StartPhases
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
@@ -45,8 +46,6 @@ class EngineHost:
     """Shows people what the start of the engine waits for."""
     start: StartPhases
     """In which phase the start is; an engine tells what it knows of loading and of its first token."""
-    stop: Callable[[], None] = lambda: None
-    """Ends the worker in order, as a signal does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +75,6 @@ class StartPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpan:
-    """An engine that is several processes, which ``srun`` or ``mpirun`` starts on several nodes."""
-
-    ranks: int
-    ranks_made_of: str
-    """How that comes about, as in ``TP 16 x PP 1``."""
-    launcher: tuple[str, ...]
-    """Words before the worker's command that start a rank's part of the engine."""
-    settings: RankSettings
-
-
-@dataclass(frozen=True, slots=True)
 class EngineDefinition(Generic[S]):
     """One engine: all that a worker, the command line and the documentation need to know of it."""
 
@@ -111,11 +98,17 @@ class EngineDefinition(Generic[S]):
     """What it loads with these settings, as they name it, which may be nothing yet; ``None`` = it loads no model."""
     with_model: Callable[[S, Path], S] | None = None
     """The settings by which it loads a model from this directory, under the name that clients know."""
-    span: Callable[[S], EngineSpan | None] = lambda settings: None
-    """The processes that it is, where these settings say that it spans nodes; raises ``ValueError`` saying what is
-    wrong. ``None`` = it is in one machine, and starts what it needs there by itself."""
     read_limits: Callable[[Path], dict[str, int]] | None = None
     """The sizes in an engine file, as options of an engine that pretends to be the file's; raises ``ValueError``.
     ``None`` = it has no files."""
     start_plan: Callable[[S], StartPlan] | None = None
     """What ``--print-engine-args`` prints; raises ``ValueError`` saying what is wrong. ``None`` = there are none."""
+
+
+def close_in_order(opened: AsyncExitStack, close: Callable[[bool], None]) -> None:
+    """Have ``close`` called at the end: with ``False`` on cancellation, when nothing is waited for."""
+
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        close(not isinstance(error, asyncio.CancelledError))
+
+    opened.push(end)

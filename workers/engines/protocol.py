@@ -12,8 +12,7 @@ from typing import Protocol
 
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported
 from poolgrid.wire.requests import Generate, KvOffered, TokenDelta
-from poolgrid.workers.core.kv_arrival import KvArrival
-from poolgrid.workers.core.kv_fetches import KvWanted
+from poolgrid.workers.core.kv_fetches import KvArrival, KvWanted
 from poolgrid.workers.tensor_transfer.port import Tensor
 
 
@@ -137,3 +136,18 @@ class KvHandover(Protocol):
     def release(self, transfer_id: str) -> None:
         """Let go of what is kept for a transfer, if anything is."""
         ...
+
+
+class AlwaysWell:
+    """As much of ``poolgrid.workers.engines.protocol.Engine`` as is about its health."""
+
+    @property
+    def unhealthy_reason(self) -> str:
+        return ""
+
+    @property
+    def is_silent(self) -> bool:
+        return False
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        """Nothing ever changes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -25,17 +26,24 @@ DEFAULT = "simulated"
 
 @cache
 def engines() -> dict[str, EntryPoint]:
-    """Return the installed engines by name, the default first.
+    """Return the installed engines by name, the default first; an engine of ours whose folder is absent is none.
 
     Raises ``RuntimeError`` where poolgrid's own are missing: its installation is older than its source.
     """
-    found = {point.name: point for point in sorted(entry_points(group=GROUP))}
+    found = {point.name: point for point in sorted(entry_points(group=GROUP)) if _is_there(point)}
     if DEFAULT not in found:
         raise RuntimeError(
             f"looking for engines: no installed package has an entry point {DEFAULT!r} in group {GROUP}; poolgrid was "
             "installed before its engines were found that way: install it again (pip install -e . in its source)"
         )
     return {DEFAULT: found[DEFAULT], **found}
+
+
+def _is_there(point: EntryPoint) -> bool:
+    try:
+        return not point.module.startswith("poolgrid.") or find_spec(point.module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 if TYPE_CHECKING:

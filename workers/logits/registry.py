@@ -7,17 +7,138 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
-from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
+from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX, U32_MAX
 from poolgrid.wire.requests import LogitsProcessorCall
 from poolgrid.workers.core.refusal import UnsupportedError
-from poolgrid.workers.logits.forced_prefix import forced_prefix
-from poolgrid.workers.logits.processor import LogitsProcessor, LogitsProcessorFactory, RequestFacts
-from poolgrid.workers.logits.token_sets import allowed_tokens, banned_tokens
+
+
+class LogitsRow(Protocol):
+    """One row of logits as an engine has it (a torch tensor of one dimension): read and changed in place by index."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Return some of the logits."""
+        ...
+
+    def __setitem__(self, index: Any, value: Any, /) -> None:
+        """Change some of the logits."""
+        ...
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits of one request before each of its tokens is chosen.
+
+    Made anew for each request, so it may keep state. It must be picklable: an engine may run in another process.
+    """
+
+    def __call__(self, token_ids: Sequence[int], logits: LogitsRow, /) -> None:
+        """Change ``logits`` (one value per token id) in place; ``token_ids`` is the prompt and the output so far.
+
+        May raise: the logits then stay as they were for this token, and the failure is counted.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What a processor is told about its request when it is made."""
+
+    isl: int
+    """Prompt tokens."""
+    vocabulary_size: int
+    """Token ids are below this; 0 = not known."""
+
+
+LogitsProcessorFactory = Callable[[Mapping[str, Any], RequestFacts], LogitsProcessor]
+"""Makes a processor from a request's arguments; raises ``ValueError`` that names a wrong argument."""
+
+
+TOKEN_LIST_MAX = 65_536
+"""Token ids that one argument may list: half of a large vocabulary, well below the bound of the arguments' bytes."""
+
+
+def no_others(arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ``ValueError`` for an argument that the processor does not have."""
+    for name in arguments:
+        if name not in known:
+            raise ValueError(f"argument {name!r} is unknown, allowed are {', '.join(known)}")
+
+
+def token_list(arguments: Mapping[str, Any], name: str, vocabulary_size: int) -> list[int]:
+    """Return an argument that lists token ids, or raise ``ValueError``; a vocabulary size of 0 is not known."""
+    value = arguments.get(name)
+    if not isinstance(value, list) or not 1 <= len(value) <= TOKEN_LIST_MAX:
+        raise ValueError(f"argument {name!r} is wrong, allowed is a list of 1 to {TOKEN_LIST_MAX} token ids")
+    highest = (vocabulary_size or U32_MAX + 1) - 1
+    for index, token_id in enumerate(value):
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id <= highest:
+            raise ValueError(f"{name}[{index}] is {token_id!r}, allowed are token ids from 0 to {highest}")
+    return value
+
+
+NEVER = float("-inf")
+
+
+class BannedTokens:
+    """None of these tokens is ever chosen."""
+
+    def __init__(self, banned: Sequence[int]) -> None:
+        self._banned = list(banned)
+
+    def __call__(self, token_ids: Sequence[int], logits: LogitsRow) -> None:
+        logits[self._banned] = NEVER
+
+
+class AllowedTokens:
+    """Only these tokens are ever chosen."""
+
+    def __init__(self, allowed: Sequence[int]) -> None:
+        self._allowed = list(allowed)
+
+    def __call__(self, token_ids: Sequence[int], logits: LogitsRow) -> None:
+        """Forbid all other tokens."""
+        kept = logits[self._allowed]
+        logits[:] = NEVER
+        logits[self._allowed] = kept
+
+
+def banned_tokens(arguments: Mapping[str, Any], facts: RequestFacts) -> LogitsProcessor:
+    """Make a processor from ``{"token_ids": [...]}``."""
+    no_others(arguments, ("token_ids",))
+    return BannedTokens(token_list(arguments, "token_ids", facts.vocabulary_size))
+
+
+def allowed_tokens(arguments: Mapping[str, Any], facts: RequestFacts) -> LogitsProcessor:
+    """Make a processor from ``{"token_ids": [...]}``."""
+    no_others(arguments, ("token_ids",))
+    return AllowedTokens(token_list(arguments, "token_ids", facts.vocabulary_size))
+
+
+class ForcedPrefix:
+    """The first output tokens are these; what follows is free."""
+
+    def __init__(self, prefix: Sequence[int], isl: int) -> None:
+        self._prefix = tuple(prefix)
+        self._isl = isl
+
+    def __call__(self, token_ids: Sequence[int], logits: LogitsRow) -> None:
+        """Forbid all but the next token of the prefix."""
+        position = len(token_ids) - self._isl
+        if 0 <= position < len(self._prefix):
+            logits[:] = NEVER
+            logits[self._prefix[position]] = 0.0
+
+
+def forced_prefix(arguments: Mapping[str, Any], facts: RequestFacts) -> LogitsProcessor:
+    """Make a processor from ``{"token_ids": [...]}``."""
+    no_others(arguments, ("token_ids",))
+    return ForcedPrefix(token_list(arguments, "token_ids", facts.vocabulary_size), facts.isl)
+
 
 BUILT_IN: Mapping[str, LogitsProcessorFactory] = {
     "allowed_tokens": allowed_tokens,
@@ -40,7 +161,6 @@ class LogitsProcessorRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that requests may use, sorted."""
         return tuple(sorted(self._factories))
 
     @classmethod

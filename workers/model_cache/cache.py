@@ -156,7 +156,6 @@ class ModelCache:
         return parse_manifest(text, str(place))
 
     def names(self) -> list[str]:
-        """Return the whole models' names, in order."""
         return [name for name in _models_below(self.directory) if (self.directory / name / MANIFEST_FILE).is_file()]
 
     def partials(self) -> list[PartialModel]:

@@ -18,9 +18,8 @@ def open_tensor_transfer(
     Raises ``OSError`` when the port cannot be bound, ``NixlMissing``.
     """
     # Imported where there are tensors: NumPy is a fifth of what a worker takes to start.
-    from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
     from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
-    from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+    from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
     from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
     metrics = TensorMetrics(around.registry, transport)

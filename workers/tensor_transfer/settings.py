@@ -17,12 +17,8 @@ class TensorSettings(WorkerProcessSettings):
     tensor_port: int = Field(
         0, ge=0, le=65535, description="Port at which tensors are asked for and let go of; 0 = any free one."
     )
-    tensor_store_mb: int = Field(
-        256,
-        ge=1,
-        le=1_048_576,
-        description="Embeddings kept for other workers, in 2^20 bytes; beyond it encode legs are refused as busy.",
-    )
+    tensor_store_mb: ClassVar[int] = 256
+    """Embeddings kept for other workers, in 2^20 bytes: of hundreds of pictures. One more leg is refused as busy."""
     tensor_lease_ms: ClassVar[float] = 10_000.0
     """How long embeddings are kept that no worker asks for: as long as a silent router keeps its lease."""
     tensor_fetch_timeout_ms: ClassVar[float] = 2000.0

@@ -24,9 +24,8 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.tensors import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
 from poolgrid.workers.adapters.sockets import CLOSE_LINGER_MS
-from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
-from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +131,6 @@ class TensorTransfer:
         return kept
 
     def on_gone(self, told: Callable[[str, bool], None]) -> None:
-        """Have ``told(tensor_id, expired)`` called when an offered tensor is gone."""
         self._told = told
 
     def _on_question(self, frames: list[bytes]) -> None:

@@ -30,7 +30,7 @@ from poolgrid.global_router.heat_map import terminal_map
 from poolgrid.process.figures import counted
 from poolgrid.process.terminal_table import terminal
 from poolgrid.wire.answers import ReloadAnswer
-from poolgrid.workers.engines.registry import engine_definition
+from poolgrid.workers.engines.registry import engine_definition, engines
 
 ROLLBACK_TIMEOUT_S = 10.0
 
@@ -150,6 +150,8 @@ def convert(path: Path, out: Path | None = None) -> int:
 def _convert_graph(path: Path, text: str, out: Path | None) -> int:
     options = {
         engine: {name.replace("_", "-") for name in engine_definition(engine).settings.model_fields}
+        if engine in engines()
+        else set()
         for engine in ("trtllm", "simulated")
     }
     try:

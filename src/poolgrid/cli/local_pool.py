@@ -49,7 +49,7 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
-from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, TIMING_TEXT, TimingName
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 

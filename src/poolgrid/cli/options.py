@@ -125,8 +125,9 @@ def _is_typed(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-def _basics_first(fields: Iterable[str], basics: Collection[str]) -> list[str]:
-    return [*basics, *(name for name in fields if name not in basics)]
+def _basics_first(fields: Collection[str], basics: Collection[str]) -> list[str]:
+    """Return the fields in the order of the help; a basic one may be of an engine that is not installed."""
+    return [*(name for name in basics if name in fields), *(name for name in fields if name not in basics)]
 
 
 def with_chosen_settings(

@@ -29,27 +29,23 @@ from poolgrid import __version__
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import PAGE_FOLDER, AccessGate, GateKeys, caller_of, is_path_of_tenants
 from poolgrid.frontend.access.key_file import KeyDocument
-from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
-from poolgrid.frontend.access.tenants import Caller, Tenants
-from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
+from poolgrid.frontend.access.meter import LIMIT_HEADERS, limit_headers
+from poolgrid.frontend.access.tenants import Caller, Tenants, WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, line_of
-from poolgrid.frontend.inflation import BodyInflation, InflationLimits
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.openapi import describe_inference
 from poolgrid.frontend.preparation import Preparation, model_not_found, parse_responses
 from poolgrid.frontend.prepared_request import PreparedRequest
-from poolgrid.frontend.prompt_counts import add_count_endpoints
 from poolgrid.frontend.prompt_model import PromptModels
-from poolgrid.frontend.request_body import BodyReader
+from poolgrid.frontend.request_body import BodyReader, InflationLimits
 from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.frontend.responses_api.endpoints import add_kept_response_endpoints
-from poolgrid.frontend.responses_api.kept import KeptResponses, Store, owner
-from poolgrid.frontend.responses_api.store import ResponseStore
+from poolgrid.frontend.responses_api.kept import KeptResponses, Store, add_kept_response_endpoints, owner
+from poolgrid.frontend.responses_api.store import TTL_S, ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
@@ -262,8 +258,7 @@ def create_app(
     preparation = Preparation(backend, models, settings)
     metrics.tokenizers.show(backend, preparation.forms)
     domains = CacheDomains(settings.isolate_tenants, settings.tenant_header)
-    inflation = BodyInflation(InflationLimits(settings.max_body_bytes), tokenization, clock)
-    bodies = BodyReader(inflation, tokenization, settings.max_body_bytes, settings.max_body_values)
+    bodies = BodyReader(InflationLimits(settings.max_body_bytes), settings.max_body_values, tokenization, clock)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
     app.state.bodies = bodies
@@ -297,7 +292,7 @@ def create_app(
             prepare=prepare,
             backend=backend,
             tokenization=tokenization,
-            inflation=inflation,
+            bodies=bodies,
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,
@@ -321,8 +316,8 @@ def create_app(
         )
     describe_inference(app)
     _add_models(app, backend, preparation)
-    add_tokenizer_endpoints(app, preparation, tokenization, bodies, domains)
-    add_count_endpoints(app, preparation, partial(responses, answered=False), tokenization, bodies, media, domains)
+    counted = partial(responses, answered=False)
+    add_tokenizer_endpoints(app, preparation, counted, tokenization, bodies, media, domains)
     add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
     _add_health(app, backend, ready, endpoints, troubles)
     _add_metrics(app, registry)
@@ -349,7 +344,7 @@ def _kept_responses(
     elif settings.response_store_bytes:
         directory = data_dir if data_dir is not None else None if place is None else place.directory
         path = None if directory is None else directory / RESPONSES_FILE
-        limits = (settings.response_store_bytes, settings.response_store_ttl_s)
+        limits = (settings.response_store_bytes, TTL_S)
         try:
             store = ResponseStore(path, *limits, clock)
         except OSError as error:

@@ -1,7 +1,7 @@
 """Render chat messages with the model's own template, the way Hugging Face tokenizers do it, in a sandbox.
 
-The template comes with the model; the messages come from anywhere. So it runs in a sandbox with bounds on steps, time
-and text (``template_sandbox.py``), and the output is bounded while it is produced. Template globals and filters are
+The template comes with the model; the messages come from anywhere. So it runs in a sandbox with bounds on steps and
+time (``template_sandbox.py``), and the output is bounded while it is produced. Template globals and filters are
 those that published templates use: ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, loop
 controls and ``{% generation %}``.
 """
@@ -28,8 +28,7 @@ TIME_LIMIT_MS: Final = 2000.0
 """Default time limit of one rendering: a hundred times what a conversation of 10,000 messages takes."""
 
 PIECES_PER_LOOK: Final = 64
-"""Pieces of a prompt, some ten messages, between two looks at its length. What a template makes is counted before it is
-made, so a piece is at most as long as that or as a text that the client sent."""
+"""Pieces of a prompt, some ten messages, between two looks at its length."""
 
 
 class GenerationTag(Extension):
@@ -82,7 +81,7 @@ class ChatTemplate:
             return now().strftime(form)
 
         environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
-        environment.filters["tojson"] = environment.bounded(to_json)
+        environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = strftime_now
         self.source = source
@@ -123,7 +122,7 @@ class ChatTemplate:
         }
         pieces: list[str] = []
         length = 0
-        self._environment.begin(max_chars, limit_ms / 1000)
+        self._environment.begin(limit_ms / 1000)
         rendering = self._template.new_context(context)
         try:
             rendered = self._template.root_render_func(rendering)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from tokenizers import Tokenizer
@@ -52,8 +53,6 @@ class ByteLevelDetokenizer:
     ``table`` maps a token id to its bytes; special tokens are empty, and so is an id that the table does not have.
     """
 
-    __slots__ = ("_decoder", "_table")
-
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
         self._decoder: codecs.BufferedIncrementalDecoder | None = None
@@ -84,8 +83,6 @@ class ByteLevelDetokenizer:
 
 class WindowDetokenizer:
     """Incremental decoding through the tokenizer's own decoder. ``context`` is the end of the prompt."""
-
-    __slots__ = ("_known", "_tokenizer", "_window", "_window_text")
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -118,14 +115,12 @@ class WindowDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
 
 
+@dataclass(slots=True, eq=False)
 class MarkedDetokenizer:
     """Shows some special tokens by their text, which the detokenizer inside leaves out."""
 
-    __slots__ = ("_inside", "_markers")
-
-    def __init__(self, inside: Detokenizer, markers: Mapping[int, str]) -> None:
-        self._inside = inside
-        self._markers = markers
+    _inside: Detokenizer
+    _markers: Mapping[int, str]
 
     def feed(self, token_ids: Sequence[int]) -> str:
         markers = self._markers

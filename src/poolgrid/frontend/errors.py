@@ -89,6 +89,11 @@ def wrong_type(param: str, value: object, allowed: str, code: str = "invalid_typ
     return invalid(param, f"{param} is {quoted(value)}: allowed is {allowed}. The request was not run.", code)
 
 
+def missing(param: str, allowed: str) -> RequestError:
+    """Return the 400 for a field that must be there."""
+    return invalid(param, f"{param} is missing: allowed is {allowed}", "missing_required_parameter")
+
+
 def text_of(item: Mapping[str, Any], name: str, where: str, otherwise: str | None = None) -> str:
     """Return the text in a field of an object at ``where``; raises ``RequestError`` for anything else there."""
     value = item.get(name, otherwise)

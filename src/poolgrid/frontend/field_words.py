@@ -25,6 +25,12 @@ def allowed(words: str, plural: str | None = None) -> Meta:
     return Meta(extra={"allowed": words} if plural is None else {"allowed": words, "plural": plural})
 
 
+def refused(reason: str, *inert: object) -> Meta:
+    """Return what marks a field that is known elsewhere and not served here; ``inert`` values ask for nothing."""
+    described = {"enum": [None, *inert], "description": f"Not supported: {reason}."}
+    return Meta(extra={"refused": reason, "inert": inert}, extra_json_schema=described)
+
+
 def words_at(body: type, path: str) -> str | None:
     """Return what is allowed at a path of a body, such as ``messages[0].role``; ``None`` when its type does not say."""
     found: list[kinds.Type] = [_type_info(body)]

@@ -13,25 +13,22 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from time import monotonic
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import msgspec
 
 from poolgrid.frontend.errors import RequestError, invalid
-from poolgrid.frontend.guide_compiler import write_frame
 from poolgrid.frontend.guides import ANY_OBJECT, Guide
 from poolgrid.inference.cache_domain import CacheDomain
 from poolgrid.process.caches import BudgetedLru, TenantCaches
@@ -98,6 +95,7 @@ class GuideCompiler:
     def __init__(self, limits: GuideLimits) -> None:
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
         self._end: Callable[[], object] = lambda: None
         self._closed = False
         self.starts = 0
@@ -117,84 +115,57 @@ class GuideCompiler:
         self._end()
 
     def _ask(self, guide: bytes) -> str:
-        process = self._process if self._process is not None and self._process.poll() is None else self._start()
-        assert process.stdin is not None, "it is a pipe"
-        assert process.stdout is not None, "it is a pipe"
+        if self._process is None or self._process.poll() is not None:
+            self._process, self._connection = self._start()
+        process, connection = self._process, self._connection
+        assert connection is not None, "it comes with the process"
         try:
-            write_frame(process.stdin, guide)
-            answer = _read(
-                process.stdout.fileno(), monotonic() + START_S + WALL_FACTOR * self._limits.compile_ms / 1000
-            )
-        except TimeoutError:
+            connection.send_bytes(guide)
+            if connection.poll(START_S + WALL_FACTOR * self._limits.compile_ms / 1000):
+                return connection.recv_bytes().decode()
             self._end()
-            raise CompilerLost("it did not answer in time") from None
-        except OSError:
-            answer = None
-        if answer is not None:
-            return str(msgspec.msgpack.decode(answer))
-        status = process.wait()
+            raise CompilerLost("it did not answer in time")
+        except (EOFError, OSError):
+            status = process.wait()
         self._end()
         reason = _OF_THE_GUIDE.get(status)
         if reason is None:
             raise CompilerLost(f"it ended with status {status}")
         return reason.format(limit_ms=self._limits.compile_ms)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         self._end()
         if self._closed:
             raise CompilerLost("this server ends")
         limits = (str(self._limits.compile_ms), str(self._limits.step_ms))
         command = (sys.executable, "-m", "poolgrid.frontend.guide_compiler", *limits)
+        ours, theirs = Pipe()
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, close_fds=True
-            )
+            with theirs:
+                process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
         except OSError as error:
+            ours.close()
             raise CompilerLost(f"it cannot be started: {error}") from error
         self.starts += 1
-        self._process = process
-        self._end = weakref.finalize(self, _end, process)
-        return process
+        self._end = weakref.finalize(self, _end, process, ours)
+        return process, ours
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _read(descriptor: int, until_s: float) -> bytes | None:
-    """Return a frame, ``None`` when the writer has ended; raises ``TimeoutError``."""
-    received = b""
-    wanted = 4
-    while len(received) < wanted:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, until_s - monotonic()))
-        if not ready:
-            raise TimeoutError
-        part = os.read(descriptor, 65_536)
-        if not part:
-            return None
-        received += part
-        if len(received) >= 4:
-            wanted = 4 + int.from_bytes(received[:4], "little")
-    return received[4:]
+    connection.close()
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """One guide on its way to a verdict, and who waits for it."""
+class _Queue:
+    """The guides of one tenant: one of them at a time waits for its turn among those of all."""
 
-    key: bytes
-    guide: bytes
-    tenant: str
-    verdicts: GuideVerdicts | None
-    """Where its verdict is kept."""
-    verdict: asyncio.Future[str]
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
+    """With the one that is being tried."""
 
 
 class GuideCheck:
@@ -211,13 +182,12 @@ class GuideCheck:
         self._queue_limit = queue_limit
         self._count = count
         self._verdicts = TenantCaches(VERDICTS_MAX, _verdicts)
-        self._asked: dict[bytes, _Asked] = {}
-        self._queues: OrderedDict[str, deque[_Asked]] = OrderedDict()
-        self._working: _Asked | None = None
+        self._queues: dict[str, _Queue] = {}
+        self._turn = asyncio.Lock()
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(queue.waiting for queue in self._queues.values())
 
     async def check(self, guide: Guide, param: str, domain: CacheDomain | None) -> None:
         """Return when a guide may go to a worker; raises ``RequestError`` 400 when it may not, 503 for "not now".
@@ -233,10 +203,8 @@ class GuideCheck:
             tenant, whose = domain.tenant, msgspec.msgpack.encode((domain.tenant, domain.salt))
             verdicts = self._verdicts.of(tenant, domain.shares)
         key = hashlib.blake2b(packed, digest_size=16, key=hashlib.blake2b(whose).digest()).digest()
-        found = None if verdicts is None else verdicts.get(key)
-        if found is not None:
-            self._count("known")
-        else:
+        found = self._known(verdicts, key)
+        if found is None:
             found = await self._tried(key, packed, tenant, verdicts)
         if found:
             raise invalid(param, f"{param} cannot be kept to: {found}. The request was not run.", "guide_too_complex")
@@ -246,75 +214,38 @@ class GuideCheck:
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._compiler.close()
 
+    def _known(self, verdicts: GuideVerdicts | None, key: bytes) -> str | None:
+        found = None if verdicts is None else verdicts.get(key)
+        if found is not None:
+            self._count("known")
+        return found
+
     async def _tried(self, key: bytes, packed: bytes, tenant: str, verdicts: GuideVerdicts | None) -> str:
-        asked = self._asked.get(key)
-        if asked is None:
-            queue = self._queues.get(tenant)
-            if self.waiting >= self._queue_limit or (queue is not None and len(queue) >= WAITING_PER_TENANT_MAX):
-                raise self._busy(f"{self.waiting} guides wait to be tried already, the limit")
-            asked = _Asked(key, packed, tenant, verdicts, asyncio.get_running_loop().create_future())
-            self._asked[key] = asked
-            self._queues.setdefault(tenant, deque()).append(asked)
-            self._pump()
-        asked.waiting += 1
+        queue = self._queues.setdefault(tenant, _Queue())
+        if self.waiting >= self._queue_limit or queue.waiting >= WAITING_PER_TENANT_MAX:
+            raise self._busy(f"{self.waiting} guides wait to be tried already, the limit")
+        queue.waiting += 1
         try:
-            async with asyncio.timeout(WAIT_S):
-                return await asyncio.shield(asked.verdict)
+            async with asyncio.timeout(WAIT_S), queue.turn, self._turn:
+                found = self._known(verdicts, key)  # others may have asked for the same
+                if found is not None:
+                    return found
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._executor, self._compiler.verdict, packed)
         except TimeoutError:
             raise self._busy(f"the guide was not tried within {WAIT_S:.0f} s") from None
         except CompilerLost as lost:
             raise self._busy(f"guides cannot be tried now: {lost}") from None
         finally:
-            asked.waiting -= 1
-            if not asked.waiting and asked is not self._working:
-                self._forget(asked)
-
-    def _pump(self) -> None:
-        """Hand the next guide to the thread: each tenant's first in turn."""
-        if self._working is not None or not self._queues:
-            return
-        tenant, queue = self._queues.popitem(last=False)
-        asked = queue.popleft()
-        if queue:
-            self._queues[tenant] = queue
-        self._working = asked
-        self._executor.submit(self._compiler.verdict, asked.guide).add_done_callback(
-            lambda done: self._tell(asked, done)
-        )
-
-    def _tell(self, asked: _Asked, done: Future[str]) -> None:
-        # Called in the thread. A loop that is closed has nobody who waits.
-        with contextlib.suppress(RuntimeError):
-            asked.loop.call_soon_threadsafe(self._done, asked, done)
-
-    def _done(self, asked: _Asked, done: Future[str]) -> None:
-        self._working = None
-        self._asked.pop(asked.key, None)
-        if not asked.verdict.done() and not done.cancelled():
-            error = done.exception()
-            if error is None:
-                found = done.result()
-                self._count("refused" if found else "accepted")
-                if asked.verdicts is not None:
-                    asked.verdicts.keep(asked.key, found)
-                if found:
-                    log.info("a guide of tenant %r is refused: %s", asked.tenant, found)
-                asked.verdict.set_result(found)
-            elif asked.waiting:
-                if not isinstance(error, CompilerLost):
-                    log.error("trying a guide failed: this is a bug", exc_info=error)
-                    error = CompilerLost("trying it failed")
-                asked.verdict.set_exception(error)
-        self._pump()
-
-    def _forget(self, asked: _Asked) -> None:
-        """Take a guide that nobody waits for any more out of its queue."""
-        self._asked.pop(asked.key, None)
-        queue = self._queues.get(asked.tenant)
-        if queue is not None and asked in queue:
-            queue.remove(asked)
-            if not queue:
-                del self._queues[asked.tenant]
+            queue.waiting -= 1
+            if not queue.waiting:
+                self._queues.pop(tenant, None)
+        self._count("refused" if found else "accepted")
+        if verdicts is not None:
+            verdicts.keep(key, found)
+        if found:
+            log.info("a guide of tenant %r is refused: %s", tenant, found)
+        return found
 
     def _busy(self, why: str) -> RequestError:
         self._count("busy")

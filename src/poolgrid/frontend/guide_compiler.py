@@ -1,9 +1,9 @@
 """``python -m poolgrid.frontend.guide_compiler``: the process that tries guides, and may die of them.
 
-It reads guides from its standard input and writes a verdict for each to its standard output, one after the other, until
-the input ends (``read_frame``, ``write_frame``: a u32, little-endian, and so many bytes of MessagePack). A guide is
-first measured (``poolgrid.structured_output.guide_limits``), then compiled, and then a short answer is made with it.
-What goes beyond the bounds ends this process, and whoever asked sees of which signal:
+Its standard input is a connection (``multiprocessing.connection``), on which guides come as MessagePack and a verdict
+goes for each, one after the other, until it ends. A guide is first measured
+(``poolgrid.structured_output.guide_limits``), then compiled, and then a short answer is made with it. What goes beyond
+the bounds ends this process, and whoever asked sees of which signal:
 
 - the *stack* it compiles on has ``STACK_BYTES``, an eighth of what a thread of an engine has;
 - ``SIGPROF`` comes after so much CPU time, however busy the machine is;
@@ -20,16 +20,17 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import struct
 import sys
 import threading
 import time
-from typing import IO, Any
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
-from poolgrid.structured_output.guide_grammar import NOTHING_KEEPS_TO_IT, error_of, matcher
 from poolgrid.structured_output.guide_limits import objection
+from poolgrid.structured_output.structural_tags import NOTHING_KEEPS_TO_IT, error_of, matcher
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.requests import Sampling
 
@@ -60,25 +61,9 @@ class _Bytes:
         return list(text)
 
 
-def read_frame(source: IO[bytes]) -> bytes | None:
-    """Return the next frame, ``None`` at the end of the input."""
-    head = source.read(4)
-    if len(head) < 4:
-        return None
-    (size,) = struct.unpack("<I", head)
-    body = source.read(min(size, FRAME_BYTES_MAX))
-    return body if len(body) == size else None
-
-
-def write_frame(target: IO[bytes], body: bytes) -> None:
-    """Write one frame, now."""
-    target.write(struct.pack("<I", len(body)) + body)
-    target.flush()
-
-
 def verdict(tokenizer: Any, guide: dict[str, Any], step_limit_ms: float) -> str:
     """Return why a guide is too much, or nothing."""
-    sampling = msgspec.convert({"max_tokens": STEPS, **guide}, _Guide).sampling()
+    sampling = Sampling(max_tokens=STEPS, **guide)
     wrong = objection(sampling)
     if wrong is not None:
         return wrong
@@ -105,29 +90,18 @@ def verdict(tokenizer: Any, guide: dict[str, Any], step_limit_ms: float) -> str:
     return ""
 
 
-class _Guide(msgspec.Struct):
-    max_tokens: int
-    guided_json: bytes | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
-    guided_choice: tuple[str, ...] | None = None
-    structural_tag: str | None = None
-
-    def sampling(self) -> Sampling:
-        return Sampling(**{field: getattr(self, field) for field in self.__struct_fields__})
-
-
 def _serve(limit_s: float, step_limit_ms: float) -> None:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    while (frame := read_frame(source)) is not None:
-        guide = msgspec.msgpack.decode(frame)
-        signal.setitimer(signal.ITIMER_PROF, limit_s)
-        found = verdict(tokenizer, guide, step_limit_ms)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        write_frame(target, msgspec.msgpack.encode(found))
+    connection = Connection(sys.stdin.fileno())
+    with suppress(EOFError):
+        while True:
+            guide = msgspec.msgpack.decode(connection.recv_bytes(FRAME_BYTES_MAX))
+            signal.setitimer(signal.ITIMER_PROF, limit_s)
+            found = verdict(tokenizer, guide, step_limit_ms)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(found.encode())
 
 
 def main(limit_ms: float, step_limit_ms: float) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.errors import invalid, quoted
+from poolgrid.frontend.errors import invalid, quoted, wrong_type
 from poolgrid.frontend.field_words import without_nulls
 from poolgrid.wire.limits import GUIDE_BYTES_MAX, GUIDE_CHOICES_MAX
 
@@ -38,14 +38,14 @@ def json_guide(schema: Any, param: str) -> Guide:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise invalid(param, f"{param} is {quoted(schema)}: allowed is a JSON schema, an object", "invalid_type")
+        raise wrong_type(param, schema, "a JSON schema, an object")
     return {"guided_json": _bounded(msgspec.json.encode(schema), param)}
 
 
 def _text_guide(field: str) -> Callable[[Any, str], Guide]:
     def guide(value: Any, param: str) -> Guide:
         if not isinstance(value, str) or not value:
-            raise invalid(param, f"{param} is {quoted(value)}: allowed is a string that is not empty", "invalid_type")
+            raise wrong_type(param, value, "a string that is not empty")
         _bounded(value.encode(), param)
         return {field: value}
 
@@ -54,9 +54,7 @@ def _text_guide(field: str) -> Callable[[Any, str], Guide]:
 
 def _choice_guide(value: Any, param: str) -> Guide:
     if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
-        raise invalid(
-            param, f"{param} is {quoted(value)}: allowed is a list of strings that are not empty", "invalid_type"
-        )
+        raise wrong_type(param, value, "a list of strings that are not empty")
     if len(value) > GUIDE_CHOICES_MAX:
         raise invalid(param, f"{param} has {len(value)} texts: allowed are up to {GUIDE_CHOICES_MAX}")
     _bounded("".join(value).encode(), param)
@@ -72,7 +70,7 @@ def tag_guide(value: Any, param: str) -> Guide:
 
 def _object_guide(value: Any, param: str) -> Guide:
     if not isinstance(value, bool):
-        raise invalid(param, f"{param} is {quoted(value)}: allowed are true and false", "invalid_type")
+        raise wrong_type(param, value, "true or false")
     return json_guide(dict(ANY_OBJECT), param) if value else {}
 
 
@@ -116,7 +114,7 @@ def guide_of(body: Any, nvext: Any) -> tuple[Guide, str]:
         if group is None:
             continue
         if not isinstance(group, dict):
-            raise invalid(param, f"{param} is {quoted(group)}: allowed is an object", "invalid_type")
+            raise wrong_type(param, group, "an object")
         for kind, value in group.items():
             if value is not None and kind in _KINDS:
                 _found(found, f"{param}.{kind}", _KINDS[kind](value, f"{param}.{kind}"))
@@ -135,25 +133,21 @@ def _found(found: dict[str, Guide], param: str, guide: Guide) -> None:
 def _response_format(value: Any) -> Guide:
     param = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text" or (isinstance(value, dict) and not without_nulls(value)):
-        return {}
-    if kind == "json_object":
-        schema = value.get("schema")
-        return json_guide(dict(ANY_OBJECT) if schema is None else schema, f"{param}.schema")
-    if kind == "json_schema":
-        inner = value.get("json_schema")
-        if not isinstance(inner, dict):
-            raise invalid(
-                f"{param}.json_schema", f"{param}.json_schema is {quoted(inner)}: allowed is an object with a schema"
-            )
-        schema = inner.get("schema")
-        return json_guide(dict(ANY_OBJECT) if schema is None else schema, f"{param}.json_schema.schema")
-    if kind == "regex":
-        return _KINDS["regex"](value.get("regex"), f"{param}.regex")
-    if kind in ("ebnf", "grammar"):
-        return _KINDS["grammar"](value.get(kind), f"{param}.{kind}")
-    if kind == "structural_tag":
-        return tag_guide({key: part for key, part in value.items() if part is not None}, param)
+    match kind:
+        case None if isinstance(value, dict) and not without_nulls(value):
+            return {}
+        case "text":
+            return {}
+        case "json_object" | "json_schema":
+            place, inner = (param, value) if kind == "json_object" else (f"{param}.json_schema", value.get(kind))
+            if not isinstance(inner, dict):
+                raise wrong_type(place, inner, "an object with a schema", "invalid_value")
+            schema = inner.get("schema")
+            return json_guide(dict(ANY_OBJECT) if schema is None else schema, f"{place}.schema")
+        case "regex" | "ebnf" | "grammar":
+            return _KINDS["regex" if kind == "regex" else "grammar"](value.get(kind), f"{param}.{kind}")
+        case "structural_tag":
+            return tag_guide(without_nulls(value), param)
     raise invalid(
         f"{param}.type" if kind is not None else param,
         f"{param} is {quoted(value)}: allowed are the types text, json_object, json_schema, regex, ebnf and "

@@ -25,31 +25,36 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import caller_of
-from poolgrid.frontend.access.limit_headers import limit_headers
+from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
 from poolgrid.frontend.dialects import OPENAI, ApiDialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.inflation import GZIP_BYTES_MIN, BodyInflation, accepts_gzip, compressed
-from poolgrid.frontend.keep_alive import KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.media_cache import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.parsed_answers import encoder_of
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompts import look_up, tokenize
-from poolgrid.frontend.request_body import check_announced, receive_body
+from poolgrid.frontend.request_body import (
+    GZIP_BYTES_MIN,
+    SHORT_BYTES,
+    BodyReader,
+    accepts_gzip,
+    check_announced,
+    check_shape,
+    compressed,
+    receive_body,
+)
 from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.frontend.request_span import tell_request
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.stream_head import StreamHead
+from poolgrid.frontend.stream_head import KEEP_ALIVE_S, KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
-from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic
+from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.exchange import ON_DISCONNECT
 from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
@@ -105,7 +110,7 @@ class InferenceEndpoint:
         prepare: Prepare,
         backend: InferenceBackend,
         tokenization: TokenizationPool,
-        inflation: BodyInflation,
+        bodies: BodyReader,
         request_ids: RequestIds,
         metrics: FrontendMetrics,
         settings: FrontendSettings,
@@ -123,7 +128,7 @@ class InferenceEndpoint:
         self._dialect = dialect
         self._backend = backend
         self._tokenization = tokenization
-        self._inflation = inflation
+        self._bodies = bodies
         self._request_ids = request_ids
         self._metrics = metrics
         self._in_flight = metrics.in_flight.labels(self.name)
@@ -314,7 +319,7 @@ class _Exchange:
 
     async def _inflate(self, body: bytes) -> bytes:
         encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
-        return await self._endpoint._inflation.inflated(body, encoding, lambda: self.left)
+        return await self._endpoint._bodies.inflated(body, encoding, lambda: self.left)
 
     async def _tokenize(self, job: PreparedRequest, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
@@ -394,8 +399,7 @@ class _Exchange:
                 return
             await self._write(await head.before(body))
 
-        interval_s = self._endpoint._settings.keep_alive_interval_s
-        keep_alive = KeepAlive(comment, interval_s) if interval_s else None
+        keep_alive = KeepAlive(comment, KEEP_ALIVE_S)
         try:
             await self._events(job, prompts, encoder, pumps, head, keep_alive)
         finally:
@@ -536,7 +540,8 @@ class _Exchange:
             end = await pool.run_in_thread(complete, is_due=True)
         else:
             end = complete()
-        await form.keep(encoder)
+        if form.keep is not None:
+            await form.keep(encoder)
         return end
 
     def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
@@ -740,18 +745,11 @@ def line_of(exchange: _Exchange) -> EndedRequest:
 
 def tell(trace: TraceRecord, exchange: _Exchange) -> str:
     """Put what is known of a request that is over on its span; return its error in a word, for one that failed here."""
-    tell_request(
-        trace,
-        endpoint=exchange._endpoint.name,
-        name=str(exchange._wanted_id),
-        model=exchange.model,
-        status=exchange.status,
-        error=exchange.error or ("client_left" if exchange.status == CLIENT_LEFT else ""),
-        streaming=exchange.streaming,
-        tenant=exchange._caller.tenant if exchange._caller is not None else "",
-        outputs=[output for output in exchange._outputs if output.stream is not None],
-        first_token_ms=exchange.first_token_ms,
-    )
+    ended = line_of(exchange)
+    if not ended.error and exchange.status == CLIENT_LEFT:
+        ended = ended._replace(error="client_left")
+    outputs = [output for output in exchange._outputs if output.stream is not None]
+    tell_request(trace, ended, outputs, exchange.first_token_ms)
     return exchange.error if exchange.status >= 500 else ""
 
 
@@ -864,15 +862,16 @@ def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
 
 
 def _generation_failed(output: SequenceOutput) -> RequestError:
-    if output.retry_after_s is not None:
-        return refused(Refused(429, "busy", f"generating choice {output.index}: {output.error}", output.retry_after_s))
-    if output.unknown_model:
-        return RequestError(404, "model_not_found", f"generating choice {output.index}: {output.error}", param="model")
-    if output.unsupported:
-        return RequestError(400, "unsupported_by_worker", f"generating choice {output.index}: {output.error}")
-    if output.poison:
+    failure, what = output.failure, f"generating choice {output.index}: {output.error}"
+    if failure.retry_after_s is not None:
+        return refused(Refused(429, "busy", what, failure.retry_after_s))
+    if failure.unknown_model:
+        return RequestError(404, "model_not_found", what, param="model")
+    if failure.unsupported:
+        return RequestError(400, "unsupported_by_worker", what)
+    if failure.poison:
         # Not a 5xx, which client libraries send again by themselves: each time it would cost workers.
-        return RequestError(422, "workers_lost", f"generating choice {output.index}: {output.error}")
-    if output.shutdown:
-        return RequestError(503, "not_ready", f"generating choice {output.index}: {output.error}")
-    return RequestError(500, "generation_failed", f"generating choice {output.index}: {output.error}")
+        return RequestError(422, "workers_lost", what)
+    if failure.shutdown:
+        return RequestError(503, "not_ready", what)
+    return RequestError(500, "generation_failed", what)

@@ -27,11 +27,11 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.call_ids import mistral_id
 from poolgrid.frontend.errors import invalid
 from poolgrid.frontend.media.conversation import shape_message
 from poolgrid.frontend.schema import ContentPart, Message, ToolCall
 from poolgrid.frontend.template_capabilities import Arguments, EmptyContent, TemplateCapabilities, TextWithCalls
+from poolgrid.frontend.tools import mistral_id
 
 SEPARATOR: Final = "\n\n"
 """Stands between texts that are joined."""

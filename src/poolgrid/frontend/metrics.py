@@ -1,4 +1,4 @@
-"""Metrics of the OpenAI surface, under ``poolgrid_frontend_``; ``docs/metrics.md`` lists them.
+"""What the OpenAI surface measures, under ``poolgrid_frontend_``; ``docs/http_api.md`` lists it.
 
 Every value is observed at boundaries: once per request, or once per wake-up of a stream (ITL), never per token.
 """
@@ -6,6 +6,7 @@ Every value is observed at boundaries: once per request, or once per wake-up of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -38,21 +39,8 @@ TOKEN_BUCKETS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_76
 """Powers of two, as context lengths and block sizes are."""
 
 TOKENIZATION_BUCKETS_S = (
-    0.00005,
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    1.0,
-    5.0,
-)
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0,
+)  # fmt: skip
 """50 µs (a short question) to seconds (a million tokens)."""
 
 
@@ -94,146 +82,127 @@ class FrontendMetrics:
         ttft_target_ms: float = TTFT_TARGET_MS,
         itl_target_ms: float = ITL_TARGET_MS,
     ) -> None:
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self.registry = registry
         self.ttft_target_ms = ttft_target_ms
         self.itl_target_ms = itl_target_ms
-        self.requests = Counter(
+        self.requests = counter(
             "poolgrid_frontend_requests",
             "Requests answered, by endpoint, HTTP status and streaming. 499: the client disconnected. 500 "
             "includes broken streams.",
             ["endpoint", "status", "streaming"],
-            registry=registry,
         )
-        self.guides = Counter(
+        self.guides = counter(
             "poolgrid_frontend_guides",
             "Guides by validation result: `known` (validated before for the same tenant), `accepted`, "
             "`refused` or `busy`. For refused ones the log has tenant and reason.",
             ["outcome"],
-            registry=registry,
         )
-        self.kept_responses = Counter(
+        self.kept_responses = counter(
             "poolgrid_frontend_kept_responses",
             "Responses to store for `previous_response_id`, by outcome: `kept`, or `lost` for lack of space or "
             "a write error, which is logged.",
             ["outcome"],
-            registry=registry,
         )
-        self.in_flight = Gauge(
+        self.in_flight = gauge(
             "poolgrid_frontend_in_flight_requests",
             "Requests being served, waiting ones included.",
             ["endpoint"],
-            registry=registry,
         )
-        self.ttft = Histogram(
+        self.ttft = histogram(
             "poolgrid_frontend_time_to_first_token_seconds",
             "TTFT of each sequence: from the request's headers to the first output token.",
             ["model"],
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
         )
-        self.itl = Histogram(
+        self.itl = histogram(
             "poolgrid_frontend_inter_token_latency_seconds",
             "ITL at each arrival of tokens: time since the previous arrival, divided by the number of tokens.",
             ["model"],
             buckets=ITL_BUCKETS_S,
-            registry=registry,
         )
-        self.target_judgements = Counter(
+        self.target_judgements = counter(
             "poolgrid_frontend_target_judgements",
             "Sequences that `met` or `missed` the target: `ttft` at the first token, `itl` (mean of the "
             "sequence) at the last one. The base of service objectives.",
             ["model", "target", "outcome"],
-            registry=registry,
         )
-        target = Gauge(
+        target = gauge(
             "poolgrid_frontend_target_seconds",
             "The targets: `ttft_target_ms` and `itl_target_ms`.",
             ["target"],
-            registry=registry,
         )
         target.labels("ttft").set(ttft_target_ms / 1000)
         target.labels("itl").set(itl_target_ms / 1000)
-        self.isl = Histogram(
+        self.isl = histogram(
             "poolgrid_frontend_input_sequence_tokens",
             "Prompt tokens of a dispatched request (ISL), each prompt once. A shift explains a shift of TTFT.",
             buckets=TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.osl = Histogram(
+        self.osl = histogram(
             "poolgrid_frontend_output_sequence_tokens",
             "Output tokens of a sequence (OSL), also of an aborted one.",
             buckets=TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.cached_tokens = Counter(
+        self.cached_tokens = counter(
             "poolgrid_frontend_cached_tokens",
             "Prompt tokens that workers reported as reused, over all sequences.",
-            registry=registry,
         )
-        self.prompt_tokens = Counter(
+        self.prompt_tokens = counter(
             "poolgrid_frontend_prompt_tokens",
             "Prompt tokens dispatched, over all sequences. The base of cached tokens.",
-            registry=registry,
         )
-        self.output_tokens = Counter(
+        self.output_tokens = counter(
             "poolgrid_frontend_output_tokens",
             "Output tokens received from workers. The rate is the throughput of the pool through this process.",
-            registry=registry,
         )
-        self.tokenization = Histogram(
+        self.tokenization = histogram(
             "poolgrid_frontend_tokenization_seconds",
             "Time to render and tokenize the prompts of a request, waiting for a tokenizer thread included.",
             buckets=TOKENIZATION_BUCKETS_S,
-            registry=registry,
         )
-        self.tokenizations_pending = Gauge(
+        self.tokenizations_pending = gauge(
             "poolgrid_frontend_tokenizations_pending",
             "Long prompts in tokenizer threads or waiting for one. At 256 the next one gets 429.",
-            registry=registry,
         )
-        self.disconnects = Counter(
+        self.disconnects = counter(
             "poolgrid_frontend_client_disconnects",
             "Clients that disconnected before their answer was complete. Often their timeout is shorter than "
             "the queue.",
-            registry=registry,
         )
-        self.refusals = Counter(
+        self.refusals = counter(
             "poolgrid_frontend_refusals",
             "Requests refused with 401, 403, 413, 429 or 503, by reason code.",
             ["code"],
-            registry=registry,
         )
-        self.key_reloads = Counter(
+        self.key_reloads = counter(
             "poolgrid_frontend_api_key_reloads",
             "Changes of the file of API keys, by outcome: `loaded`, or `refused` because it is invalid.",
             ["outcome"],
-            registry=registry,
         )
-        self.keys_stale = Gauge(
+        self.keys_stale = gauge(
             "poolgrid_frontend_api_keys_stale",
             "1 while the file of API keys is invalid and an older one is in force. Alert on it.",
-            registry=registry,
         )
-        self._tenant_requests = Counter(
+        self._tenant_requests = counter(
             "poolgrid_frontend_tenant_requests",
             "Requests admitted, by tenant. The first 200 tenants have their own series; later ones share "
             "`other`. No series without API keys.",
             ["tenant"],
-            registry=registry,
         )
-        self._tenant_refusals = Counter(
+        self._tenant_refusals = counter(
             "poolgrid_frontend_tenant_refusals",
             "Requests refused, by tenant and reason code. `rate_limited`: tenants that exceed their quota.",
             ["tenant", "code"],
-            registry=registry,
         )
-        self._tenant_prompt_tokens = Counter(
+        self._tenant_prompt_tokens = counter(
             "poolgrid_frontend_tenant_prompt_tokens",
             "Prompt tokens of dispatched requests, by tenant, each prompt once.",
             ["tenant"],
-            registry=registry,
         )
-        self._tenant_output_tokens = Counter(
+        self._tenant_output_tokens = counter(
             "poolgrid_frontend_tenant_output_tokens", "Output tokens, by tenant.", ["tenant"], registry=registry
         )
         self._tenants: dict[str, TenantSeries] = {}

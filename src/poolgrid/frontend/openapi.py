@@ -1,34 +1,33 @@
-"""What the OpenAPI page says, generated from the same structs that parse requests and encode answers."""
+"""What the OpenAPI page says, generated from the same structs that parse requests and encode answers.
+
+``GET /v1/fleet``: who of a deployment has a name, for operators. It is there where a process has names itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 
+from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.frontend.openapi_answers import ANSWERS
-from poolgrid.frontend.prompt_counts import MESSAGES_COUNT_PATH, RESPONSES_COUNT_PATH
-from poolgrid.frontend.responses_api.endpoints import ITEMS_PATH, RESPONSE_PATH
-from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
-from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
+from poolgrid.frontend.responses_api.kept import ITEMS_PATH, RESPONSE_PATH
+from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.schema import ChatBody, CompletionBody
 from poolgrid.frontend.tokenizer_endpoints import (
     DETOKENIZE_PATH,
+    MESSAGES_COUNT_PATH,
+    RESPONSES_COUNT_PATH,
     TOKENIZE_PATH,
     DetokenizeBody,
     Detokenized,
     TokenizeBody,
     Tokenized,
 )
-
-_REFUSALS: Mapping[str, Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "ChatBody": REFUSED_CHAT,
-    "CompletionBody": REFUSED_COMPLETION,
-    "ResponsesBody": REFUSED_RESPONSES,
-    "Nvext": REFUSED_NVEXT,
-}
+from poolgrid.wire.answers import FleetList
 
 _BAD_REQUEST = {
     "400": "A field is wrong or not supported; `param` names it",
@@ -56,101 +55,88 @@ BODIES = (
 """Bodies and answers that are structs; each becomes a component of its name, with all that is in it."""
 
 
+_DONE = "server-sent events that end with `data: [DONE]`"
+_TYPED = "typed server-sent events"
+_GONE = {"404": "No such response is kept", "503": "What is kept cannot be read now"}
+
+
 def describe_inference(app: FastAPI) -> None:
     """Add to the application's OpenAPI description what FastAPI cannot see of it."""
     generated = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            description = generated()
-            described, components = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
-            chat, completion, responses, messages, counted, tokenize, detokenize, tokenized, detokenized = described
-            for name, refusals in _REFUSALS.items():
-                _describe_refusals(components[name], refusals)
-            schemas = description.setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(components)
-            schemas.update(ANSWERS)
-            paths = description["paths"]
-            paths["/v1/chat/completions"] = {
-                "post": _inference("Answer a conversation", "chat", chat, "ChatCompletion", _DONE)
-            }
-            paths["/v1/completions"] = {
-                "post": _inference("Continue prompts", "completion", completion, "Completion", _DONE)
-            }
-            paths["/v1/responses"] = {
-                "post": _inference("Answer items with items", "response", responses, "Response", _TYPED)
-            }
-            paths["/v1/messages"] = {
-                "post": _inference(
-                    "Answer a conversation in Anthropic's form",
-                    "message",
-                    messages,
-                    "AnthropicMessage",
-                    _TYPED,
-                    "MessageError",
-                )
-            }
-            for path, body, answer, error in (
-                (TOKENIZE_PATH, tokenize, tokenized, "Error"),
-                (DETOKENIZE_PATH, detokenize, detokenized, "Error"),
-                (MESSAGES_COUNT_PATH, counted, {"$ref": "#/components/schemas/MessageCount"}, "MessageError"),
-                (RESPONSES_COUNT_PATH, responses, {"$ref": "#/components/schemas/InputTokenCount"}, "Error"),
-            ):
-                operation = paths[path]["post"]
-                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-                operation["responses"] = {
-                    "200": {"description": "The answer", "content": {"application/json": {"schema": answer}}},
-                    **error_answers(_BAD_REQUEST, error),
-                }
-            _describe_models(paths)
-            _describe_kept_responses(paths)
-            _shape_errors(description)
-            app.openapi_schema = description
+            app.openapi_schema = _completed(generated())
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the description
 
 
-_DONE = "server-sent events that end with `data: [DONE]`"
-_TYPED = "typed server-sent events"
-
-
-def _describe_refusals(component: dict[str, Any], refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
-    for name, (inert, reason) in refusals.items():
-        component["properties"][name] = {
-            "enum": [None, *inert],
-            "default": None,
-            "description": f"Not supported: {reason}.",
-        }
-
-
-def _describe_models(paths: dict[str, Any]) -> None:
-    one = paths["/v1/models/{model_id}"]["get"]["responses"]
-    one["200"]["content"]["application/json"]["schema"] = {"$ref": "#/components/schemas/Model"}
-    one.pop("422", None)  # any text is a model's name
-    one.update(error_answers({"404": _STATUSES["404"]}))
-    every = paths["/v1/models"]["get"]["responses"]["200"]["content"]["application/json"]
-    every["schema"] = {"$ref": "#/components/schemas/ModelList"}
-
-
-def _describe_kept_responses(paths: dict[str, Any]) -> None:
-    gone = {"404": "No such response is kept", "503": "What is kept cannot be read now"}
-    for path, method, answer in (
-        (RESPONSE_PATH, "get", "Response"),
-        (RESPONSE_PATH, "delete", "DeletedResponse"),
-        (ITEMS_PATH, "get", "ItemList"),
+def _completed(description: dict[str, Any]) -> dict[str, Any]:
+    described, components = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
+    bodies = dict(zip(BODIES, described, strict=True))
+    for component in components.values():
+        _admit_nulls(component)
+    description.setdefault("components", {}).setdefault("schemas", {}).update({**components, **ANSWERS})
+    paths = description["paths"]
+    for path, summary, name, body, answer, events, error in (
+        ("chat/completions", "Answer a conversation", "chat", ChatBody, "ChatCompletion", _DONE, "Error"),
+        ("completions", "Continue prompts", "completion", CompletionBody, "Completion", _DONE, "Error"),
+        ("responses", "Answer items with items", "response", ResponsesBody, "Response", _TYPED, "Error"),
+        ("messages", "Answer a conversation in Anthropic's form", "message", MessagesBody, "AnthropicMessage", _TYPED,
+         "MessageError"),
+    ):  # fmt: skip
+        paths[f"/v1/{path}"] = {"post": _inference(summary, name, bodies[body], answer, events, error)}
+    tokenized, detokenized, bad = bodies[Tokenized], bodies[Detokenized], {"400": _STATUSES["400"]}
+    for path, method, taken, answered, statuses, error in (
+        (TOKENIZE_PATH, "post", TokenizeBody, tokenized, _BAD_REQUEST, "Error"),
+        (DETOKENIZE_PATH, "post", DetokenizeBody, detokenized, _BAD_REQUEST, "Error"),
+        (MESSAGES_COUNT_PATH, "post", CountedBody, _ref("MessageCount"), _BAD_REQUEST, "MessageError"),
+        (RESPONSES_COUNT_PATH, "post", ResponsesBody, _ref("InputTokenCount"), _BAD_REQUEST, "Error"),
+        (RESPONSE_PATH, "get", None, _ref("Response"), _GONE, "Error"),
+        (RESPONSE_PATH, "delete", None, _ref("DeletedResponse"), _GONE, "Error"),
+        (ITEMS_PATH, "get", None, _ref("ItemList"), {**_GONE, **bad}, "Error"),
+        ("/v1/models/{model_id}", "get", None, _ref("Model"), {"404": _STATUSES["404"]}, "Error"),
+        ("/v1/models", "get", None, _ref("ModelList"), {}, "Error"),
     ):
         operation = paths[path][method]
-        answers = operation["responses"]
-        answers["200"]["content"]["application/json"]["schema"] = {"$ref": f"#/components/schemas/{answer}"}
-        if path == RESPONSE_PATH:
-            answers.pop("422", None)  # any text is a response's id
-        answers.update(error_answers(gone if path == RESPONSE_PATH else {**gone, "400": _BAD_REQUEST["400"]}))
+        if taken is not None:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": bodies[taken]}}}
+        operation["responses"] = {
+            "200": {"description": "The answer", "content": {"application/json": {"schema": answered}}},
+            **error_answers(statuses, error),
+        }
+    _shape_errors(description)
+    return description
 
 
-def _inference(
-    summary: str, name: str, body: dict[str, Any], answer: str, events: str, error: str = "Error"
-) -> dict[str, Any]:
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _admit_nulls(schema: Any) -> None:
+    """Say that what may be left out may be ``null``: clients write it so, and it asks for nothing."""
+    if isinstance(schema, list):
+        for each in schema:
+            _admit_nulls(each)
+    elif isinstance(schema, dict):
+        for name, value in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()):
+                schema["properties"][name] = _or_null(value)
+        if schema.get("additionalProperties"):
+            schema["additionalProperties"] = _or_null(schema["additionalProperties"])
+        for value in schema.values():
+            _admit_nulls(value)
+
+
+def _or_null(schema: Any) -> Any:
+    has_type = isinstance(schema, dict) and schema.keys() & {"type", "$ref", "anyOf", "enum"}
+    if not has_type or {"type": "null"} in schema.get("anyOf", ()) or None in schema.get("enum", ()):
+        return schema
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _inference(summary: str, name: str, body: dict[str, Any], answer: str, events: str, error: str) -> dict[str, Any]:
     return {
         "tags": ["inference"],
         "summary": summary,
@@ -169,7 +155,7 @@ def _inference(
                     )
                 },
                 "content": {
-                    "application/json": {"schema": {"$ref": f"#/components/schemas/{answer}"}},
+                    "application/json": {"schema": _ref(answer)},
                     # Readers of the page differ in what they take a stream for: a text, or its events one by one.
                     "text/event-stream": {"schema": {"description": events}},
                 },
@@ -198,8 +184,8 @@ ROUTE_REQUEST: dict[str, Any] = {
             "application/json": {
                 "schema": {
                     "anyOf": [
-                        {"$ref": "#/components/schemas/ChatBody"},
-                        {"$ref": "#/components/schemas/CompletionBody"},
+                        _ref("ChatBody"),
+                        _ref("CompletionBody"),
                         {
                             "type": "object",
                             "required": ["model", "token_ids"],
@@ -224,7 +210,22 @@ def error_answers(statuses: Mapping[str, str], error: str = "Error") -> dict[int
     return {
         status: {
             "description": text,
-            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
+            "content": {"application/json": {"schema": _ref(error)}},
         }
         for status, text in statuses.items()
     }
+
+
+LIST_PATH = "/v1/fleet"
+
+
+def add_fleet_list(app: FastAPI, look: Callable[[], Awaitable[FleetList]]) -> None:
+    """Add the endpoint; ``look`` raises ``OSError`` when registrations cannot be read."""
+
+    @app.get(LIST_PATH, tags=["names"], responses=error_answers({"503": "Registrations cannot be read now"}))
+    async def fleet() -> dict[str, Any]:
+        """List every process that has a name, in all namespaces, and the registrations that are refused and why."""
+        try:
+            return (await look()).to_json()
+        except OSError as error:
+            raise RequestError(503, "names_unavailable", f"looking who has a name: {error}") from None

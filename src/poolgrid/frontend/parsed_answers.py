@@ -6,20 +6,19 @@ Used only when a model's format and the request need a parser; plain answers go 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.parsers.tool_calls import CustomCalls
-from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.prepared_request import AnswerStart, PreparedRequest, Prompt
 from poolgrid.frontend.request_ids import base_name
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
-from poolgrid.frontend.tools import custom_text
+from poolgrid.frontend.tools import CallIds, custom_text
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -29,19 +28,17 @@ _CUSTOM: Final = ("custom", "input")
 """How a call is written: its type, which is also the field that holds it, and the field for what the model wrote."""
 
 
+@dataclass(slots=True, eq=False)
 class ChoiceReading:
     """One choice that is being read."""
 
-    __slots__ = ("calls", "form", "logprobs", "parser")
-
-    def __init__(self, parser: OutputParser) -> None:
-        self.parser = parser
-        self.calls = 0
-        """Tool calls that began."""
-        self.form = _FUNCTION
-        """Of the call that began last."""
-        self.logprobs: list[PlacedLogprobs] = []
-        """Log probabilities of text that the parser still holds."""
+    parser: OutputParser
+    calls: int = 0
+    """Tool calls that began."""
+    form: tuple[str, str] = _FUNCTION
+    """Of the call that began last."""
+    logprobs: list[PlacedLogprobs] = field(default_factory=list)
+    """Log probabilities of text that the parser still holds."""
 
     def read(self, text: str, ended: bool) -> list[AnswerPiece]:
         return taken_apart(self.parser, text, ended)
@@ -58,23 +55,13 @@ class ParsedChatEncoder(AnswerEncoder):
     def __init__(
         self,
         *,
-        request_id: str,
         new_parser: Callable[[], OutputParser],
         call_ids: CallIds,
-        model_name: str,
-        created_s: int,
-        model: PromptModel,
-        include_usage: bool,
         custom: Collection[str] = (),
+        **common: Any,
     ) -> None:
-        super().__init__(
-            chat=True,
-            include_usage=include_usage,
-            request_id=request_id,
-            model_name=model_name,
-            created_s=created_s,
-            model=model,
-        )
+        """``common`` is what every encoder is told."""
+        super().__init__(chat=True, **common)
         self._new_parser = new_parser
         self._call_ids = call_ids
         self._custom = custom
@@ -176,28 +163,20 @@ def encoder_of(
     call_ids = CallIds(request_id, "" if job.output_format is None else job.output_format.tools, job.earlier_calls)
     if job.form is not None:
         parser = None if job.output_format is None else _parser(job, prompts[0])
-        return job.form.encoder(request_ids, created_s, prompts[0].isl, job.output_model, parser, call_ids)
+        isl = prompts[0].isl
+        return job.form.encoder(AnswerStart(request_ids, created_s, isl, job.output_model, parser, call_ids, job.tools))
     options = job.body.stream_options
-    include_usage = options is not None and options.include_usage
+    common: dict[str, Any] = {
+        "request_id": request_id,
+        "model_name": job.body.model,
+        "created_s": created_s,
+        "model": job.output_model,
+        "include_usage": options is not None and options.include_usage,
+    }
     if job.output_format is None:
-        return AnswerEncoder(
-            chat=job.chat,
-            request_id=request_id,
-            model_name=job.body.model,
-            created_s=created_s,
-            model=job.output_model,
-            include_usage=include_usage,
-        )
-    return ParsedChatEncoder(
-        request_id=request_id,
-        new_parser=partial(_parser, job, prompts[0]),
-        call_ids=call_ids,
-        model_name=job.body.model,
-        created_s=created_s,
-        model=job.output_model,
-        include_usage=include_usage,
-        custom=job.tools.custom,
-    )
+        return AnswerEncoder(chat=job.chat, **common)
+    new_parser = partial(_parser, job, prompts[0])
+    return ParsedChatEncoder(new_parser=new_parser, call_ids=call_ids, custom=job.tools.custom, **common)
 
 
 def _parser(job: PreparedRequest, prompt: Prompt) -> OutputParser:

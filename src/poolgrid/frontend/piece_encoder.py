@@ -14,11 +14,11 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from poolgrid.frontend.call_ids import CallIds
-from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, taken_apart
+from poolgrid.frontend.prepared_request import AnswerStart
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
+from poolgrid.wire.request_ids import name_of
 
 Event = TypeVar("Event")
 
@@ -35,28 +35,19 @@ class AnswerPart:
 
 
 class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
-    """Encodes one answer of one choice. ``parser``: what takes its text apart; ``None`` = all of it is content."""
+    """Encodes one answer of one choice."""
 
-    def __init__(
-        self,
-        *,
-        parser: OutputParser | None,
-        call_ids: CallIds,
-        request_id: str,
-        model_name: str,
-        created_s: int,
-        model: PromptModel,
-    ) -> None:
+    def __init__(self, start: AnswerStart, model_name: str) -> None:
         super().__init__(
             chat=True,
             include_usage=True,
-            request_id=request_id,
+            request_id=name_of(start.request_ids[0]),
             model_name=model_name,
-            created_s=created_s,
-            model=model,
+            created_s=start.created_s,
+            model=start.model,
         )
-        self._parser = parser
-        self._call_ids = call_ids
+        self._parser = start.parser
+        self._call_ids = start.call_ids
         self._calls = 0
         self._parts: list[dict[str, Any]] = []
         """Those that have closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -12,24 +13,24 @@ from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.media.conversation import find_media
 from poolgrid.frontend.message_adaptation import write_as_tool_calls
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
-from poolgrid.frontend.messages_api.encoder import MessagesForm
+from poolgrid.frontend.messages_api.encoder import MessagesEncoder
 from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.frontend.model_forms import ModelForm, ModelForms, template_source
 from poolgrid.frontend.parsers.formats import ToolUse
-from poolgrid.frontend.prepared_request import PreparedRequest
+from poolgrid.frontend.prepared_request import AnswerForm, PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.prompts import check_vocabulary, count_prompts
 from poolgrid.frontend.responses_api.conversation import Items
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
-from poolgrid.frontend.responses_api.kept import ResponsesForm
-from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
+from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import (
     ChatBody,
     CompletionBody,
     InferenceBody,
+    chat_decoder,
+    completion_decoder,
     parse,
-    parse_chat,
-    parse_completion,
+    parse_inference,
     refuse,
 )
 from poolgrid.frontend.sequences import check_retention
@@ -54,7 +55,7 @@ _counted_decoder: Final = msgspec.json.Decoder(CountedBody)
 def parse_responses(raw: bytes) -> ResponsesBody:
     """Parse the body of a Responses request; raises ``RequestError``."""
     body = parse(_responses_decoder, raw)
-    refuse(body, REFUSED_RESPONSES)
+    refuse(body)
     if body.include and "message.output_text.logprobs" in body.include:
         raise unsupported("include", "use /v1/chat/completions for log probabilities")
     return body
@@ -73,31 +74,29 @@ class Preparation:
 
     def chat(self, raw: bytes) -> PreparedRequest:
         """Check the body of a chat request; raises ``RequestError``."""
-        body, plain = parse_chat(raw)
+        body, plain = parse_inference(chat_decoder, raw)
         if plain:
             return self._job(body, chat=True, logprobs=None, prompts=1, is_plain=True)
         return self.chat_job(body)
 
-    def responses(self, body: ResponsesBody, earlier: Items, form: ResponsesForm | None = None) -> PreparedRequest:
+    def responses(self, body: ResponsesBody, earlier: Items, form: AnswerForm | None = None) -> PreparedRequest:
         """Check a Responses request that was parsed, with the items that it goes on from; raises ``RequestError``."""
         job = self.chat_job(chat_of_responses(body, earlier))
-        if form is not None:
-            form.tools = job.tools
-            job.form = form
+        job.form = form
         return job
 
     def messages(self, raw: bytes) -> PreparedRequest:
         """Check the body of a Messages request; raises ``RequestError``."""
         body = parse(_messages_decoder, raw)
-        refuse(body, {})
+        refuse(body)
         job = self.chat_job(chat_of_messages(body))
-        job.form = MessagesForm(body)
+        job.form = AnswerForm(partial(MessagesEncoder, body))
         return job
 
     def counted_messages(self, raw: bytes) -> PreparedRequest:
         """Check the body of a request to count the tokens of messages; raises ``RequestError``."""
         body = parse(_counted_decoder, raw)
-        refuse(body, {})
+        refuse(body)
         return self.chat_job(chat_of_messages(body))
 
     def chat_job(self, body: ChatBody) -> PreparedRequest:
@@ -127,7 +126,7 @@ class Preparation:
 
     def completion(self, raw: bytes) -> PreparedRequest:
         """Check the body of a completion request; raises ``RequestError``."""
-        body, plain = parse_completion(raw)
+        body, plain = parse_inference(completion_decoder, raw)
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens", "max_tokens is 0: allowed is an integer from 1, or with echo also 0")
         if plain:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.guides import Guide
 from poolgrid.frontend.media.references import MediaReference
 from poolgrid.frontend.parsers.formats import OutputFormat, ToolUse
@@ -15,7 +14,7 @@ from poolgrid.frontend.prompt_encoder import Lookup
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.schema import ChatBody, CompletionBody, InferenceBody
-from poolgrid.frontend.tools import NO_TOOLS, Tools
+from poolgrid.frontend.tools import NO_TOOLS, CallIds, Tools
 from poolgrid.inference.cache_domain import CacheDomain
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.hashing import TOKEN_BYTES
@@ -23,30 +22,31 @@ from poolgrid.wire.multimodal import MediaItem, MultimodalInput
 from poolgrid.wire.requests import KvRetention
 
 
-class AnswerForm(Protocol):
+@dataclass(frozen=True, slots=True)
+class AnswerStart:
+    """What is known of an answer before its first token."""
+
+    request_ids: Sequence[str]
+    created_s: int
+    isl: int
+    """The prompt's length in tokens."""
+    model: PromptModel
+    parser: OutputParser | None
+    """Takes the output's text apart; ``None`` = all of it is content."""
+    call_ids: CallIds
+    tools: Tools = NO_TOOLS
+    """What the calls of the answer are calls of."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
     """The form of an answer that is not chat's own: what another API makes of a request that went chat's way."""
 
-    @property
-    def counts_reasoning(self) -> bool:
-        """Return whether the end of an answer counts the tokens of its reasoning, which takes time for a long one."""
-        ...
-
-    def encoder(
-        self,
-        request_ids: Sequence[str],
-        created_s: int,
-        isl: int,
-        model: PromptModel,
-        parser: OutputParser | None,
-        call_ids: CallIds,
-    ) -> AnswerEncoder:
-        """Return the encoder. ``isl`` is the prompt's length in tokens; ``parser`` takes the output's text apart,
-        ``None`` = all of it is content."""
-        ...
-
-    async def keep(self, encoder: AnswerEncoder) -> None:
-        """Keep a complete answer, if it is to be found again; called before its last byte is sent, and never fails."""
-        ...
+    encoder: Callable[[AnswerStart], AnswerEncoder]
+    keep: Callable[[Any], Awaitable[None]] | None = None
+    """Keeps a complete answer that is to be found again; called before its last byte is sent, and never fails."""
+    counts_reasoning: bool = False
+    """Whether the end of an answer counts the tokens of its reasoning, which takes time for a long one."""
 
 
 @dataclass(slots=True, eq=False)

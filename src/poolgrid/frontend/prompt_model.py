@@ -70,18 +70,16 @@ class PromptModel:
         *,
         chat_template: Path | None = None,
         tokenization_cache_bytes: int = CACHE_BYTES_DEFAULT,
-        fast_tokenizer: bool = True,
         word_cache: bool = True,
     ) -> PromptModel:
         """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's.
 
         ``chat_template`` is a Jinja file that is used in place of the model's own templates.
-        ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none); ``fast_tokenizer`` allows the
-        ``fastokens`` package where it is installed and agrees with ``tokenizers``. Without ``word_cache`` the time that
-        a text takes does not depend on the words of others.
+        ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none). Without ``word_cache`` the time
+        that a text takes does not depend on the words of others.
         """
         try:
-            return cls._read(Path(path), name, chat_template, tokenization_cache_bytes, fast_tokenizer, word_cache)
+            return cls._read(Path(path), name, chat_template, tokenization_cache_bytes, word_cache)
         except ModelDirectoryError as error:
             if str(error).startswith("--"):
                 raise
@@ -89,13 +87,7 @@ class PromptModel:
 
     @classmethod
     def _read(
-        cls,
-        directory: Path,
-        name: str,
-        chat_template: Path | None,
-        tokenization_cache_bytes: int,
-        fast_tokenizer: bool,
-        word_cache: bool,
+        cls, directory: Path, name: str, chat_template: Path | None, tokenization_cache_bytes: int, word_cache: bool
     ) -> PromptModel:
         if not directory.is_dir():
             raise ModelDirectoryError("not a directory")
@@ -127,9 +119,7 @@ class PromptModel:
             template=template,
             tool_template=tool_template,
             byte_table=_byte_table(tokenizer),
-            encoder=_encoder(
-                tokenizer, (template, tool_template), tokenization_cache_bytes, fast_tokenizer, word_cache
-            ),
+            encoder=_encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, word_cache),
             special_tokens=special_tokens,
         )
 
@@ -299,13 +289,12 @@ def _templates(
 
 
 def _encoder(
-    tokenizer: Tokenizer, templates: Sequence[ChatTemplate | None], cache_bytes: int, fast: bool, word_cache: bool
+    tokenizer: Tokenizer, templates: Sequence[ChatTemplate | None], cache_bytes: int, word_cache: bool
 ) -> PromptEncoder:
     encoder = PromptEncoder(
         tokenizer,
         template_text="".join(template.source for template in templates if template is not None),
         cache_bytes=cache_bytes,
-        fast=fast,
         word_cache=word_cache,
     )
     log.info(

@@ -1,44 +1,245 @@
-"""Read a request body whole, as far as it may be long, whoever serves the connection."""
+"""Read a request body whole, as far as it may be long, whoever serves the connection.
+
+Request bodies that clients compressed with gzip, inflated in steps, within limits, and only while somebody waits.
+
+A body of some kilobytes can stand for gigabytes, one of some megabytes for hundreds of thousands of streams, each of
+which costs something before its first byte. So a step is short whatever is in it, and after each the limits hold and
+the client is still there, or the rest is not done. A body begins on the event loop; what a few steps do not end goes on
+in a thread from where it is.
+
+How many values a request body has, counted before anything is made of them.
+
+The parser makes an object of every value, with the interpreter's lock held: a body of brackets and commas costs a
+hundred times what the same bytes of text cost, and nobody else has a turn meanwhile. So bodies that are not short are
+counted first. Commas and opening brackets are at most as many as there are in the bytes, which is quick to say; a text
+may hold plenty of them, so what looks like too many is counted again, strings left out, in a thread.
+"""
 
 from __future__ import annotations
 
+import gzip
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from poolgrid.frontend.body_shape import check_shape
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.inflation import BodyInflation, ClientLeft
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.http.browser_requests import Headers, is_from_page
-from poolgrid.process.tasks import owned
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import breathe, owned
+
+SHORT_BYTES = 64 * 1024
+"""Bodies up to here are parsed as they are: at worst in 4 ms."""
+
+INLINE_BYTES = 1024 * 1024
+"""Bodies up to here are counted on the event loop, in 0.2 ms."""
+
+VALUES_PER_PART = 8
+"""Values that may come for each object or list, and for each member of an object: those cost eight times as much as
+numbers do."""
+
+SLICE_BYTES = 128 * 1024
+"""Bytes that are counted in one go, with the interpreter's lock held: 20 microseconds."""
+
+PIECE_BYTES = 32 * 1024
+"""Bytes of short strings and of what is between them that are counted in one go: half a millisecond."""
+
+_QUOTE, _BACKSLASH = b'"\\'
+_SHORT_STRING = rb'"[^"\\]{0,1024}+(?:\\.[^"\\]{0,1024}+){0,1024}+"'
+_PIECE = re.compile(rb'(?:[^"]++|' + _SHORT_STRING + rb")+", re.DOTALL)
+"""Not possessive as a whole: Python before 3.11.5 (Debian 12 has 3.11.2) then leaves out the last of the alternatives
+that matched (CPython's issue 106052). It would be no quicker."""
+_SHORT_STRINGS = re.compile(_SHORT_STRING, re.DOTALL)
+_COMMA, _COLON, _BRACE = b",:{"
+_BRACKETS_DIFFER = ord("[") ^ ord("{")
+"""The one bit in which the two opening brackets differ."""
+_WITHIN_STRING = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)
+"""A piece of a string with escapes, of which a sixteenth of a mebibyte takes half a millisecond."""
 
 
-class BodyReader:
-    """Reads the bodies of endpoints that are no inference endpoints, within the limits of those.
+async def check_shape(body: bytes, values_max: int, pool: TokenizationPool) -> None:
+    """Return when a body may be parsed; raises ``RequestError`` 413 when it has more values than it may."""
+    if len(body) <= SHORT_BYTES:
+        return
+    if len(body) <= INLINE_BYTES:
+        if _at_most(body, values_max):
+            return
+    elif await pool.run_in_thread(partial(_at_most, body, values_max, breathe)):
+        return
+    if not await pool.run_in_thread(partial(has_room, body, values_max, breathe)):
+        raise RequestError(
+            413,
+            "body_too_complex",
+            f"reading the request body: it has more than {values_max} values, or {values_max // VALUES_PER_PART} "
+            "objects and lists or members of objects (they grow with max_body_bytes)",
+        )
 
-    An inference endpoint reads its own: it watches its client over the whole request and not for the body alone.
+
+def _nothing() -> None:
+    pass
+
+
+def _at_most(body: bytes, values_max: int, after_slice: Callable[[], None] = _nothing) -> bool:
+    """Return whether a body certainly has no more values than it may, by all its commas, brackets and colons."""
+    values = parts = members = 0
+    # Sixteen bytes and more at a time, where counting in bytes takes them one by one.
+    numbers = np.frombuffer(body, np.uint8)
+    for begin in range(0, len(numbers), SLICE_BYTES):
+        of_slice = numbers[begin : begin + SLICE_BYTES]
+        parts += int(np.count_nonzero((of_slice | _BRACKETS_DIFFER) == _BRACE))
+        members += int(np.count_nonzero(of_slice == _COLON))
+        values += int(np.count_nonzero(of_slice == _COMMA))
+        after_slice()
+    return _has_room(values, parts, members, values_max)
+
+
+def has_room(body: bytes, values_max: int, after_slice: Callable[[], None] = _nothing) -> bool:
+    """Return whether a JSON text has no more values, containers and members than it may; its strings are left out."""
+    return _has_room(*count_values(body, values_max, after_slice), values_max)
+
+
+def _has_room(commas: int, containers: int, members: int, values_max: int) -> bool:
+    return commas + containers <= values_max and max(containers, members) <= values_max // VALUES_PER_PART
+
+
+def count_values(body: bytes, values_max: int, after_slice: Callable[[], None] = _nothing) -> tuple[int, int, int]:
+    """Return how many commas, containers and members of objects a JSON text has.
+
+    It stops counting when they are too many for ``values_max``. What is no JSON has some count. ``after_slice`` is
+    called now and then.
     """
+    commas = containers = members = strings = at = 0
+    end = len(body)
+    breath_at = PIECE_BYTES
+    while at < end and _has_room(max(commas, strings - members), containers, members, values_max):
+        found = _PIECE.match(body, at, at + PIECE_BYTES)
+        if found is None:
+            # A long string, or the end of something that is no JSON.
+            at = _end_of_string(body, at + 1)
+            strings += 1
+        else:
+            piece = found[0]
+            if b'"' in piece:
+                piece = _SHORT_STRINGS.sub(b'"', piece)
+                strings += piece.count(b'"')  # as many as values and names of members, unless it is no JSON
+            containers += piece.count(b"[") + piece.count(b"{")
+            members += piece.count(b":")
+            commas += piece.count(b",")
+            at = found.end()
+        if at >= breath_at:
+            breath_at = at + PIECE_BYTES
+            after_slice()
+    return max(commas, strings - members - 1), containers, members
 
-    def __init__(
-        self, inflation: BodyInflation, tokenization: TokenizationPool, max_body_bytes: int, max_body_values: int
-    ) -> None:
-        self._inflation = inflation
-        self._tokenization = tokenization
-        self._max_body_bytes = max_body_bytes
-        self._max_body_values = max_body_values
+
+def _end_of_string(body: bytes, at: int) -> int:
+    """Return the place after the quote that ends the string whose first character is at ``at``."""
+    quote = body.find(b'"', at)
+    if quote < 0:
+        return len(body)
+    if body[quote - 1] != _BACKSLASH:
+        return quote + 1
+    while at < len(body) and body[at] != _QUOTE:
+        at = max(at + 1, _WITHIN_STRING.match(body, at).end())  # type: ignore[union-attr]  # it matches nothing too
+    return at + 1
+
+
+STEP_INPUT_BYTES = 16 * 1024
+"""Most that one step looks at: what follows the end of a stream in it is copied."""
+
+STEP_OUTPUT_BYTES = 64 * 1024
+"""Most that one step gives: some 0.1 ms."""
+
+STEPS_ON_LOOP = 8
+"""Steps on the event loop before the rest goes to a thread, whose hand-over costs 0.15 ms: at most 1 ms."""
+
+RATIO_FREE_BYTES = 1024 * 1024
+"""What any body may inflate to, whatever its ratio: a prompt of one word many times over is no attack."""
+
+_GZIP = 16 + zlib.MAX_WBITS
+
+
+@dataclass(frozen=True, slots=True)
+class InflationLimits:
+    """How far a body may inflate."""
+
+    output_bytes: int
+    members: int = 1024
+    """bgzip writes one for each 64 KiB, most else one in all."""
+    ratio: float = 100.0
+    """Of the inflated length, beyond the first MiB. Text of chats comes to some 3 to 10; 1,032 is the most there is."""
+    time_ms: float = 5000.0
+    """The largest honest bodies take 150 ms on an idle core."""
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the body any more."""
+
+
+def inflate(body: bytes, limits: InflationLimits) -> Iterator[bytes]:
+    """Yield what a body of gzip members inflates to, a step at a time.
+
+    Raises ``RequestError`` 413 beyond a limit, 400 for what is not gzip.
+    """
+    view, at = memoryview(body), 0
+    room, ratio_room = limits.output_bytes, max(RATIO_FREE_BYTES, int(len(body) * limits.ratio))
+    try:
+        for _ in range(limits.members):
+            member = zlib.decompressobj(_GZIP)
+            while not member.eof:
+                given = view[at : at + STEP_INPUT_BYTES]
+                part = member.decompress(given, min(STEP_OUTPUT_BYTES, room + 1))
+                at += len(given) - len(member.unconsumed_tail) - len(member.unused_data)
+                if not part and not member.eof and not given:
+                    raise zlib.error("it ends too early")
+                room -= len(part)
+                ratio_room -= len(part)
+                if room < 0:
+                    what = f"inflated it has more than {limits.output_bytes} bytes, the limit (setting max_body_bytes)"
+                    raise RequestError(413, "body_too_large", f"reading the request body: {what}", headers=_CLOSE)
+                if ratio_room < 0:
+                    raise _refused(
+                        f"inflated it is more than {limits.ratio:g} times as long, the limit beyond {RATIO_FREE_BYTES} "
+                        "bytes"
+                    )
+                yield part
+            if at == len(view):
+                return
+    except zlib.error as error:
+        message = f"reading the request body: it is not valid gzip: {error}"
+        raise RequestError(400, "invalid_encoding", message, param="content-encoding") from None
+    raise _refused(f"it has more than {limits.members} gzip members, the limit")
+
+
+@dataclass(frozen=True, slots=True)
+class BodyReader:
+    """Reads bodies within the limits of one HTTP surface; long work goes to the tokenizer threads."""
+
+    limits: InflationLimits
+    values_max: int
+    threads: TokenizationPool
+    clock: Clock
 
     async def read(self, request: Request) -> bytes:
-        """Return the body, inflated, of a size and shape that may be parsed.
+        """Return the body of a request to an endpoint that is no inference endpoint, of a size and shape that may be
+        parsed. An inference endpoint watches its client over the whole request and not for the body alone.
 
         Raises ``RequestError``: 415, 413, 400 for what is no gzip or whose client left, 429 when the threads have too
         much to do.
         """
         body = await self._whole(request)
-        await check_shape(body, self._max_body_values, self._tokenization)
+        await check_shape(body, self.values_max, self.threads)
         return body
 
     async def _whole(self, request: Request) -> bytes:
-        headers, limit = request.headers, self._max_body_bytes
+        headers, limit = request.headers, self.limits.output_bytes
         content_type, content_length = (headers.get(name, "").encode() for name in ("content-type", "content-length"))
         check_announced(content_type, content_length, limit, headers.raw)
         raw = await receive_body(request.receive, limit)
@@ -50,13 +251,72 @@ class BodyReader:
         # After the body only the end of the connection is left to come.
         end = owned(_next_message(request), "end of the connection")
         try:
-            return await self._inflation.inflated(
-                raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect"
-            )
+            return await self.inflated(raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect")
         except ClientLeft:
             raise _client_left() from None
         finally:
             end.cancel()
+
+    async def inflated(self, body: bytes, encoding: str, left: Callable[[], bool]) -> bytes:
+        """Return the body behind ``content-encoding``; it is given up when ``left`` says that the client has.
+
+        Raises ``RequestError``: 415 for other encodings, 413 beyond a limit, 400 for what is not gzip, 429 when the
+        threads have too much to do; ``ClientLeft``.
+        """
+        if encoding in ("", "identity"):
+            return body
+        if encoding not in ("gzip", "x-gzip"):
+            raise RequestError(
+                415,
+                "unsupported_content_encoding",
+                f"reading the request body: content-encoding is {encoding[:80]!r}, allowed are gzip and identity",
+                param="content-encoding",
+            )
+        if not body:
+            return body
+        steps = inflate(body, self.limits)
+        parts = list(islice(steps, STEPS_ON_LOOP))
+        if len(parts) == STEPS_ON_LOOP:
+            await self.threads.run_in_thread(partial(self._go_on, steps, parts, left))
+        return b"".join(parts)
+
+    def _go_on(self, steps: Iterator[bytes], parts: list[bytes], left: Callable[[], bool]) -> None:
+        until_ms = self.clock.monotonic_ms() + self.limits.time_ms
+        for part in steps:
+            parts.append(part)
+            if left():
+                raise ClientLeft
+            if self.clock.monotonic_ms() > until_ms:
+                raise _refused(f"inflating it takes longer than {self.limits.time_ms:g} ms, the limit")
+
+
+_CLOSE = ((b"connection", b"close"),)
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(413, "inflation_refused", f"reading the request body: {why}", headers=_CLOSE)
+
+
+LEVEL = 1
+"""JSON of an answer is repetitive: the fastest level comes within a few percent of the best."""
+
+GZIP_BYTES_MIN = 4096
+"""Shortest answer that is compressed: shorter ones fit into a few packets. Streams are never compressed."""
+
+
+def accepts_gzip(accept_encoding: bytes) -> bool:
+    """Return whether a client takes gzip, by its ``accept-encoding``."""
+    for entry in accept_encoding.lower().split(b","):
+        coding, _, parameters = entry.partition(b";")
+        if coding.strip() in (b"gzip", b"*"):
+            quality = parameters.replace(b" ", b"")
+            return not (quality.startswith(b"q=0") and not quality.strip(b"q=0."))
+    return False
+
+
+def compressed(body: bytes) -> bytes:
+    """Return ``body`` as gzip; the same bytes for the same body, for there is no time in it."""
+    return gzip.compress(body, LEVEL, mtime=0)
 
 
 async def _next_message(request: Request) -> Message:

@@ -1,7 +1,7 @@
 """The request bodies of ``/v1/chat/completions`` and ``/v1/completions``, parsed in one pass over the bytes.
 
 Unknown fields are accepted and ignored, as OpenAI's API does, so that a newer client library keeps working. Fields that
-are known elsewhere and would change the answer, but are not served here, are refused by name (``REFUSED``).
+are known elsewhere and would change the answer, but are not served here, are refused by name (``refused``).
 A body that does not fit gives one ``RequestError`` naming the field by its JSON path.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.field_words import allowed, body_type, loosen, words_at
+from poolgrid.frontend.field_words import allowed, body_type, loosen, refused, words_at
 from poolgrid.wire.limits import (
     IDENTIFIER_BYTES_MAX,
     LOGITS_PROCESSORS_MAX,
@@ -44,6 +45,12 @@ ToolChoice = Annotated[Any, allowed("none, auto, required or an object that name
 Position = Annotated[int, Meta(ge=0, le=U32_MAX)]
 RetentionPriority = Annotated[int, Meta(ge=0, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+BadWords = Annotated[Any, refused("engines forbid tokens, not words; use logit_bias with -100", [])]
+AllowedTokens = Annotated[Any, refused("use logit_bias, or a guide such as guided_choice")]
+TruncatedPrompt = Annotated[Any, refused("a prompt that does not fit is refused, not shortened")]
+PlainPriority = Annotated[
+    Any, refused("servers differ in whether low or high goes first; use nvext.agent_hints.priority, high first", 0)
+]
 
 
 class StreamOptions(Struct, frozen=True):
@@ -97,15 +104,15 @@ class Nvext(Struct, frozen=True):
     kv_cache_retention_config: Annotated[
         KvCacheRetention | None, allowed('an object such as {"decode_retention_priority": 20}')
     ] = None
-    use_raw_prompt: Any = None
-    token_data: Any = None
-    backend_instance_id: Any = None
-    prefill_worker_id: Any = None
-    decode_worker_id: Any = None
-    dp_rank: Any = None
-    prefill_dp_rank: Any = None
-    max_thinking_tokens: Any = None
-    greed_sampling: Any = None
+    use_raw_prompt: Annotated[Any, refused("use /v1/completions", False)] = None
+    token_data: Annotated[Any, refused("use a token array as the prompt of /v1/completions")] = None
+    backend_instance_id: Annotated[Any, refused("the router chooses the worker")] = None
+    prefill_worker_id: Annotated[Any, refused("the router chooses the worker")] = None
+    decode_worker_id: Annotated[Any, refused("the router chooses the worker")] = None
+    dp_rank: Annotated[Any, refused("the router chooses the worker and its rank")] = None
+    prefill_dp_rank: Annotated[Any, refused("the router chooses the worker and its rank")] = None
+    max_thinking_tokens: Annotated[Any, refused("reasoning is not limited separately")] = None
+    greed_sampling: Annotated[Any, refused("use temperature 0", False)] = None
 
 
 class LogitsProcessorField(Struct):
@@ -197,20 +204,20 @@ class InferenceBody(SamplingFields, kw_only=True):
     guided_grammar: Annotated[Any, allowed("a grammar in EBNF")] = None
     structural_tag: Annotated[Any, allowed("an object")] = None
     structured_outputs: Annotated[Any, allowed("an object with json, regex, grammar, choice or structural_tag")] = None
-    # Known elsewhere, refused here when they ask for something: see REFUSED.
-    use_beam_search: Any = None
-    prompt_logprobs: Any = None
-    include_stop_str_in_output: Any = None
-    skip_special_tokens: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
-    priority: Any = None
-    thinking_token_budget: Any = None
-    regex: Any = None
-    ebnf: Any = None
+    # Known elsewhere, refused here when they ask for something.
+    use_beam_search: Annotated[Any, refused("sequences are sampled; use n", False)] = None
+    prompt_logprobs: Annotated[Any, refused("engines report log probabilities of generated tokens only")] = None
+    include_stop_str_in_output: Annotated[Any, refused("a stop string is never part of the output", False)] = None
+    skip_special_tokens: Annotated[Any, refused("special tokens are never part of the output", True)] = None
+    return_token_ids: Annotated[Any, refused("answers are text", False)] = None
+    return_tokens_as_token_ids: Annotated[Any, refused("answers are text", False)] = None
+    bad_words: BadWords = None
+    allowed_token_ids: AllowedTokens = None
+    truncate_prompt_tokens: TruncatedPrompt = None
+    priority: PlainPriority = None
+    thinking_token_budget: Annotated[Any, refused("reasoning is not limited separately")] = None
+    regex: Annotated[Any, refused("use guided_regex")] = None
+    ebnf: Annotated[Any, refused("use guided_grammar")] = None
 
 
 class ImageUrl(Struct):
@@ -309,17 +316,19 @@ class ChatBody(InferenceBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Any = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: Any = None
+    chat_template: Annotated[Any, refused("the model's own template is used; no template is taken from requests")] = (
+        None
+    )
+    functions: Annotated[Any, refused("use tools", [])] = None
+    function_call: Annotated[Any, refused("use tools and tool_choice", "none", "auto")] = None
+    audio: Annotated[Any, refused("only text is served")] = None
+    modalities: Annotated[Any, refused("only text is served", [], ["text"])] = None
     web_search_options: Annotated[Any, allowed("an object")] = None
     """Left out and reported, as hosted tools are."""
-    mm_processor_kwargs: Any = None
-    echo: Any = None
-    include_reasoning: Any = None
-    separate_reasoning: Any = None
+    mm_processor_kwargs: Annotated[Any, refused("only text is served")] = None
+    echo: Annotated[Any, refused("a chat prompt is not repeated; use /v1/completions", False)] = None
+    include_reasoning: Annotated[Any, refused("reasoning is always in the answer, as reasoning_content", True)] = None
+    separate_reasoning: Annotated[Any, refused("reasoning is always told apart, as reasoning_content", True)] = None
 
 
 class CompletionBody(InferenceBody, kw_only=True):
@@ -336,60 +345,14 @@ class CompletionBody(InferenceBody, kw_only=True):
         | None
     ) = None
     best_of: Any = None
-    suffix: Any = None
-    prompt_embeds: Any = None
+    suffix: Annotated[Any, refused("text is only continued, not filled in", "")] = None
+    prompt_embeds: Annotated[Any, refused("prompts are text or token ids")] = None
 
-
-REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "use_beam_search": ((False,), "sequences are sampled; use n"),
-    "prompt_logprobs": ((), "engines report log probabilities of generated tokens only"),
-    "include_stop_str_in_output": ((False,), "a stop string is never part of the output"),
-    "skip_special_tokens": ((True,), "special tokens are never part of the output"),
-    "return_token_ids": ((False,), "answers are text"),
-    "return_tokens_as_token_ids": ((False,), "answers are text"),
-    "bad_words": (([],), "engines forbid tokens, not words; use logit_bias with -100"),
-    "allowed_token_ids": ((), "use logit_bias, or a guide such as guided_choice"),
-    "truncate_prompt_tokens": ((), "a prompt that does not fit is refused, not shortened"),
-    "priority": ((0,), "servers differ in whether low or high goes first; use nvext.agent_hints.priority, high first"),
-    "thinking_token_budget": ((), "reasoning is not limited separately"),
-    "regex": ((), "use guided_regex"),
-    "ebnf": ((), "use guided_grammar"),
-}
-"""Fields of both endpoints that are refused, with the values that ask for nothing (``null`` always does) and why."""
-
-REFUSED_CHAT: Mapping[str, tuple[tuple[object, ...], str]] = {
-    **REFUSED,
-    "chat_template": ((), "the model's own template is used; no template is taken from requests"),
-    "functions": (([],), "use tools"),
-    "function_call": (("none", "auto"), "use tools and tool_choice"),
-    "audio": ((), "only text is served"),
-    "modalities": (([], ["text"]), "only text is served"),
-    "mm_processor_kwargs": ((), "only text is served"),
-    "echo": ((False,), "a chat prompt is not repeated; use /v1/completions"),
-    "include_reasoning": ((True,), "reasoning is always part of the answer, as reasoning_content"),
-    "separate_reasoning": ((True,), "reasoning is always told apart, as reasoning_content"),
-}
-REFUSED_COMPLETION: Mapping[str, tuple[tuple[object, ...], str]] = {
-    **REFUSED,
-    "suffix": (("",), "text is only continued, not filled in"),
-    "prompt_embeds": ((), "prompts are text or token ids"),
-}
-REFUSED_NVEXT: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "use_raw_prompt": ((False,), "use /v1/completions"),
-    "token_data": ((), "use a token array as the prompt of /v1/completions"),
-    "backend_instance_id": ((), "the router chooses the worker"),
-    "prefill_worker_id": ((), "the router chooses the worker"),
-    "decode_worker_id": ((), "the router chooses the worker"),
-    "dp_rank": ((), "the router chooses the worker and its rank"),
-    "prefill_dp_rank": ((), "the router chooses the worker and its rank"),
-    "max_thinking_tokens": ((), "reasoning is not limited separately"),
-    "greed_sampling": ((False,), "use temperature 0"),
-}
 
 Body = TypeVar("Body", bound=Struct)
 
-_chat_decoder = msgspec.json.Decoder(ChatBody)
-_completion_decoder = msgspec.json.Decoder(CompletionBody)
+chat_decoder = msgspec.json.Decoder(ChatBody)
+completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 USUAL = frozenset({
     "model", "prompt", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature",
@@ -427,21 +390,15 @@ def is_plain(body: ChatBody | CompletionBody) -> bool:
     return True
 
 
-def parse_chat(body: bytes) -> tuple[ChatBody, bool]:
-    """Parse a chat body, and tell whether it is plain; raises ``RequestError``."""
-    parsed = parse(_chat_decoder, body)
-    plain = is_plain(parsed)
-    if not plain:
-        refuse(parsed, REFUSED_CHAT)
-    return parsed, plain
+Inference = TypeVar("Inference", ChatBody, CompletionBody)
 
 
-def parse_completion(body: bytes) -> tuple[CompletionBody, bool]:
-    """Parse a completion body, and tell whether it is plain; raises ``RequestError``."""
-    parsed = parse(_completion_decoder, body)
+def parse_inference(decoder: msgspec.json.Decoder[Inference], body: bytes) -> tuple[Inference, bool]:
+    """Parse a body of chat or of a completion, and tell whether it is plain; raises ``RequestError``."""
+    parsed = parse(decoder, body)
     plain = is_plain(parsed)
     if not plain:
-        refuse(parsed, REFUSED_COMPLETION)
+        refuse(parsed)
     return parsed, plain
 
 
@@ -474,18 +431,23 @@ def _as_meant(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     return msgspec.convert(value, decoder.type, str_keys=True)
 
 
-def refuse(parsed: Any, refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
+@cache
+def refusals_of(body: type) -> Mapping[str, tuple[str, tuple[object, ...]]]:
+    """Return the fields of a body that are refused: why, and the values that ask for nothing (``null`` always does)."""
+    told = {name: getattr(hint, "__metadata__", ()) for name, hint in get_type_hints(body, include_extras=True).items()}
+    metas = ((name, each.extra) for name, given in told.items() for each in given if isinstance(each, Meta))
+    return {name: (extra["refused"], extra["inert"]) for name, extra in metas if extra and "refused" in extra}
+
+
+def refuse(parsed: Struct, where: str = "") -> None:
     """Refuse by name what a body asks for and is not served."""
-    for name, (inert, reason) in refusals.items():
+    for name, (reason, inert) in refusals_of(type(parsed)).items():
         value = getattr(parsed, name)
         if value is not None and not _asks_for_nothing(value, inert):
-            raise unsupported(name, f"{reason} (got {quoted(value)})")
+            raise unsupported(where + name, f"{reason} (got {quoted(value)})")
     nvext = getattr(parsed, "nvext", None)
     if nvext is not None:
-        for name, (inert, reason) in REFUSED_NVEXT.items():
-            value = getattr(nvext, name)
-            if value is not None and not _asks_for_nothing(value, inert):
-                raise unsupported(f"nvext.{name}", f"{reason} (got {quoted(value)})")
+        refuse(nvext, "nvext.")
 
 
 def _asks_for_nothing(value: object, inert: tuple[object, ...]) -> bool:

@@ -8,6 +8,12 @@ Three ways, by what the request needs, cheapest first:
   not depend on how the engine's tokens were batched.
 
 The text of a token that stopped the sequence (end of sequence or ``stop_token_ids``) is not part of the output.
+
+Find stop strings in text that arrives in pieces, holding back only what may still become one.
+
+Rules: the match that **ends** first wins (of those, the one that starts first), because that is where a generation
+watched character by character would have stopped; so the result does not depend on how the text was cut. The stop
+string is never part of the output. Held back is the longest end of the text that begins some stop string.
 """
 
 from __future__ import annotations
@@ -15,16 +21,69 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from poolgrid.frontend.detokenization import Detokenizer
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.stop_strings import StopStrings
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import TokenStream
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs
+
+
+class StopStrings:
+    """One sequence's search; at most the longest stop string less one character is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that ended the text; nothing may be fed after it."""
+
+    def feed(self, text: str) -> str:
+        """Take new text and return what can be shown now; after a match, what came before the stop string."""
+        if not text:
+            return ""
+        buffer = self._held + text
+        best: tuple[int, int] | None = None
+        for stop in self._stops:
+            start = buffer.find(stop)
+            if start >= 0:
+                candidate = (start + len(stop), start)
+                if best is None or candidate < best:
+                    best = candidate
+        if best is not None:
+            end, start = best
+            self.matched = buffer[start:end]
+            self._held = ""
+            return buffer[:start]
+        keep = self._held_length(buffer)
+        if keep == 0:
+            self._held = ""
+            return buffer
+        self._held = buffer[-keep:]
+        return buffer[:-keep]
+
+    def flush(self) -> str:
+        """Return what is still held back: the text has ended without becoming a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _held_length(self, buffer: str) -> int:
+        longest = 0
+        for stop in self._stops:
+            first = stop[0]
+            at = buffer.find(first, max(0, len(buffer) - len(stop) + 1))
+            while at >= 0:
+                length = len(buffer) - at
+                if length <= longest:
+                    break
+                if stop.startswith(buffer[at:]):
+                    longest = length
+                    break
+                at = buffer.find(first, at + 1)
+        return longest
 
 
 class PlacedLogprobs(NamedTuple):
@@ -35,41 +94,11 @@ class PlacedLogprobs(NamedTuple):
     text_offset: int
 
 
+_NO_FAILURE: Final = StreamDelta(b"")
+
+
 class SequenceOutput:
     """State of one choice: what the client has not been sent yet, and the counts for ``usage``."""
-
-    __slots__ = (
-        "_collected",
-        "_detokenizer",
-        "_logprobs",
-        "_min_tokens",
-        "_model",
-        "_prompt_logprobs_due",
-        "_prompt_only",
-        "_simple",
-        "_stop_token_ids",
-        "_stops",
-        "cached_tokens",
-        "completion_tokens",
-        "error",
-        "finish_reason",
-        "first_token_at_ms",
-        "first_tokens",
-        "index",
-        "last_token_at_ms",
-        "new_logprobs",
-        "poison",
-        "request",
-        "retry_after_s",
-        "shutdown",
-        "started",
-        "stopped_here",
-        "stream",
-        "text",
-        "text_length",
-        "unknown_model",
-        "unsupported",
-    )
 
     def __init__(
         self,
@@ -95,12 +124,8 @@ class SequenceOutput:
         self.finish_reason: str | None = None
         """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
         self.error: str | None = None
-        self.unsupported = self.unknown_model = False
-        """With the finish reason ``error``: whether it is the request that no worker can do."""
-        self.retry_after_s: float | None = None
-        self.poison = False
-        self.shutdown = False
-        """Likewise: whether workers were lost with it."""
+        self.failure = _NO_FAILURE
+        """With the finish reason ``error``: what the router said of it."""
         self.started = False
         """Whether a chunk of this choice has been written."""
         self.last_token_at_ms: float | None = None
@@ -245,11 +270,7 @@ class SequenceOutput:
             self._fail(delta.error or "the request was cancelled by the server")
         else:
             self._fail(delta.error or f"the engine ended the request with {reason}")
-            self.unsupported = delta.unsupported
-            self.unknown_model = delta.unknown_model
-            self.retry_after_s = delta.retry_after_s
-            self.poison = delta.poison
-            self.shutdown = delta.shutdown
+            self.failure = delta
 
     def _fail(self, message: str) -> None:
         self.finish_reason = "error"

@@ -115,10 +115,6 @@ class FrontendSettings(MediaSettings):
         description="Memory for the token ids of prompt segments that come again (earlier turns of a conversation); "
         "0 tokenizes everything each time.",
     )
-    fast_tokenizer: bool = Field(
-        default=True,
-        description="Use the fastokens package where it is installed and agrees with tokenizers on every probe.",
-    )
     response_store_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=0,
@@ -126,19 +122,6 @@ class FrontendSettings(MediaSettings):
         description="Room for responses that clients may go on from (store, previous_response_id): in memory, with a "
         "data_dir in a file there. Beyond it whole conversations are forgotten, the one used longest ago first, each "
         "tenant's within an equal part. 0 keeps none. 64 MiB are some thousand conversations of agents.",
-    )
-    response_store_ttl_s: float = Field(
-        default=30 * 86_400,
-        gt=0,
-        le=10 * 365 * 86_400,
-        description="How long a conversation is kept after its last use; OpenAI keeps them for 30 days.",
-    )
-    keep_alive_interval_s: float = Field(
-        default=15.0,
-        ge=0,
-        le=3600,
-        description="A stream that was silent for so long carries a comment, which clients skip and proxies take for a "
-        "sign of life; 0 = never. Read time-outs are 30 s and more.",
     )
     cors_allow_origins: tuple[str, ...] = Field(
         default=(),

@@ -1,11 +1,14 @@
 """``/tokenize`` and ``/detokenize``: a model's own tokenizer, as its prompts and answers see it.
 
 A chat is tokenized exactly as ``/v1/chat/completions`` would: the token ids are those that a worker would get.
+
+``/v1/messages/count_tokens`` and ``/v1/responses/input_tokens``: how long a prompt is, without answering it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -15,7 +18,9 @@ from msgspec import Struct
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import caller_of
+from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import invalid
+from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompts import check_vocabulary
@@ -25,6 +30,8 @@ from poolgrid.frontend.schema import ChatBody, Message, TokenId, parse
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 
+MESSAGES_COUNT_PATH = "/v1/messages/count_tokens"
+RESPONSES_COUNT_PATH = "/v1/responses/input_tokens"
 TOKENIZE_PATH = "/tokenize"
 DETOKENIZE_PATH = "/detokenize"
 
@@ -70,6 +77,8 @@ class Detokenized(Struct):
     prompt: str
 
 
+_CHAT_FIELDS = sorted(set(TokenizeBody.__struct_fields__) & set(ChatBody.__struct_fields__) - {"model"})
+
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
@@ -77,11 +86,38 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 def add_tokenizer_endpoints(
     app: FastAPI,
     preparation: Preparation,
+    prepare_response: Callable[[bytes, Caller | None], Awaitable[PreparedRequest]],
     tokenization: TokenizationPool,
     bodies: BodyReader,
+    media: MediaLoader,
     domains: CacheDomains,
 ) -> None:
-    """Add the two endpoints to an application."""
+    """Add the endpoints to an application."""
+
+    async def prompt_tokens(request: Request, raw: bytes, job: PreparedRequest) -> int:
+        caller = caller_of(request.scope)
+        if caller is not None:
+            caller.check_model(job.body.model)
+            if job.media:
+                caller.check_feature("media")
+        domains.claim(job, caller, request.headers.raw)
+        with closing(media.lease()) as lease:
+            job.items = await media.load(job.media, lease, job.domain, job.served.media.item_bytes_max)
+            (prompt,) = await tokenization.run(len(raw), partial(tokenized, job))
+        return prompt.isl
+
+    @app.post(MESSAGES_COUNT_PATH, tags=["tokenizer"])
+    async def count_tokens(request: Request) -> dict[str, Any]:
+        """Return the number of tokens that a request's prompt has, its images included."""
+        raw = await bodies.read(request)
+        return {"input_tokens": await prompt_tokens(request, raw, preparation.counted_messages(raw))}
+
+    @app.post(RESPONSES_COUNT_PATH, tags=["tokenizer"])
+    async def count_input_tokens(request: Request) -> dict[str, Any]:
+        """Return the number of tokens that a response's prompt has, its images included."""
+        raw = await bodies.read(request)
+        job = await prepare_response(raw, caller_of(request.scope))
+        return {"object": "response.input_tokens", "input_tokens": await prompt_tokens(request, raw, job)}
 
     @app.post(TOKENIZE_PATH, tags=["tokenizer"])
     async def tokenize(request: Request) -> Response:
@@ -117,17 +153,7 @@ def _tokenized(
     else:
         if not body.messages:
             raise invalid("messages", "messages is []: allowed is a list of at least one message")
-        chat = ChatBody(
-            model=name,
-            messages=body.messages,
-            tools=body.tools,
-            documents=body.documents,
-            add_special_tokens=body.add_special_tokens,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            reasoning_effort=body.reasoning_effort,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
+        chat = ChatBody(model=name, **{field: getattr(body, field) for field in _CHAT_FIELDS})
         job = preparation.chat_job(chat)
         claim(job)
         (prompt,) = tokenized(job)

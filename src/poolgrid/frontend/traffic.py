@@ -4,21 +4,29 @@ Rules
     1. Nothing is said of what a prompt or an answer holds: only names, counts and times.
     2. Nothing is done per token. What a request has got is asked of it when a line is due, and when it ends.
     3. Where nothing happens nothing is said.
+
+The span of a client's request, told at its end: what was asked for and what it got, in OpenTelemetry's words.
+
+Names beginning with ``gen_ai.`` are of its conventions for generative AI. Nothing that a prompt or an answer holds is
+among them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
+from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.process.clock import Clock
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.log_lines import Field, about
 from poolgrid.process.logs import EVERY_LINE
 from poolgrid.process.tasks import Restart, cancel_all, supervised
+from poolgrid.process.tracing.record import TraceRecord
+from poolgrid.wire.hashing import TOKEN_BYTES
 
 log: Final = logging.getLogger(__name__)
 
@@ -172,3 +180,58 @@ async def report_traffic(
         if line is not None:
             log.info("%s", line)
         before, before_ms = now, now_ms
+
+
+PROVIDER = "poolgrid"
+
+OPERATIONS = {"completions": "text_completion"}
+"""Of endpoints; every other one is a chat."""
+
+SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+"""Fields of a request's sampling that the conventions have a name for, which is the same."""
+
+
+def tell_request(
+    trace: TraceRecord, ended: EndedRequest, outputs: Sequence[SequenceOutput], first_token_ms: float | None
+) -> None:
+    """Put what is known of a request that is over on its span, and the spans of waiting and of streaming below it."""
+    root = trace.root
+    operation = OPERATIONS.get(ended.endpoint, "chat")
+    root.name = f"{operation} {ended.model}".rstrip()
+    told: dict[str, Any] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.response.id": ended.name,
+        "http.response.status_code": ended.status,
+        "poolgrid.endpoint": ended.endpoint,
+        "poolgrid.streaming": ended.streaming,
+    }
+    known = {"gen_ai.request.model": ended.model, "poolgrid.tenant": ended.tenant, "error.type": ended.error}
+    root.attributes |= {**told, **{name: value for name, value in known.items() if value}}
+    if outputs:
+        _tell_outputs(trace, outputs)
+    if first_token_ms is not None:
+        root.attributes |= {"gen_ai.response.time_to_first_chunk": (first_token_ms - root.began_ms) / 1000}
+        trace.add("first token", root.began_ms, first_token_ms)
+        trace.add("stream" if ended.streaming else "rest of the answer", first_token_ms)
+
+
+def _tell_outputs(trace: TraceRecord, outputs: Sequence[SequenceOutput]) -> None:
+    told, first = trace.root.attributes, outputs[0].request
+    sampling = first.sampling
+    told |= {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.choice.count": len(outputs),
+        "gen_ai.response.model": first.model,
+        "gen_ai.usage.input_tokens": sum(len(output.request.token_ids) for output in outputs) // TOKEN_BYTES,
+        "gen_ai.usage.output_tokens": sum(output.completion_tokens for output in outputs),
+        "gen_ai.usage.cache_read.input_tokens": sum(output.cached_tokens or 0 for output in outputs),
+        "gen_ai.response.finish_reasons": [str(output.finish_reason or "none") for output in outputs],
+        "poolgrid.worker": ",".join(
+            dict.fromkeys(output.stream.worker for output in outputs if output.stream is not None)
+        ),
+    }
+    for field in SAMPLING:
+        value = getattr(sampling, field)
+        if value is not None:
+            told[f"gen_ai.request.{field}"] = value

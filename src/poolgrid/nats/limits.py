@@ -2,7 +2,7 @@
 
 Rules
     1. Twice a second a router reads what has changed, says what it wants, and gives what others want and it can spare
-       (``poolgrid.frontend.access.limit_shares``). Requests ask nobody: they go by the shares that are there.
+       (``poolgrid.nats.limit_shares``). Requests ask nobody: they go by the shares that are there.
     2. A value is written only behind the one that was read (``Nats-Expected-Last-Subject-Sequence``).
     3. A router gives a sign of life three times per lease. Who was silent for a lease while others could read has its
        shares taken; who comes back finds that out with its first look. While NATS is away nobody takes anything, and
@@ -25,7 +25,12 @@ from typing import Annotated, Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.access.limit_shares import (
+from poolgrid.frontend.access.meter import Meter
+from poolgrid.frontend.access.tenants import TenantAccount, Tenants
+from poolgrid.nats.bucket import BucketReader, BucketSpec, is_deleted, key_of, make_bucket, sequence_of
+from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
+from poolgrid.nats.leader import WRONG_LAST_SEQUENCE
+from poolgrid.nats.limit_shares import (
     KINDS,
     NOTHING,
     Amounts,
@@ -37,12 +42,7 @@ from poolgrid.frontend.access.limit_shares import (
     limits_of,
     settled,
 )
-from poolgrid.frontend.access.meter import Meter
-from poolgrid.frontend.access.shared_meter import SharedMeter
-from poolgrid.frontend.access.tenants import TenantAccount, Tenants
-from poolgrid.nats.bucket import BucketReader, BucketSpec, is_deleted, key_of, make_bucket, sequence_of
-from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
-from poolgrid.nats.leader import WRONG_LAST_SEQUENCE
+from poolgrid.nats.shared_meter import SharedMeter
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import PERIOD_MS, Complaints
 from poolgrid.process.instruments import Counter, Gauge

@@ -13,6 +13,7 @@ from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, open_server
 from poolgrid.consolidator.journal.errors import JournalFenced
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.frontend.responses_api.store import TTL_S
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.nats.commands import JournalInStream
@@ -136,7 +137,7 @@ def open_shared_state(
             nats,
             sharing.scope,
             frontend.response_store_bytes,
-            frontend.response_store_ttl_s,
+            TTL_S,
             sharing.replicas,
             clock,
         )

@@ -34,7 +34,6 @@ OWN = "poolgrid."
 
 OF_ONE_CONNECTION = frozenset(
     {
-        "poolgrid.frontend.keep_alive",
         "poolgrid.frontend.stream_head",
         "poolgrid.http.connection",
         "poolgrid.http.exchange",

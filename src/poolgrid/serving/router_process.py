@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
-from poolgrid.frontend.fleet_list import add_fleet_list
+from poolgrid.frontend.openapi import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
@@ -68,7 +68,6 @@ class RouterProcess:
             frontend.model_name,
             chat_template=frontend.chat_template,
             tokenization_cache_bytes=frontend.tokenization_cache_bytes,
-            fast_tokenizer=frontend.fast_tokenizer,
             word_cache=frontend.word_cache,
         )
         self.clock = SystemClock()

@@ -5,8 +5,8 @@ of some kilobytes overflows their stack, which no handler catches. So the depth 
 is bounded before any library sees it, by counting what can be counted in one pass:
 
 - the *nesting* of objects and lists, of groups and of brackets;
-- the *depth* of a schema, references followed: the longest chain of objects and lists that lead to each other, where
-  those that lead back to one another (a recursive schema) all count, for a walk may pass through each of them once;
+- the *depth* of a schema, references followed: its nesting and that of every part that is referred to, together, for a
+  walk may go through each of these parts once;
 - the *rules* of a grammar, for one may call the next;
 - the size of an expression *written out*: ``((a{1000}){1000})`` is a million states in 17 characters.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -28,9 +28,9 @@ NESTING_MAX = 128
 """Objects and lists in each other, groups in each other. ``serde`` and others read no JSON that is nested deeper; tools
 that people write stay below 20."""
 
-DEPTH_MAX = 512
-"""Objects and lists on the longest way through a schema, references followed: 170 objects in each other. ``llguidance``
-takes about 10 KiB of stack for each of those, so 2 of a thread's 8 MiB."""
+DEPTH_MAX = 1024
+"""Objects and lists in each other on the way through a schema, references followed: some 200 definitions that refer to
+one another. ``llguidance`` takes about 10 KiB of stack for three of those, so 3.4 of a thread's 8 MiB at most."""
 
 NODES_MAX = 32_768
 """Objects and lists of one schema; the largest published ones (FHIR, Kubernetes) have some ten thousand."""
@@ -106,10 +106,8 @@ def _of_schema(schema: Any) -> str | None:
     nodes: list[Any] = [schema]
     parents: list[tuple[int, str | int]] = [(-1, "")]
     levels = [1]
-    edges: list[list[int]] = [[]]
     within_values = [False]
     references: list[tuple[int, str]] = []
-    names: dict[str, list[int]] = {}
     at = 0
     while at < len(nodes):
         node = nodes[at]
@@ -119,17 +117,13 @@ def _of_schema(schema: Any) -> str | None:
                     return f"{_place(parents, at)} is nested {NESTING_MAX + 1} deep: allowed are {NESTING_MAX} levels"
                 if len(nodes) >= NODES_MAX:
                     return f"it has more than {NODES_MAX} objects and lists, the limit"
-                edges[at].append(len(nodes))
                 nodes.append(value)
                 parents.append((at, key))
                 levels.append(levels[at] + 1)
-                edges.append([])
                 within_values.append(within_values[at] or key in _VALUES)
             elif isinstance(value, str):
                 if key in ("$ref", "$dynamicRef", "$recursiveRef"):
                     references.append((at, value))
-                elif key in ("$id", "id", "$anchor", "$dynamicAnchor"):
-                    names.setdefault(value.lstrip("#"), []).append(at)
                 elif key == "pattern" and not within_values[at]:
                     wrong = _of_expression(value)
                     if wrong is not None:
@@ -146,23 +140,23 @@ def _of_schema(schema: Any) -> str | None:
         at += 1
     if not references:
         return None  # then nesting is all there is
+    heights = [1] * len(nodes)
+    for number in range(len(nodes) - 1, 0, -1):
+        above = parents[number][0]
+        heights[above] = max(heights[above], heights[number] + 1)
     numbers = {id(node): number for number, node in enumerate(nodes)}
+    targets: set[int] = set()
     for origin, reference in references:
-        targets = _targets(schema, reference, names, numbers)
-        if targets is None:
-            if len(nodes) > DEPTH_MAX:
-                return (
-                    f"{_place(parents, origin)}.$ref is {reference[:80]!r}, which leads nowhere inside the schema: "
-                    f"allowed is that in schemas of up to {DEPTH_MAX} objects and lists"
-                )
-            targets = [0]
-        edges[origin].extend(targets)
-    depth, end = _longest_way(edges)
+        target = _target(schema, reference, numbers)
+        if target is None and len(nodes) > DEPTH_MAX:
+            return (
+                f"{_place(parents, origin)}.$ref is {reference[:80]!r}, which is no place in the schema: allowed is "
+                f"that in schemas of up to {DEPTH_MAX} objects and lists"
+            )
+        targets.add(0 if target is None else target)
+    depth = heights[0] + sum(heights[target] for target in targets)
     if depth > DEPTH_MAX:
-        return (
-            f"it is {depth} objects and lists deep, references followed, by way of {_place(parents, end)}: allowed are "
-            f"{DEPTH_MAX}"
-        )
+        return f"it is {depth} objects and lists deep, references followed: allowed are {DEPTH_MAX}"
     return None
 
 
@@ -178,71 +172,21 @@ def _place(parents: Sequence[tuple[int, str | int]], at: int) -> str:
     return "$" + "".join(steps)
 
 
-def _targets(root: Any, reference: str, names: dict[str, list[int]], numbers: dict[int, int]) -> list[int] | None:
-    """Return the nodes that a reference may mean, ``None`` when it cannot be told."""
+def _target(root: Any, reference: str, numbers: dict[int, int]) -> int | None:
+    """Return the node that a reference leads to by its path; ``None`` when that cannot be told."""
     base, _, fragment = reference.partition("#")
-    if not base and (not fragment or fragment.startswith("/")):
-        node = root
-        for step in unquote(fragment).split("/")[1:] if fragment else ():
-            key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, dict) and key in node:
-                node = node[key]
-            elif isinstance(node, list) and key.isdecimal() and len(key) < 10 and int(key) < len(node):
-                node = node[int(key)]
-            else:
-                return None
-        number = numbers.get(id(node))
-        return [] if number is None else [number]
-    # Names are not resolved against their base: whoever has the name may be meant.
-    return None if fragment.startswith("/") else names.get(fragment) or names.get(base)
-
-
-def _longest_way(edges: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the nodes on the longest way from node 0, and where it begins to be too long (or ends).
-
-    Nodes of a cycle count together (Tarjan's strongly connected components, without recursion). Node 0 reaches all.
-    """
-    size = len(edges)
-    order, low, component = [-1] * size, [0] * size, [-1] * size
-    depths: list[int] = []
-    members: list[int] = []
-    stack: list[int] = []
-    clock = 0
-    work: list[tuple[int, Iterator[int]]] = []
-
-    def enter(node: int) -> None:
-        nonlocal clock
-        order[node] = low[node] = clock
-        clock += 1
-        stack.append(node)
-        work.append((node, iter(edges[node])))
-
-    enter(0)
-    while work:
-        node, rest = work[-1]
-        for target in rest:
-            if order[target] < 0:
-                enter(target)
-                break
-            if component[target] < 0:
-                low[node] = min(low[node], order[target])
+    if base or (fragment and not fragment.startswith("/")):
+        return None
+    node = root
+    for step in unquote(fragment).split("/")[1:] if fragment else ():
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and key in node:
+            node = node[key]
+        elif isinstance(node, list) and key.isdecimal() and len(key) < 10 and int(key) < len(node):
+            node = node[int(key)]
         else:
-            work.pop()
-            if work:
-                above = work[-1][0]
-                low[above] = min(low[above], low[node])
-            if low[node] == order[node]:
-                together: list[int] = []
-                while not together or together[-1] != node:
-                    together.append(stack.pop())
-                    component[together[-1]] = len(depths)
-                below = [
-                    depths[component[to]] for each in together for to in edges[each] if component[to] < len(depths)
-                ]
-                depths.append(len(together) + max(below, default=0))
-                members.append(node)
-    end = next((node for node, depth in zip(members, depths, strict=True) if depth > DEPTH_MAX), 0)
-    return depths[component[0]], end
+            return None
+    return numbers.get(id(node), 0)
 
 
 # -- expressions and grammars ----------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ FRAME_BYTES_OF_PLANE = {
     "select": SELECT_FRAME_BYTES_MAX,
     "query": QUESTION_FRAME_BYTES_MAX,
     "tensor": QUESTION_FRAME_BYTES_MAX,
-    "ranks": QUESTION_FRAME_BYTES_MAX,
     "feed": SUBSCRIPTION_FRAME_BYTES_MAX,
 }
 """What may be sent to each plane that is bound, in one frame; a plane that is not listed cannot be made."""

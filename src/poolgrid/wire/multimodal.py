@@ -31,7 +31,7 @@ class MediaKind(StrEnum):
     IMAGE = "image"
     """An encoded picture, as ``media_type`` says (PNG, JPEG, …)."""
     EMBEDDINGS = "embeddings"
-    """A file of precomputed embeddings: ``.safetensors`` or ``.pt``, as ``media_type`` says."""
+    """A file of precomputed embeddings: ``.safetensors``."""
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
-from poolgrid.frontend.media.references import MediaReference, read_reference
-from poolgrid.frontend.media.refusals import MediaRefused
-from poolgrid.frontend.media.settings import MediaSettings
+from poolgrid.frontend.media.references import MediaReference, MediaRefused, read_reference
+from poolgrid.frontend.media.settings import FETCH_TIMEOUT_MS, ITEMS_MAX, MEGABYTE, MediaSettings
 from poolgrid.inference.cache_domain import EVERYBODY, CacheDomain
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.multimodal import MediaItem
@@ -70,10 +69,24 @@ def _reference(url: str, place: int) -> MediaReference:
 
 
 @asynccontextmanager
-async def loading(names: Names | None = None, **settings: Any) -> AsyncIterator[Loading]:
+async def loading(
+    names: Names | None = None,
+    fetch_timeout_ms: int = FETCH_TIMEOUT_MS,
+    max_file_size_mb: int = 50,
+    max_media_items: int = ITEMS_MAX,
+    **settings: Any,
+) -> AsyncIterator[Loading]:
     settings.setdefault("media_allowed_networks", LOOPBACK)
     metrics = MediaMetrics(CollectorRegistry())
-    loader = MediaLoader(MediaSettings(**settings), metrics, SystemClock(), names or Names())
+    loader = MediaLoader(
+        MediaSettings(**settings),
+        metrics,
+        SystemClock(),
+        names or Names(),
+        fetch_timeout_ms,
+        max_file_size_mb * MEGABYTE,
+        max_media_items,
+    )
     try:
         yield Loading(loader, metrics)
         assert metrics.registry.get_sample_value("poolgrid_frontend_media_held_bytes") == 0

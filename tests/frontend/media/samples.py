@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import struct
-import zipfile
 import zlib
 from typing import Any
 
@@ -45,27 +44,6 @@ def safetensors(header: Any = None, data: bytes = bytes(32), length: int | None 
         header = {"image": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}}
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-TENSOR_PICKLE = (
-    b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00((X\x07\x00\x00\x00storageq\x01ctorch\nFloatStorage\nq\x02"
-    b"X\x01\x00\x00\x000q\x03X\x03\x00\x00\x00cpuq\x04K\x08tq\x05QK\x00K\x02K\x04\x86q\x06K\x04K\x01\x86q\x07\x89"
-    b"ccollections\nOrderedDict\nq\x08)Rq\ttq\nRq\x0b."
-)
-"""What ``torch.save`` writes for a float32 tensor of shape (2, 4)."""
-
-
-def pytorch(
-    program: bytes = TENSOR_PICKLE, compression: int = zipfile.ZIP_STORED, entries: dict[str, bytes] | None = None
-) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", compression) as archive:
-        archive.writestr("archive/data.pkl", program)
-        archive.writestr("archive/data/0", bytes(32))
-        archive.writestr("archive/version", b"3\n")
-        for name, data in (entries or {}).items():
-            archive.writestr(name, data)
-    return out.getvalue()
 
 
 class Exploit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import struct
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,12 +13,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.frontend.media.embeddings import check_embeddings
 from poolgrid.frontend.media.local_files import LocalFiles
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.frontend.media.settings import MediaSettings
 from tests.frontend.media.loading import loading
-from tests.frontend.media.samples import TENSOR_PICKLE, exploit_pickle, png, png_bomb, pytorch, safetensors
+from tests.frontend.media.samples import exploit_pickle, png, png_bomb, safetensors
 
 SECRET = b"a secret that is nobody's business"
 MEGABYTE = 1024 * 1024
@@ -181,49 +179,21 @@ def test_a_directory_that_would_open_everything_is_not_accepted() -> None:
             MediaSettings(allowed_local_media_path=Path(path))
 
 
-def archive_of(entries: int, extra: bytes = b"") -> bytes:
-    """A zip archive that is nothing but its directory."""
-    entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 3, 20, 0, 0, 0, 0, 33, 0, 0, 0, 1, len(extra), 0, 0, 0, 0, 0)
-    directory = (entry + b"x" + extra) * entries
-    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, min(entries, 65_535), min(entries, 65_535), len(directory), 4, 0)
-    return b"PK\3\4" + directory + end
-
-
 GOOD = {
     "embeddings.safetensors": safetensors(),
     "metadata.safetensors": safetensors(
         {"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [4, 4], "data_offsets": [0, 32]}}
     ),
-    "embeddings.pt": pytorch(),
 }
 
 HOSTILE = {
-    "a pickle that runs a command": ("x.pt", pytorch(exploit_pickle(f"touch {MARKER}")), "media_embeddings_unsafe"),
-    "the same in protocol 4": ("x.pt", pytorch(exploit_pickle(f"touch {MARKER}", 4)), "media_embeddings_unsafe"),
-    "the same in protocol 0": ("x.pt", pytorch(exploit_pickle(f"touch {MARKER}", 0)), "media_embeddings_unsafe"),
+    "a pickle in PyTorch's archive": ("x.pt", b"PK\3\4" + exploit_pickle(f"touch {MARKER}"), "media_embeddings_unsafe"),
     "a bare pickle": ("x.pt", exploit_pickle(f"touch {MARKER}"), "media_embeddings_unsafe"),
-    "a global under another name": (
-        "x.pt",
-        pytorch(TENSOR_PICKLE.replace(b"ccollections\nOrderedDict\n", b"cbuiltins\neval\n")),
+    "a pickle under another name": (
+        "x.safetensors",
+        exploit_pickle(f"touch {MARKER}", 4),
         "media_embeddings_unsafe",
     ),
-    "a second pickle": (
-        "x.pt",
-        pytorch(entries={"archive/constants.pkl": exploit_pickle("id")}),
-        "media_embeddings_unsafe",
-    ),
-    "TorchScript code": (
-        "x.pt",
-        pytorch(entries={"archive/code/__torch__.py": b"import os"}),
-        "media_embeddings_unsafe",
-    ),
-    "an entry that leaves the archive": ("x.pt", pytorch(entries={"../../evil": b"x"}), "media_embeddings_unsafe"),
-    "a compressed bomb": ("x.pt", pytorch(compression=8, entries={"archive/data/1": bytes(MEGABYTE)}), "media_broken"),
-    "a directory of a hundred thousand entries": ("x.pt", archive_of(100_000), "media_broken"),
-    "a directory of long extra fields": ("x.pt", archive_of(40, extra=bytes(60_000)), "media_broken"),
-    "a pickle of a million opcodes": ("x.pt", pytorch(b"\x80\x02" + b"N0" * 400_000 + b"N."), "media_broken"),
-    "a zip without an end": ("x.pt", pytorch()[:200], "media_broken"),
-    "a pickle that is cut": ("x.pt", pytorch(TENSOR_PICKLE[:-20]), "media_broken"),
     "a header that claims the world": ("x.safetensors", safetensors(length=2**63), "media_broken"),
     "a header longer than the file": ("x.safetensors", safetensors(length=10_000), "media_broken"),
     "a header that is not JSON": ("x.safetensors", safetensors(b"{nope"), "media_broken"),
@@ -269,7 +239,7 @@ def test_files_of_embeddings_are_taken(media_directory: Path, name: str) -> None
             (item,) = await media.take(f"{media_directory}/{name}")
 
             assert item.kind == "embeddings"
-            assert item.media_type == f"application/x-{'pytorch' if name.endswith('.pt') else 'safetensors'}"
+            assert item.media_type == "application/x-safetensors"
 
     asyncio.run(run())
 
@@ -288,16 +258,3 @@ def test_hostile_files_of_embeddings_are_refused_and_nothing_in_them_runs(media_
 
     asyncio.run(run())
     assert not MARKER.exists()
-
-
-def test_the_sample_of_a_pytorch_file_is_what_torch_writes() -> None:
-    """With torch at hand, its own file passes the check and the sample loads with weights only."""
-    torch = pytest.importorskip("torch")
-    import io
-
-    loaded = torch.load(io.BytesIO(pytorch()), weights_only=True)
-    assert tuple(loaded.shape) == (2, 4)
-    for value in (torch.zeros(3, 4), {"image": torch.zeros(2, 2, dtype=torch.bfloat16)}, [torch.ones(1)]):
-        out = io.BytesIO()
-        torch.save(value, out)
-        assert check_embeddings(out.getvalue()) == "application/x-pytorch"

@@ -167,7 +167,7 @@ def test_a_server_that_drips_is_cut_off_by_the_whole_time_and_its_connection_is_
                 except TimeoutError:
                     pass
 
-        async with hostile_server() as server, loading(media_fetch_timeout_ms=150) as media:
+        async with hostile_server() as server, loading(fetch_timeout_ms=150) as media:
             server.plays["/drip.png"] = drip
             error = await media.refused(server.url("/drip.png"))
 
@@ -178,7 +178,7 @@ def test_a_server_that_drips_is_cut_off_by_the_whole_time_and_its_connection_is_
 
 def test_a_server_that_says_nothing_and_a_port_where_nobody_listens_are_the_remotes_fault() -> None:
     async def run() -> None:
-        async with loading(media_fetch_timeout_ms=100) as media:
+        async with loading(fetch_timeout_ms=100) as media:
             async with hostile_server() as server:
                 server.plays["/silent.png"] = until_closed
                 error = await media.refused(server.url("/silent.png"))
@@ -329,7 +329,7 @@ def test_the_media_of_a_request_are_bounded_by_number_and_by_bytes(monkeypatch: 
 
 def test_one_bad_medium_ends_the_fetches_of_the_others() -> None:
     async def run() -> None:
-        async with hostile_server() as server, loading(media_fetch_timeout_ms=60_000) as media:
+        async with hostile_server() as server, loading(fetch_timeout_ms=60_000) as media:
             server.plays["/silent.png"] = until_closed
             error = await media.refused(server.url("/silent.png"), data_url(b"no picture"))
 
@@ -348,7 +348,7 @@ def test_a_client_that_leaves_ends_its_fetch_but_not_that_of_others_who_wait_for
             writer.write(answer(PICTURE))
             await writer.drain()
 
-        async with hostile_server() as server, loading(media_fetch_timeout_ms=60_000) as media:
+        async with hostile_server() as server, loading(fetch_timeout_ms=60_000) as media:
             server.plays["/slow.png"] = wait
             first, second = (asyncio.ensure_future(media.take(server.url("/slow.png"))) for _ in range(2))
             await asked.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.frontend.media.image_tokens import tokens_of_image
+from poolgrid.frontend.media.placeholders import tokens_of_image
 from poolgrid.wire.card import MediaSpec, ResizedGrid, TiledGrid
 
 QWEN_2 = MediaSpec(("image",), resized_grid=ResizedGrid(14, 2, 56 * 56, 14 * 14 * 4 * 1280))

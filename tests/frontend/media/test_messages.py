@@ -17,7 +17,7 @@ from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.conversation import with_media
 from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.frontend.template_capabilities import ContentForm
 from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.inference.inference_request import InferenceRequest
@@ -239,7 +239,7 @@ def test_too_many_and_too_few_placeholders_have_their_own_messages(text: str, wh
 
 def test_media_that_do_not_fit_into_a_message_beside_their_prompt_are_refused() -> None:
     item = MediaItem(
-        MediaKind.EMBEDDINGS, bytes(limits.MULTIMODAL_BYTES_MAX - 1024), "application/x-pytorch", bytes(32)
+        MediaKind.EMBEDDINGS, bytes(limits.MULTIMODAL_BYTES_MAX - 1024), "application/x-safetensors", bytes(32)
     )
 
     with_media("<image> what?", [item], SPEC, TINY, False)

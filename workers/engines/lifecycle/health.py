@@ -100,7 +100,6 @@ class EngineHealth:
         self.proved(now_ms)
 
     def given_up(self, rank: int, request_id: str, now_ms: float) -> None:
-        """Note a request that is over without the engine's doing."""
         self._progress[rank].given_up(request_id, now_ms)
 
     def proved(self, now_ms: float) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from poolgrid.http.http_client import Exchange, RequestFailed
 from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call
-from poolgrid.workers.engines.server.core.event_stream import LineTooLong, ServerSentEvents
+from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, LineTooLong, ServerSentEvents
 
 WHOLE_BYTES_MAX = 256 * 1024 * 1024
 """Largest whole answer: the log probabilities of a long prompt."""
@@ -47,12 +46,10 @@ class AnswerStream(Exchange):
         self.retry_after = ""
 
     def take_header(self, name: bytes, value: bytes) -> None:
-        """Keep what says when to come back."""
         if name == b"retry-after":
             self.retry_after = value[:64].decode("latin-1")
 
     def take_body(self, data: bytes) -> None:
-        """Read what is whole."""
         if self.status != 200:
             self.error_body = (self.error_body + data)[:ERROR_BYTES_MAX]
             if len(self.error_body) == ERROR_BYTES_MAX:

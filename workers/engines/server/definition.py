@@ -11,7 +11,7 @@ from poolgrid.process.settings import Settings
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.settings import EngineServerSettings
-from poolgrid.workers.step_times import StepTimesSettings
+from poolgrid.workers.settings import StepTimesSettings
 
 DIALECTS = "poolgrid.workers.engines.server.dialects"
 

@@ -131,7 +131,9 @@ class ServerEngine:
             limits.progress_timeout_ms,
             dialect.tells_reuse_first,
             events.cached_blocks,
+            self._on_lost_report,
         )
+        self._report = self._books.report
         self._health = ServerHealth(
             client,
             confirm,
@@ -153,8 +155,6 @@ class ServerEngine:
         self._room = ServerRoom()
         self._said = Complaints(log, clock)
         self._watching: list[asyncio.Task[None]] = []
-        self._flushing: asyncio.Handle | None = None
-        self._deliver: Callable[[EngineReport], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._fault: asyncio.Future[None] = self._loop.create_future()
         """Fails when a report is lost."""
@@ -190,9 +190,8 @@ class ServerEngine:
         Raises ``EngineBrokenError`` when the server came back as another, or is not started again any more, and what
         a report was lost by.
         """
-        self._deliver = deliver
         self._events.open(self._on_cache)
-        self._flush()
+        self._report.open(deliver)
         self._watching = [owned(self._health.run(), "health of the server"), owned(self._expire(), "kept legs")]
         if self._server is not None:
             self._watching.append(owned(self._server.watch(self._health.doubt), "watch over the server"))
@@ -316,7 +315,7 @@ class ServerEngine:
             active.last_piece = piece
         elif piece.tokens:
             self._books.grow(active, piece, self._clock.monotonic_ms())
-            self._flush_soon()
+            self._report.flush_soon()
 
     def _cut(self, active: ActiveRequest, piece: AnswerPiece, left: int) -> None:
         self._metrics.overlong_answers.inc()
@@ -400,45 +399,29 @@ class ServerEngine:
         if reason == PREFILLED:
             active.deadline_ms = now_ms + self._limits.kv_transfer_timeout_ms
             self._kept[active.request_id] = active
-        self._flush_soon()
+            self._report.kept_transfers = len(self._kept)
+        self._report.flush_soon()
 
     def _release(self, active: ActiveRequest, reason: FinishReason) -> None:
         """Take a kept prefill leg off the books; the server lets go of its KV by itself."""
         del self._kept[active.request_id]
+        self._report.kept_transfers = len(self._kept)
         self._close(active)
         self._books.release(active, reason)
-        self._flush_soon()
+        self._report.flush_soon()
 
     def _close(self, active: ActiveRequest) -> None:
         if active.exchange is not None and active.exchange is not asyncio.current_task():
             active.exchange.cancel()
 
-    # -- reports -------------------------------------------------------------------------------------------------------
-
-    def _flush_soon(self) -> None:
-        if self._flushing is None and self._deliver is not None:
-            # In the next turn: whatever else this turn brings is in the same report.
-            self._flushing = self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
-        if self._deliver is None:
-            return
-        try:
-            report = self._books.take_report(len(self._kept))
-            if report is not None:
-                self._deliver(report)
-        except Exception as error:
-            # Nobody has what is lost with it, and whoever called this, a loop or a socket, goes on without.
-            if not self._fault.done():
-                self._fault.set_exception(error)
-
     def _on_cache(self, dp_rank: int, events: Sequence[AnyEvent]) -> None:
         self._books.cache_changed(dp_rank, events, self._clock.monotonic_ms())
         # At once: a restatement must not know more than the reports have told.
-        self._flush()
+        self._report.flush()
+
+    def _on_lost_report(self, error: Exception) -> None:
+        if not self._fault.done():
+            self._fault.set_exception(error)
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -456,12 +439,11 @@ class ServerEngine:
             for active in list(self._kept.values()):
                 self._release(active, EXPIRED)
             # At once: what the worker says next is that it leaves.
-            self._flush()
+            self._report.flush()
         if self._observer is not None:
             self._observer()
 
     def _end_answers(self, now_ms: float) -> None:
-        """End answers that are over while their connections stay open."""
         for exchange, active in list(self._exchanges.items()):
             answer = active.answer
             if not answer.ended_ms and answer.status not in (0, 200):
@@ -488,7 +470,6 @@ class ServerEngine:
 
     async def close(self) -> None:
         """End every exchange, and stop following."""
-        if self._flushing is not None:
-            self._flushing.cancel()
+        self._report.close()
         self._events.close()
         await cancel_all([*self._watching, *self._exchanges])

@@ -84,7 +84,6 @@ class ServerHealth:
         return bool(self.unhealthy_reason)
 
     def observe(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when the server falls silent or is well again."""
         self._changed = changed
 
     def doubt(self) -> None:

@@ -139,7 +139,6 @@ class _ServedNames:
         self._changed: Callable[[WorkerCard], None] = lambda card: None
 
     def observe(self, changed: Callable[[WorkerCard], None]) -> None:
-        """Call ``changed`` from now on with each new card."""
         self._changed = changed
 
     def follow(self, loras: tuple[str, ...], aliases: tuple[str, ...]) -> None:
@@ -195,7 +194,7 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
         facts = replace(
             facts,
             sources=tuple(
-                EventSource(rank, endpoint, replay, settings.kv_events_topic)
+                EventSource(rank, endpoint, replay)
                 for rank, (endpoint, replay) in enumerate(zip(settings.kv_events_endpoint, replays, strict=True))
             ),
             events_missing="",

@@ -1,4 +1,4 @@
-"""The books of an engine server's requests: each rank's load and progress, and what the next report will say. Pure.
+"""The books of an engine server's requests: each rank's load and progress, and what the next report will say.
 
 Loads are the worker's own: what others send to the server is not in them.
 """
@@ -25,7 +25,7 @@ from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor, Stall
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
 from poolgrid.workers.engines.server.answer import AnswerStream
 from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
 
@@ -73,19 +73,6 @@ class ActiveRequest:
         return self.request.stage is Stage.DECODE
 
 
-@dataclass(slots=True)
-class _Pending:
-    """Filled within one turn of the event loop, handed over in the next."""
-
-    deltas: list[TokenDelta] = field(default_factory=list)
-    events: dict[int, list[AnyEvent]] = field(default_factory=dict)
-    """By rank; a rank that is there is part of the report."""
-    released: list[str] = field(default_factory=list)
-    expired: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-
-
 class RequestLedger:
     """The books of all ranks; times come as arguments."""
 
@@ -97,8 +84,10 @@ class RequestLedger:
         progress_timeout_ms: float,
         tells_reuse_first: bool,
         cached_blocks: Callable[[int], int],
+        lose: Callable[[Exception], None],
     ) -> None:
-        """``cached_blocks`` tells what a rank's cache holds."""
+        """``cached_blocks`` tells what a rank's cache holds; ``lose`` is told what a report was lost by."""
+        self.report = ReportBuffer(self.load, lose, steps=1)
         self._timeout_ms = progress_timeout_ms
         self._tells_reuse_first = tells_reuse_first
         self._cached_blocks = cached_blocks
@@ -108,7 +97,6 @@ class RequestLedger:
         self._progress = [ProgressMonitor(progress_timeout_ms) for _ in range(dp_size)]
         self._cache_ms = [0.0] * dp_size
         """When the last cache event of each rank came."""
-        self._pending = _Pending()
 
     def load(self, dp_rank: int) -> LoadReported:
         return self._loads[dp_rank].report(self._cached_blocks(dp_rank))
@@ -134,7 +122,7 @@ class RequestLedger:
         position = active.taken
         if piece.tokens or finish is PREFILLED:
             self._book(active, len(piece.tokens), now_ms)
-        self._pending.deltas.append(
+        self.report.pending.deltas.append(
             TokenDelta(
                 active.request_id,
                 position,
@@ -152,7 +140,7 @@ class RequestLedger:
         active.taken += fresh
         self._progress[active.rank].moved(request_id, now_ms)
         began, blocks = self._loads[active.rank].grew(request_id, active.prompt_tokens + max(1, active.taken))
-        events = self._of_rank(active.rank)
+        events = self.report.rank(active.rank)
         if began:
             known = active.cached_tokens
             # What the router expects stands in for what only the end of the answer tells.
@@ -162,11 +150,11 @@ class RequestLedger:
             )
             events.append(PrefillCompleted(request_id))
             if not active.transfers:
-                self._pending.prefill_tokens += active.prompt_tokens - cached
+                self.report.pending.prefill_tokens += active.prompt_tokens - cached
             fresh -= 1
         elif blocks is not None:
             events.append(RequestProgressed(request_id, blocks))
-        self._pending.decode_tokens += max(0, fresh)
+        self.report.pending.decode_tokens += max(0, fresh)
 
     def end(
         self,
@@ -192,52 +180,32 @@ class RequestLedger:
                     retry_after_ms=failure.retry_after_ms,
                     unknown_model=failure.unknown_model,
                 )
-            self._pending.deltas.append(delta)
+            self.report.pending.deltas.append(delta)
         if reason is PREFILLED:
             self._loads[active.rank].keep(request_id)
-            self._of_rank(active.rank)
+            self.report.rank(active.rank)
             return
         self._loads[active.rank].left(request_id)
         # An estimate stood in for it at the beginning.
         later = None if piece is None or self._tells_reuse_first else active.cached_tokens
-        self._of_rank(active.rank).append(RequestFinished(request_id, reason, later))
+        self.report.rank(active.rank).append(RequestFinished(request_id, reason, later))
 
     def release(self, active: ActiveRequest, reason: FinishReason) -> None:
         """Take a prefilled request off the books."""
         request_id = active.request_id
         self._loads[active.rank].left(request_id)
-        self._pending.released.append(request_id)
-        self._pending.expired += reason is FinishReason.EXPIRED
-        self._of_rank(active.rank).append(RequestFinished(request_id, reason, active.cached_tokens))
+        self.report.pending.released.append(request_id)
+        self.report.pending.expired += reason is FinishReason.EXPIRED
+        self.report.rank(active.rank).append(RequestFinished(request_id, reason, active.cached_tokens))
 
     def cache_changed(self, dp_rank: int, events: Sequence[AnyEvent], now_ms: float) -> None:
         """Report events of a rank's cache."""
         self._cache_ms[dp_rank] = now_ms
-        self._of_rank(dp_rank).extend(events)
-
-    def take_report(self, kept_transfers: int) -> EngineReport | None:
-        """Return what there is to report, once; ``None`` = nothing."""
-        pending = self._pending
-        if not (pending.deltas or pending.events or pending.released):
-            return None
-        self._pending = _Pending()
-        return EngineReport(
-            deltas=pending.deltas,
-            ranks={rank: RankReport(events, self.load(rank)) for rank, events in pending.events.items()},
-            prefill_tokens=pending.prefill_tokens,
-            decode_tokens=pending.decode_tokens,
-            released=pending.released,
-            expired=pending.expired,
-            kept_transfers=kept_transfers,
-        )
-
-    def _of_rank(self, dp_rank: int) -> list[AnyEvent]:
-        return self._pending.events.setdefault(dp_rank, [])
+        self.report.rank(dp_rank).extend(events)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
     def silent_ms(self, now_ms: float) -> float:
-        """Return for how long nothing of any request has moved."""
         return max(each.silent_ms(now_ms) for each in self._progress)
 
     def stall(self, active: Collection[ActiveRequest], now_ms: float) -> str:

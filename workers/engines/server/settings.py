@@ -14,8 +14,7 @@ from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.workers.engines.server.core.launching import check_arguments
-from poolgrid.workers.settings import WorkerProcessSettings
-from poolgrid.workers.step_times import StepTimesSettings
+from poolgrid.workers.settings import StepTimesSettings, WorkerProcessSettings
 
 ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
 
@@ -28,7 +27,7 @@ Argument = Annotated[str, StringConstraints(min_length=1, max_length=65_536)]
 OF_OWN_SERVERS = ("engine_argument", "engine_port", "engine_start_timeout_s")
 """Settings that say nothing of a server that runs already."""
 
-OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "data_parallel_size")
+OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "data_parallel_size")
 """Settings that say what a worker knows of the server that it started itself."""
 
 
@@ -112,9 +111,6 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     )
     kv_events_replay_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (), max_length=1024, description="ZMQ endpoint of each rank's replay socket; with kv_events_endpoint."
-    )
-    kv_events_topic: str = Field(
-        "", max_length=256, description="What the messages of these publishers begin with; with kv_events_endpoint."
     )
     follow_events: bool = Field(
         True,

@@ -25,7 +25,6 @@ import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,15 +74,6 @@ class ServerEnded(RuntimeError):
     """The server did not start."""
 
 
-@dataclass(frozen=True, slots=True)
-class LifeLimits:
-    """Times and bounds; all of them are settings of the worker."""
-
-    start_timeout_s: float
-    stop_timeout_s: float
-    restarts_max: int
-
-
 class StartedServer:
     """One server of the worker's own."""
 
@@ -94,7 +84,6 @@ class StartedServer:
         command: Sequence[str],
         environment: Mapping[str, str],
         log_file: Path,
-        limits: LifeLimits,
         is_ready: Callable[[], Awaitable[bool]],
         say: Callable[[str], None],
     ) -> None:
@@ -104,7 +93,6 @@ class StartedServer:
         self._command = command
         self._environment = environment
         self._log_file = log_file
-        self._limits = limits
         self._is_ready = is_ready
         self._say = say
         self._pace = RestartPace(f"{settings.worker_id}/server")
@@ -122,7 +110,6 @@ class StartedServer:
     # -- what others see -----------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        """Return its state for people, as JSON values."""
         return {
             "state": self._state,
             "process_group": self._group,
@@ -147,7 +134,7 @@ class StartedServer:
                 raise ServerEnded(f"writing the log of {self.title} (engine_log_dir): {error}") from None
             self._log_begins = output.tell()
             self._process = await asyncio.create_subprocess_exec(
-                *leashed(self._limits.stop_timeout_s, self._command),
+                *leashed(self.settings.engine_stop_timeout_s, self._command),
                 stdin=PIPE,
                 stdout=output,
                 stderr=STDOUT,
@@ -160,7 +147,7 @@ class StartedServer:
         log.info("starting %s: %s; its log is %s", self.title, shlex.join(shown(self._command)), self._log_file)
         exited = owned(self._process.wait(), "end of the server")
         try:
-            async with asyncio.timeout(self._limits.start_timeout_s):
+            async with asyncio.timeout(self.settings.engine_start_timeout_s):
                 while not exited.done():
                     if await self._is_ready():
                         self._ready_s = asyncio.get_running_loop().time()
@@ -173,8 +160,8 @@ class StartedServer:
             self._end_group()
             await self._process.wait()
             raise ServerEnded(
-                f"{self.title} did not answer within {self._limits.start_timeout_s:g} s (engine_start_timeout_s)"
-                f"{self._last_lines()}"
+                f"{self.title} did not answer within {self.settings.engine_start_timeout_s:g} s "
+                f"(engine_start_timeout_s){self._last_lines()}"
             ) from None
         finally:
             await cancel_all([exited])
@@ -194,11 +181,11 @@ class StartedServer:
             pause_s = self._pace.died(lived_s)
             often = f", the {self._pace.deaths}. time in a row" if self._pace.deaths > 1 else ""
             ended = f"{self.title} ended with status {status}{often}"
-            if self._pace.deaths > self._limits.restarts_max:
+            if self._pace.deaths > self.settings.engine_restarts_max:
                 self._state = "ended"
                 log.error("%s%s", ended, self._last_lines())
                 raise EngineBrokenError(
-                    f"{ended}: it is started again at most {self._limits.restarts_max} times in a row; "
+                    f"{ended}: it is started again at most {self.settings.engine_restarts_max} times in a row; "
                     f"its log is {self._log_file}"
                 )
             self._state = f"down: {ended}, and is started again"
@@ -227,7 +214,7 @@ class StartedServer:
             log.warning(
                 "%s did not end within %g s: it is killed",
                 self.title,
-                self._limits.stop_timeout_s,
+                self.settings.engine_stop_timeout_s,
             )
         finally:
             self._end_group()
@@ -333,7 +320,6 @@ def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKi
         [*executable, *command.arguments],
         command.environment,
         settings.engine_log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', settings.worker_id)}-server.log",
-        LifeLimits(settings.engine_start_timeout_s, settings.engine_stop_timeout_s, settings.engine_restarts_max),
         partial(_answers, client),
         around.say_start,
     )

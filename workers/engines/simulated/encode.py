@@ -21,9 +21,9 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.wire.tensors import TensorList
 from poolgrid.workers.core.refusal import BusyError, RefusedError
-from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.media import embed, images_of, read_media
+from poolgrid.workers.tensor_transfer.offers import EmbeddingOffers
 
 if TYPE_CHECKING:
     from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
@@ -53,19 +53,16 @@ class SimulatedEncodeEngine(AlwaysWell):
         self._running: set[str] = set()
         self._cancelled: set[str] = set()
         """Of the running ones."""
-        self._kept: dict[str, set[str]] = {}
-        """Tensors on offer by request."""
-        self._request_of: dict[str, str] = {}
+        self._offers = EmbeddingOffers(transfer, self._on_gone)
         self._deltas: list[TokenDelta] = []
         self._facts: list[AnyEvent] = []
         self._released: list[str] = []
         self._wake = asyncio.Event()
-        transfer.on_gone(self._on_gone)
 
     def submit(self, request: Generate) -> None:
         """Take a request, or raise ``RefusedError`` and change nothing."""
         request_id = request.request_id
-        if request_id in self._waiting or request_id in self._running or request_id in self._kept:
+        if request_id in self._waiting or request_id in self._running or request_id in self._offers:
             raise RefusedError(f"request id {request_id!r} is already active on this worker")
         if len(self._waiting) >= self._limits.max_waiting_requests:
             raise BusyError(
@@ -85,8 +82,8 @@ class SimulatedEncodeEngine(AlwaysWell):
             self._facts.append(RequestFinished(request_id, FinishReason.CANCELLED))
         elif request_id in self._running:
             self._cancelled.add(request_id)
-        else:
-            self._let_go(request_id, FinishReason.CANCELLED)
+        elif self._offers.withdraw(request_id):
+            self._note_release(request_id, FinishReason.CANCELLED)
         self._wake.set()
 
     @property
@@ -94,21 +91,18 @@ class SimulatedEncodeEngine(AlwaysWell):
         return 1
 
     def describe(self) -> dict[str, object]:
-        return {"tensor_transport": self._transfer.kind, "kept_embeddings": len(self._kept)}
+        return {"tensor_transport": self._transfer.kind, "kept_embeddings": len(self._offers)}
 
     def load(self, dp_rank: int = 0) -> LoadReported:
         return LoadReported(len(self._running), len(self._waiting), 0, 0, 0, 0)
 
     def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
-        """Return nothing: there is no KV cache here."""
         return []
 
     def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
-        """Return nothing: there is no KV cache here."""
         return []
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
-        """Encode while there is work, else wait for it."""
         while True:
             batch = self._take_batch()
             if not batch and not (self._deltas or self._facts or self._released):
@@ -138,7 +132,7 @@ class SimulatedEncodeEngine(AlwaysWell):
                     steps=1 if batch else 0,
                     duration_ms=duration_ms,
                     released=released,
-                    kept_transfers=len(self._kept),
+                    kept_transfers=len(self._offers),
                     keeps_encoded=True,
                 )
             )
@@ -168,44 +162,26 @@ class SimulatedEncodeEngine(AlwaysWell):
             return
         media = read_media(request)
         assert media is not None, "checked when it came"
-        offered = []
+        embedded = (
+            (f"image {place}", embed(item.data, item.token_count)) for place, item in enumerate(images_of(media))
+        )
         try:
-            for place, item in enumerate(images_of(media)):
-                offered.append(self._transfer.offer(f"image {place}", embed(item.data, item.token_count)))
+            offered = self._offers.offer(request_id, embedded)
         except RefusedError as refusal:
-            for descriptor in offered:
-                self._transfer.withdraw(descriptor.tensor_id)
             self._deltas.append(
                 TokenDelta(request_id, 0, b"", FinishReason.ERROR, error=refusal.reason, refusal=refusal.kind)
             )
             self._facts.append(RequestFinished(request_id, FinishReason.ERROR))
             return
-        self._kept[request_id] = {descriptor.tensor_id for descriptor in offered}
-        for descriptor in offered:
-            self._request_of[descriptor.tensor_id] = request_id
         params = codec.tensor_list.encode(TensorList(tuple(offered)))
         self._deltas.append(TokenDelta(request_id, 0, b"", ENCODED, disaggregated_params=params))
         self._facts.append(PrefillCompleted(request_id))
 
-    def _on_gone(self, tensor_id: str, expired: bool) -> None:
-        """Note that a tensor was taken, or that nobody came for it."""
-        request_id = self._request_of.pop(tensor_id, None)
-        if request_id is None:
-            return
-        left = self._kept[request_id]
-        left.discard(tensor_id)
-        if expired:
-            self._let_go(request_id, FinishReason.EXPIRED)
-        elif not left:
-            self._let_go(request_id, ENCODED)
+    def _on_gone(self, request_id: str, expired: bool) -> None:
+        """Note that all tensors of a request were taken, or that nobody came for one."""
+        self._note_release(request_id, FinishReason.EXPIRED if expired else ENCODED)
         self._wake.set()
 
-    def _let_go(self, request_id: str, reason: str) -> None:
-        left = self._kept.pop(request_id, None)
-        if left is None:
-            return
-        for tensor_id in left:
-            self._request_of.pop(tensor_id, None)
-            self._transfer.withdraw(tensor_id)
+    def _note_release(self, request_id: str, reason: FinishReason) -> None:
         self._released.append(request_id)
         self._facts.append(RequestFinished(request_id, reason))

@@ -13,12 +13,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poolgrid.structured_output.guide_grammar import error_of, matcher
 from poolgrid.structured_output.guide_limits import objection
+from poolgrid.structured_output.structural_tags import error_of, matcher
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
+from poolgrid.workers.engines.simulated.core.next_token import TokenGuide, Vocabulary
 
 if TYPE_CHECKING:
     from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
@@ -47,7 +46,6 @@ class LazyGuides:
         return self._load("a guide").texts
 
     def open(self, sampling: Sampling) -> TokenGuide:
-        """Return the guide that a request asks for; raises ``UnsupportedError``."""
         return self._load(sampling.guide).open(sampling)
 
     def _load(self, guide: str) -> _Loaded:

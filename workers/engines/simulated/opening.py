@@ -7,12 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from poolgrid.workers.core.shipped_timing import timing_model
-from poolgrid.workers.core.timing import ScaledTiming, TimingModel
+from poolgrid.wire.card import NO_STEP_TIMES, MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.workers.core.timing import ScaledTiming, TimingModel, step_times_of, timing_model
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
-from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
-from poolgrid.workers.engines.lifecycle.closing import close_in_order
-from poolgrid.workers.engines.simulated.card import make_card
+from poolgrid.workers.engines.definition import EngineHost, OpenedEngine, close_in_order
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.encode import EncodeLimits, SimulatedEncodeEngine
 from poolgrid.workers.engines.simulated.guides import LazyGuides
@@ -129,3 +127,43 @@ async def _open_whole(settings: SimulatedWorkerSettings, around: EngineHost) -> 
             KvExchange(engine, fetcher),
             None if embeddings is None else EmbeddingExchange(engine, embeddings),
         )
+
+
+ENGINE_NAME = "poolgrid-simulated"
+
+
+def make_card(
+    settings: SimulatedWorkerSettings, request_port: int, http_port: int, timing: TimingModel | None = None
+) -> WorkerCard:
+    """Return what the worker says of itself, with the ports it got; an encode worker has no ``timing``."""
+    host = settings.advertised_host
+    return WorkerCard(
+        model=settings.model,
+        role=settings.card_role,
+        block_size=settings.block_size,
+        limits=WorkerLimits(
+            max_batch_size=settings.max_batch_size,
+            max_num_tokens=settings.max_num_tokens,
+            total_kv_blocks=settings.total_kv_blocks,
+            max_sequence_length=settings.max_sequence_length,
+            host_kv_blocks=settings.host_kv_blocks,
+        ),
+        request_endpoint=f"tcp://{host}:{request_port}",
+        http_endpoint=f"{settings.http_scheme}://{host}:{http_port}",
+        loras=settings.loras,
+        engine=ENGINE_NAME,
+        eos_token_ids=(settings.eos_token_id,),
+        vocabulary_size=settings.token_ids,
+        media=media_spec(settings),
+        simulated_speedup=settings.speedup,
+        step_times=NO_STEP_TIMES if timing is None else step_times_of(timing),
+        takes_retention=True,
+    )
+
+
+def media_spec(settings: SimulatedWorkerSettings) -> MediaSpec:
+    """Return what the card says of media."""
+    if settings.modality == "text":
+        return MediaSpec()
+    # The simulated engine's own placeholder and filler: no tokenizer needs to know them.
+    return MediaSpec(("image", "embeddings"), "<image>", None, settings.tokens_per_image, 0)

@@ -23,19 +23,17 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.workers.core.cache_facts import ReportedBlocks
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import BrokenError, RefusedError
 from poolgrid.workers.core.timing import TimingModel
-from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
-from poolgrid.workers.engines.protocol import EngineReport, RankReport
-from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder
+from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.media import Embeddings
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
+from poolgrid.workers.engines.simulated.core.next_token import TokenGuide, Vocabulary
 from poolgrid.workers.tensor_transfer.port import Tensor
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ LAG_FORGIVEN_MS = 250.0
 
 
 class RealTimeSimulatedEngine(AlwaysWell):
-    """``poolgrid.workers.engines.protocol.Engine`` of one rank over the pure core; its events go a real engine's path.
+    """``poolgrid.workers.engines.protocol.Engine`` of one rank over the pure core.
 
     It is a ``KvHandover`` too: ``source`` is what tickets for decode workers say of this worker.
     """
@@ -64,8 +62,8 @@ class RealTimeSimulatedEngine(AlwaysWell):
         takes_media: bool = False,
         guides: Guides | None = None,
     ) -> None:
-        self._recorder = EngineRecorder(limits.total_kv_blocks, limits.host_kv_blocks, limits.max_sequence_length)
-        self._translator = EventTranslator(limits.block_size)
+        self._recorder = CacheRecorder()
+        self._reported = ReportedBlocks()
         self._guides = guides
         self._opening: dict[str, asyncio.Task[None]] = {}
         """Requests whose guide is being opened."""
@@ -89,11 +87,9 @@ class RealTimeSimulatedEngine(AlwaysWell):
         return 1
 
     def describe(self) -> dict[str, object]:
-        """Nothing is special about it."""
         return {}
 
     def submit(self, request: Generate) -> None:
-        """Take a request, or raise ``RefusedError``."""
         self._take(request)
 
     def cancel(self, request_id: str) -> None:
@@ -166,30 +162,26 @@ class RealTimeSimulatedEngine(AlwaysWell):
         return KvWanted(ticket.endpoint, ticket.transfer_id, ticket.timeout_ms)
 
     def submit_offered(self, request: Generate, offer: KvOffered) -> None:
-        """Take a request of the decode stage, or raise ``RefusedError``."""
         self._take(request, offer=offer)
 
     def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
-        """Take a request whose images an encode worker has seen, or raise ``RefusedError``."""
         self._take(request, embeddings=list(tensors))
 
     def offer(self, transfer_id: str) -> KvOffered:
         return self._core.offer(transfer_id, self._clock.monotonic_ms())
 
     def release(self, transfer_id: str) -> None:
-        """Let go of what is kept for a transfer."""
         if self._core.release(transfer_id):
             self._wake.set()
 
     def load(self, dp_rank: int = 0) -> LoadReported:
-        """Return the engine's statistics now."""
         return self._core.load()
 
     def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
         return self._core.resident_blocks()
 
     def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
-        return self._translator.restate()
+        return self._reported.restate()
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         """Step while there is work, else wait for it, or for the moment at which time alone brings some."""
@@ -207,13 +199,12 @@ class RealTimeSimulatedEngine(AlwaysWell):
             if outcome is None:
                 due_ms = await self._rest()
                 continue
-            # Taken now, translated when it becomes visible: ``restate`` must not run ahead of the reports.
+            # Taken now, applied when it becomes visible: ``restate`` must not run ahead of the reports.
             cache_events = self._recorder.take()
             # Always gives the loop its turn, also when behind.
             await asyncio.sleep(max(0.0, (outcome.ended_ms - self._clock.monotonic_ms()) / 1e3))
-            translation = self._translator.translate(cache_events)
-            assert not translation.lost, "the simulated engine loses no events"
-            events: list[AnyEvent] = [*translation.events, *outcome.facts]
+            self._reported.apply(cache_events)
+            events: list[AnyEvent] = [*cache_events, *outcome.facts]
             deliver(
                 EngineReport(
                     deltas=outcome.deltas,

@@ -12,14 +12,7 @@ from pydantic import Field, model_validator
 from poolgrid.process.settings import InputFile
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
-from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
-from poolgrid.workers.core.timing import SPEEDUP_MAX
-from poolgrid.workers.engines.simulated.core.answer_lengths import (
-    MEAN_DEFAULT,
-    STDDEV_DEFAULT,
-    TOKENS_MAX,
-    AnswerLengths,
-)
+from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TIMING_TEXT, TimingName
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KEPT_TRANSFERS_MAX_DEFAULT,
@@ -29,7 +22,13 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KV_TRANSFER_TIMEOUT_MS_DEFAULT,
     TransferModel,
 )
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.next_token import (
+    MEAN_DEFAULT,
+    STDDEV_DEFAULT,
+    TOKENS_MAX,
+    AnswerLengths,
+    Vocabulary,
+)
 from poolgrid.workers.settings import Name
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
@@ -150,7 +149,6 @@ class SimulatedWorkerSettings(TensorSettings):
         return self
 
     def engine_limits(self) -> SimulatedLimits:
-        """Return the limits of the simulated engine."""
         return SimulatedLimits(
             block_size=self.block_size,
             total_kv_blocks=self.total_kv_blocks,
@@ -178,7 +176,6 @@ class SimulatedWorkerSettings(TensorSettings):
         )
 
     def transfer_model(self) -> TransferModel:
-        """Return how the simulated engine hands KV over."""
         return TransferModel(
             latency_ms=self.kv_transfer_latency_ms / self.speedup,
             gigabytes_per_s=self.kv_transfer_gigabytes_per_s * self.speedup,
@@ -189,5 +186,4 @@ class SimulatedWorkerSettings(TensorSettings):
 
     @property
     def card_role(self) -> Role:
-        """The role as the worker's card states it."""
         return Role[self.role.upper()]

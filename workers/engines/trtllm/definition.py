@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, EngineSpan, OpenedEngine, StartPlan
+from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, StartPlan
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
-from poolgrid.workers.ranks.settings import RankSettings
-from poolgrid.workers.step_times import StepTimesSettings
+from poolgrid.workers.settings import StepTimesSettings
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 
@@ -21,28 +19,16 @@ def _open(settings: TrtllmWorkerSettings, around: EngineHost) -> AbstractAsyncCo
 
 def _shortest_timeout_ms(settings: TrtllmWorkerSettings) -> float:
     own = min(settings.health_timeout_ms, settings.progress_timeout_ms, settings.answer_timeout_ms)
-    if settings.nodes > 1:
-        own = min(own, settings.rank_lease_ms)
     if settings.tensor_transport == "none":
         return own
     return min(own, settings.tensor_lease_ms, settings.tensor_fetch_timeout_ms)
 
 
 def _start_plan(settings: TrtllmWorkerSettings) -> StartPlan:
-    from poolgrid.workers.engines.trtllm.arguments.engine_arguments import render
-    from poolgrid.workers.engines.trtllm.spanning import arguments_of
+    from poolgrid.workers.engines.trtllm.arguments.engine_arguments import render, resolve_files
 
-    arguments = arguments_of(settings)
+    arguments = resolve_files(settings)
     return StartPlan(render(arguments), arguments.warnings, *arguments.gpus)
-
-
-def _span(settings: TrtllmWorkerSettings) -> EngineSpan | None:
-    if settings.nodes == 1:
-        return None
-    from poolgrid.workers.engines.trtllm.spanning import arguments_of
-
-    launcher = tuple(shlex.split(settings.rank_launcher))
-    return EngineSpan(*arguments_of(settings).gpus, launcher, settings)
 
 
 def _with_model(settings: TrtllmWorkerSettings, path: Path) -> TrtllmWorkerSettings:
@@ -72,11 +58,10 @@ ENGINE = EngineDefinition(
     shortest_timeout_ms=_shortest_timeout_ms,
     about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
     "from ([what wins](engine_configs.md)), and starts nothing.",
-    tables=(TrtllmSettings, TrtllmWorkerSettings, RankSettings, TensorSettings, StepTimesSettings),
+    tables=(TrtllmSettings, TrtllmWorkerSettings, TensorSettings, StepTimesSettings),
     serves=lambda settings: (settings.model_name, settings.role.name.lower()),
     loads=lambda settings: settings.model_path,
     with_model=_with_model,
-    span=_span,
     read_limits=_read_limits,
     start_plan=_start_plan,
 )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import owned
 from poolgrid.wire.events import (
@@ -30,20 +31,19 @@ from poolgrid.wire.requests import Generate
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, EngineHealth
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
+from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
 from poolgrid.workers.engines.protocol import EngineReport
+from poolgrid.workers.engines.server.cache_events import FollowedEvents
+from poolgrid.workers.engines.server.core.server_facts import EventSource
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
-from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed, WireCacheEvent
 from poolgrid.workers.engines.trtllm.generations import Generations, MediaInputs
 from poolgrid.workers.engines.trtllm.library import is_alive
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.engines.trtllm.report_buffer import ReportBuffer
+from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
 from poolgrid.workers.engines.trtllm.requests import EngineRequests, TrtllmLimits
 from poolgrid.workers.engines.trtllm.shared_tensors import SharedTensors
-from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.ranks.watch import RankWatch
 from poolgrid.workers.tensor_transfer.port import Tensor
 
 if TYPE_CHECKING:
@@ -56,6 +56,12 @@ WARM_UP_TIMEOUT_S = 600.0
 
 STATISTICS_TIMEOUT_S = 5.0
 """How long the first statistics are waited for, which say how many blocks there are."""
+
+STREAM_TIMEOUT_S = 5.0
+"""How long the first connection to the publisher of every rank may take; the engine binds before it is ready."""
+
+STREAM_CHECK_S = 0.01
+"""Between two looks whether all ranks are connected."""
 
 END_TIMEOUT_S = 2.0
 """How long the engine's thread may take to let go of its requests at the end."""
@@ -84,10 +90,18 @@ class TrtllmEngine:
         self._clock = clock
         self._takes_media = load_media is not None
         self._dp_size = arguments.attention_dp_size
-        self._stream: EngineStream | None = None
+        self._stream: FollowedEvents | None = None
         if arguments.stream is not None:
-            self._stream = EngineStream(
-                arguments.stream, self._dp_size, arguments.block_size, context, clock, calls.roots, self._on_stream
+            stream = arguments.stream
+            sources = [EventSource(rank, *stream.of_rank(rank), stream.topic) for rank in range(self._dp_size)]
+            # The stream names neither salts nor adapters, and its hashes say nothing of tenants: the first block of a
+            # prompt is told to routers only when no request with either began with the same tokens.
+            self._stream = FollowedEvents(
+                sources,
+                arguments.block_size,
+                context,
+                clock,
+                lambda tokens: calls.roots(StoredBlock(block_hash=0, tokens=tokens)),
             )
         self._trtllm_metrics = trtllm_metrics
         self._feed = TrtllmFeed(
@@ -119,7 +133,9 @@ class TrtllmEngine:
         self._health.observe(self._on_health)
         self._observer: Callable[[], None] | None = None
         self._loads = [RankLoad(arguments.block_size) for _ in range(self._dp_size)]
-        self._report = ReportBuffer(self.load, self._health.lose)
+        self._report = ReportBuffer(
+            self.load, lambda error: self._health.lose(f"a report of the engine is lost: {error!r}")
+        )
         shared = None if tensors is None else SharedTensors()
         self._generations = Generations(thread, calls, load_media, trtllm_metrics.note_miscounted, shared)
         self._requests = EngineRequests(
@@ -137,13 +153,11 @@ class TrtllmEngine:
         )
         self._iterations: dict[int, int] = {}
         self._has_statistics = asyncio.Event()
-        self._ranks: RankWatch | None = None
 
     # -- what the worker sees ------------------------------------------------------------------------------------------
 
     @property
     def dp_size(self) -> int:
-        """How many attention-DP ranks there are; 1 without attention data parallelism."""
         return self._dp_size
 
     @property
@@ -157,31 +171,21 @@ class TrtllmEngine:
 
     @property
     def unhealthy_reason(self) -> str:
-        """Why the engine does not do its work; empty = it does."""
         return self._health.unhealthy_reason
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing can be expected of the engine; its requests have been taken away then."""
         return self._health.is_silent
 
     def observe_health(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when ``unhealthy_reason`` begins or ends, or ``is_silent`` changes."""
         self._observer = changed
 
     def describe(self) -> dict[str, object]:
         """Return how reading its events goes, which ranks' indexes lack something after a loss, what is on offer."""
         described: dict[str, object] = {"feed": self._feed.describe()} if self._reads else {}
-        if self._ranks is not None:
-            described["ranks"] = self._ranks.describe()
         if self._requests.kept_embeddings is not None:
             described["kept_embeddings"] = self._requests.kept_embeddings
         return described
-
-    def follow_ranks(self, ranks: RankWatch) -> Callable[[str], None]:
-        """Show these ranks from now on; return what breaks the engine, with the reason, when one is lost."""
-        self._ranks = ranks
-        return self._health.lose
 
     @property
     def loras(self) -> tuple[str, ...]:
@@ -205,7 +209,6 @@ class TrtllmEngine:
         return held
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
-        """Return everything in a rank's cache, as reports have told it."""
         return self._feed.restate(dp_rank)
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
@@ -235,7 +238,6 @@ class TrtllmEngine:
         self._feed.wake()
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request as soon as the engine allows it; kept KV is given up."""
         self._requests.cancel(request_id)
 
     # -- when it does not answer ---------------------------------------------------------------------------------------
@@ -282,7 +284,6 @@ class TrtllmEngine:
     # -- its life ------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Look after the engine's health and after kept KV."""
         while True:
             await asyncio.sleep(self._health.check_interval_s)
             if self._health.broken.done():
@@ -299,7 +300,7 @@ class TrtllmEngine:
             self._feeding = owned(self._feed.run(self._on_cache, self._on_load), "engine feed")
             self._feeding.add_done_callback(self._on_feed_end)
         if self._stream is not None:
-            await self._stream.open()
+            await self._follow(self._stream)
         try:
             if self._reads:
                 async with asyncio.timeout(WARM_UP_TIMEOUT_S):
@@ -319,6 +320,18 @@ class TrtllmEngine:
                 log.warning(
                     "the engine has no statistics: its number of blocks is not known, loads are the worker's own"
                 )
+
+    async def _follow(self, stream: FollowedEvents) -> None:
+        """Follow the engine's own stream; return when every rank is connected, or after a time-out."""
+        stream.open(self._on_stream)
+        try:
+            async with asyncio.timeout(STREAM_TIMEOUT_S):
+                while not stream.is_current():  # noqa: ASYNC110 - a socket's monitor tells it
+                    await asyncio.sleep(STREAM_CHECK_S)
+        except TimeoutError:
+            log.warning(
+                "the engine does not publish its events yet; they are followed once it does: %s", stream.describe()
+            )
 
     def _on_feed_end(self, feeding: asyncio.Task[None]) -> None:
         if not feeding.cancelled() and not self._health.broken.done():

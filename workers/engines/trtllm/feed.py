@@ -24,11 +24,10 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, RootSeed
-from poolgrid.workers.engines.trtllm.collector import EngineCollector
+from poolgrid.workers.engines.server.cache_events import FollowedEvents
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
 from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, FeedTurn
-from poolgrid.workers.engines.trtllm.stream import EngineStream
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class TrtllmFeed:
         *,
         root_seed: RootSeed | None = None,
         name_media: NameMedia | None = None,
-        stream: EngineStream | None = None,
+        stream: FollowedEvents | None = None,
         own_metrics: EngineCollector | None = None,
     ) -> None:
         self._llm = llm
@@ -86,7 +85,6 @@ class TrtllmFeed:
     # -- for the engine ------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Say that a request was just submitted: a long pause ends now."""
         self._reader.wake()
 
     async def has_begun(self) -> None:
@@ -110,7 +108,7 @@ class TrtllmFeed:
         """Return the state for people and probes, as JSON values."""
         if self._stream is not None:
             statistics = self._failing[STATISTICS][1] if STATISTICS in self._failing else "ok"
-            return {"readers": {EVENTS: "stream", STATISTICS: statistics}, "ranks": self._stream.describe()}
+            return {"readers": {EVENTS: "stream", STATISTICS: statistics}, "ranks": self._stream.describe()["events"]}
         return {
             "readers": {
                 reader: self._failing[reader][1] if reader in self._failing else "ok" for reader in (EVENTS, STATISTICS)

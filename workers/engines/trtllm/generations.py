@@ -24,7 +24,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from poolgrid.process.tasks import detached
 from poolgrid.wire import codec as wire_codec
@@ -45,12 +45,8 @@ from poolgrid.workers.tensor_transfer.port import Tensor
 log = logging.getLogger(__name__)
 
 
-class MediaInputs(Protocol):
-    """Makes an engine's inputs of a request with media; may take long, and runs in a thread."""
-
-    def __call__(self, request: Generate, has_handles: bool, hash_seed: int | None) -> Any:
-        """Return the inputs of ``generate_async``; raises ``RefusedError``."""
-        ...
+MediaInputs = Callable[[Generate, bool, int | None], Any]
+"""Makes the inputs of ``generate_async`` of a request with media (``media.load_media``); runs in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +171,6 @@ class Generations:
         self._thread.post(self._abort_leg, serial)
 
     async def close(self) -> None:
-        """End every request."""
         await self._thread.run(self._close, "end of the requests")
 
     def take(self) -> list[Growth]:
@@ -278,7 +273,6 @@ class Generations:
             self._miscounted(believed, made)
 
     async def _follow(self, leg: _Leg) -> None:
-        """Notice every growth of a result, and its end."""
         try:
             async for _ in leg.result:
                 self._touch(leg)

@@ -17,8 +17,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.refusal import UnsupportedError
 from poolgrid.workers.logits.failure_channel import FailureReporter
-from poolgrid.workers.logits.processor import LogitsProcessor, RequestFacts
-from poolgrid.workers.logits.registry import LogitsProcessorRegistry
+from poolgrid.workers.logits.registry import LogitsProcessor, LogitsProcessorRegistry, RequestFacts
 
 
 class ProcessorsOfRequests:

@@ -13,7 +13,7 @@ Rules:
    output, that several requests have at once, or that speaks of the engine, is the engine's. The cause of any other
    error that comes late is unknown, so another worker may try.
 4. Where embeddings travel as bytes, an encode leg is *kept* too, until its taker has them or their lease ends
-   (``embedding_offers``).
+   (``tensor_transfer.offers``).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDel
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
 from poolgrid.workers.engines.lifecycle.health import EngineHealth
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
+from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
-from poolgrid.workers.engines.trtllm.collector import EngineCollector
-from poolgrid.workers.engines.trtllm.core.disaggregated_params import with_tensors
+from poolgrid.workers.engines.trtllm.core.disaggregated_params import CarriedTensor, with_tensors
 from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON
-from poolgrid.workers.engines.trtllm.embedding_offers import EmbeddingOffers
 from poolgrid.workers.engines.trtllm.generations import Generations, Growth, RequestEnd
-from poolgrid.workers.engines.trtllm.report_buffer import ReportBuffer
+from poolgrid.workers.engines.trtllm.metrics import EngineCollector
 from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor
 from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.tensor_transfer.offers import EmbeddingOffers
 from poolgrid.workers.tensor_transfer.port import Tensor
 
 if TYPE_CHECKING:
@@ -142,7 +142,6 @@ class EngineRequests:
         generations.observe(self._on_growths)
 
     def __bool__(self) -> bool:
-        """Whether the engine has any to work on."""
         return bool(self._active)
 
     @property
@@ -334,7 +333,8 @@ class EngineRequests:
 
     @staticmethod
     def _offer(offers: EmbeddingOffers, request_id: str, params: bytes, tensors: Sequence[HostTensor]) -> bytes:
-        carried = offers.offer(request_id, tensors)
+        offered = offers.offer(request_id, ((f"{each.field} {at}", each.data) for at, each in enumerate(tensors)))
+        carried = [CarriedTensor(each.field, each.dtype, told) for each, told in zip(tensors, offered, strict=True)]
         try:
             return with_tensors(params, carried)
         except WireError as error:
@@ -458,7 +458,6 @@ class EngineRequests:
     # -- when the engine does not answer -------------------------------------------------------------------------------
 
     def take_away(self, reason: str) -> None:
-        """End every request of an engine that has become silent."""
         for active in list(self._active.values()):
             self._generations.abort(active.serial)
             delta = TokenDelta(active.request_id, active.taken, b"")

@@ -13,8 +13,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from poolgrid.process.settings import InputFile, Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
-from poolgrid.workers.ranks.settings import RankSettings
-from poolgrid.workers.step_times import StepTimesSettings
+from poolgrid.workers.settings import StepTimesSettings
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
@@ -188,20 +187,12 @@ class TrtllmSettings(Settings):
         return self.endpoint or f"{self.namespace}.{COMPONENTS[self.disaggregation_mode]}.generate"
 
 
-class TrtllmWorkerSettings(RankSettings, TensorSettings, StepTimesSettings, TrtllmSettings):
+class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):
     """A worker process with TensorRT-LLM."""
 
     panel: ClassVar[str] = "TensorRT-LLM"
 
     engine_name: ClassVar[str] = "trtllm"
-
-    rank_launcher: str = Field(
-        "trtllm-llmapi-launch",
-        min_length=1,
-        max_length=4096,
-        description="With nodes: TensorRT-LLM's own program that makes a rank of the process in which it is started. "
-        "Words before it, for numactl or a profiler, are divided as a shell does.",
-    )
 
     tensor_transport: Literal["none", "zmq", "nixl"] = Field(
         "none",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import click
@@ -12,8 +11,6 @@ from poolgrid.cli.command_line import Command, LogChoice, log_options
 from poolgrid.cli.options import with_chosen_settings
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
-from poolgrid.workers.ranks.settings import RankSettings
-from poolgrid.workers.ranks.task import TASK_VARIABLE
 from poolgrid.workers.settings import WorkerProcessSettings
 
 OF_ROUTERS = {"--allowed-local-media-path": "--allowed-local-media-path"}
@@ -95,23 +92,10 @@ def worker(
     if settings.chat_template is not None:
         check_template(settings.chat_template)
 
-    if spans_nodes(settings):
-        from poolgrid.cli.rank import keep
-
-        keep(settings, log_choice)
-        return
-
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, say_ready)
 
     run_service(settings.worker_id, log_choice, main, worker=settings.worker_id)
-
-
-def spans_nodes(settings: WorkerProcessSettings) -> bool:
-    """Tell whether this process is to keep one rank of an engine; the worker of rank 0 is started by its keeper."""
-    if not isinstance(settings, RankSettings) or settings.nodes == 1:
-        return False
-    return TASK_VARIABLE not in os.environ
 
 
 def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSettings:

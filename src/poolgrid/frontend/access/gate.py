@@ -12,9 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from poolgrid.frontend.access.limit_headers import limit_headers
-from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
+from poolgrid.frontend.access.meter import limit_headers
+from poolgrid.frontend.access.tenants import Caller, WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import refused
 from poolgrid.frontend.metrics import FrontendMetrics

@@ -11,10 +11,15 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.errors import RequestError, invalid, missing, quoted, unsupported
 from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.frontend.media.references import IMAGE_PARTS, MediaReference, decode_data_url, read_reference
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import (
+    IMAGE_PARTS,
+    MediaReference,
+    MediaRefused,
+    decode_data_url,
+    read_reference,
+)
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.schema import ContentPart, Message, PlacedPart
 from poolgrid.frontend.template_capabilities import ContentForm, shape_content, text_part
@@ -215,7 +220,7 @@ def _reference(part: ContentPart, where: str, spec: MediaSpec, model: str) -> Me
     param = f"{where}.image_url" if isinstance(value, str) else f"{where}.image_url.url"
     url = value if isinstance(value, str) or value is None else value.url
     if url is None:
-        raise invalid(param, f"{param} is missing: allowed is a URL", "missing_required_parameter")
+        raise missing(param, "a URL")
     try:
         reference = read_reference(url, param)
         if reference.kind.value not in spec.kinds:

@@ -22,8 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 
 from poolgrid.frontend.media.addresses import AddressPolicy
-from poolgrid.frontend.media.references import URL_CHARS_MAX, shown
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import URL_CHARS_MAX, MediaRefused, shown
 from poolgrid.frontend.media.settings import FETCHES_MAX, REDIRECTS_MAX
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import NamedTuple
 
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.process.tasks import breathe
 
 PIXELS_MAX = 50_000_000

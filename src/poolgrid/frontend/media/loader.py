@@ -17,11 +17,20 @@ from poolgrid.frontend.media.addresses import AddressPolicy
 from poolgrid.frontend.media.embeddings import check_embeddings
 from poolgrid.frontend.media.image_headers import check_image
 from poolgrid.frontend.media.local_files import LocalFiles
-from poolgrid.frontend.media.media_cache import MediaBudget, MediaCache, MediaLease, Medium
+from poolgrid.frontend.media.media_cache import MediaBudget, MediaCache, MediaLease
 from poolgrid.frontend.media.metrics import MediaMetrics
-from poolgrid.frontend.media.references import MediaReference, decode_data_url, shown
-from poolgrid.frontend.media.refusals import MediaRefused
-from poolgrid.frontend.media.settings import CACHE_TTL_MS, FETCHES_MAX, MEGABYTE, REQUEST_BYTES_MAX, MediaSettings
+from poolgrid.frontend.media.references import MediaReference, MediaRefused, decode_data_url, shown
+from poolgrid.frontend.media.settings import (
+    CACHE_BYTES,
+    CACHE_TTL_MS,
+    FETCH_TIMEOUT_MS,
+    FETCHES_MAX,
+    FILE_BYTES_MAX,
+    ITEMS_MAX,
+    MEGABYTE,
+    REQUEST_BYTES_MAX,
+    MediaSettings,
+)
 from poolgrid.inference.cache_domain import CacheDomain
 from poolgrid.process.caches import TenantCaches
 from poolgrid.process.clock import Clock
@@ -41,18 +50,27 @@ class MediaLoader:
     """Loads media; ``close`` ends its connections and threads."""
 
     def __init__(
-        self, settings: MediaSettings, metrics: MediaMetrics, clock: Clock, resolver: Resolver | None = None
+        self,
+        settings: MediaSettings,
+        metrics: MediaMetrics,
+        clock: Clock,
+        resolver: Resolver | None = None,
+        fetch_timeout_ms: int = FETCH_TIMEOUT_MS,
+        file_bytes_max: int = FILE_BYTES_MAX,
+        items_max: int = ITEMS_MAX,
     ) -> None:
+        self._fetch_timeout_ms = fetch_timeout_ms
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
-        self._file_bytes_max = settings.max_file_size_mb * MEGABYTE
+        self._file_bytes_max = file_bytes_max
+        self._items_max = items_max
         self._policy = AddressPolicy(settings.media_allowed_networks)
         self._resolver = resolver
         self._fetcher: MediaFetcher | None = None
         path = settings.allowed_local_media_path
         self._files = LocalFiles(path) if path is not None else None
-        self._caches = TenantCaches(settings.media_cache_mb * MEGABYTE, self._new_cache)
+        self._caches = TenantCaches(CACHE_BYTES, self._new_cache)
         self._budget = MediaBudget(settings.media_memory_mb * MEGABYTE)
         self._turn = asyncio.Semaphore(FETCHES_MAX)
         self._threads: ThreadPoolExecutor | None = None
@@ -75,7 +93,7 @@ class MediaLoader:
         What is fetched is shared within ``domain``; without one it is fetched for this request alone, and not kept.
         ``item_bytes_max`` is what the model's workers allow for one; 0 = as much as this server does.
         """
-        limit = self._settings.max_media_items
+        limit = self._items_max
         if len(references) > limit:
             raise self._error(
                 references[limit].param,
@@ -126,18 +144,11 @@ class MediaLoader:
             return self._error(reference.param, refusal)
         self._metrics.loaded.labels(reference.source, reference.kind.value).inc()
         self._metrics.loaded_bytes.labels(reference.source).inc(len(medium.data))
-        return MediaItem(
-            reference.kind,
-            medium.data,
-            medium.media_type,
-            medium.media_hash,
-            width=medium.width,
-            height=medium.height,
-        )
+        return medium
 
     async def _medium(
         self, reference: MediaReference, domain: CacheDomain | None, bytes_max: int
-    ) -> Medium | MediaRefused:
+    ) -> MediaItem | MediaRefused:
         if reference.source == "file":
             if self._files is None:
                 raise MediaRefused(
@@ -166,7 +177,7 @@ class MediaLoader:
 
         return MediaCache(bytes_max, CACHE_TTL_MS, self._clock, note)
 
-    async def _fetch(self, reference: MediaReference, bytes_max: int) -> Medium | MediaRefused:
+    async def _fetch(self, reference: MediaReference, bytes_max: int) -> MediaItem | MediaRefused:
         """Fetch and check one URL, on the budget while it is under way."""
         transit = self._budget.lease(bytes_max)
         try:
@@ -198,23 +209,23 @@ class MediaLoader:
         return MediaFetcher(
             self._policy,
             schemes=self._settings.media_allowed_schemes,
-            timeout_ms=self._settings.media_fetch_timeout_ms,
+            timeout_ms=self._fetch_timeout_ms,
             resolver=self._resolver or resolve,
         )
 
     async def _take_turn(self) -> None:
         try:
-            async with asyncio.timeout(self._settings.media_fetch_timeout_ms / 1000):
+            async with asyncio.timeout(self._fetch_timeout_ms / 1000):
                 await self._turn.acquire()
         except TimeoutError:
             raise MediaRefused(
                 "media_busy",
                 f"{FETCHES_MAX} media are being fetched, the limit, and none ended "
-                f"within {self._settings.media_fetch_timeout_ms} ms; try again",
+                f"within {self._fetch_timeout_ms} ms; try again",
             ) from None
 
-    async def _in_thread(self, work: Callable[[], Medium]) -> Medium | MediaRefused:
-        def done() -> Medium | MediaRefused:
+    async def _in_thread(self, work: Callable[[], MediaItem]) -> MediaItem | MediaRefused:
+        def done() -> MediaItem | MediaRefused:
             try:
                 return work()
             except MediaRefused as refusal:
@@ -224,17 +235,18 @@ class MediaLoader:
             self._threads = ThreadPoolExecutor(THREADS, "media")
         return await asyncio.get_running_loop().run_in_executor(self._threads, done)
 
-    def _read_file(self, files: LocalFiles, reference: MediaReference, bytes_max: int) -> Medium:
+    def _read_file(self, files: LocalFiles, reference: MediaReference, bytes_max: int) -> MediaItem:
         return self._check(reference, files.read(reference.url, bytes_max))
 
-    def _read_data(self, reference: MediaReference, bytes_max: int) -> Medium:
+    def _read_data(self, reference: MediaReference, bytes_max: int) -> MediaItem:
         return self._check(reference, decode_data_url(reference.url, bytes_max))
 
-    def _check(self, reference: MediaReference, data: bytes) -> Medium:
+    def _check(self, reference: MediaReference, data: bytes) -> MediaItem:
         if reference.kind is MediaKind.EMBEDDINGS:
-            return Medium(data, check_embeddings(data), digest_media(data))
+            return MediaItem(reference.kind, data, check_embeddings(data), digest_media(data))
         image = check_image(data)
-        return Medium(data, image.media_type, digest_media(data), image.width, image.height)
+        hashed = digest_media(data)
+        return MediaItem(reference.kind, data, image.media_type, hashed, width=image.width, height=image.height)
 
     def note_places(self, items: Sequence[MediaItem]) -> None:
         """Count the media of a request whose tokens nobody can count: routing goes by what stands before them."""

@@ -16,8 +16,7 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from poolgrid.frontend.media.references import shown
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused, shown
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY

@@ -14,10 +14,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.process.caches import BudgetedLru
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, owned
+from poolgrid.wire.multimodal import MediaItem
 
 
 class MediaBudget:
@@ -69,21 +70,9 @@ class MediaLease:
         self._closed = True
 
 
-@dataclass(frozen=True, slots=True)
-class Medium:
-    """Bytes that were looked at."""
-
-    data: bytes
-    media_type: str
-    media_hash: bytes
-    width: int = 0
-    """Pixels of an image; 0 = it is none."""
-    height: int = 0
-
-
 @dataclass(slots=True)
 class _Flight:
-    task: asyncio.Task[Medium | MediaRefused]
+    task: asyncio.Task[MediaItem | MediaRefused]
     waiting: int = 0
 
 
@@ -101,7 +90,7 @@ class MediaCache:
         self._on_lookup = on_lookup
         self._ttl_ms = ttl_ms
         self._clock = clock
-        self._kept: BudgetedLru[Key, tuple[float, Medium]] = BudgetedLru(
+        self._kept: BudgetedLru[Key, tuple[float, MediaItem]] = BudgetedLru(
             bytes_max, lambda key, entry: len(entry[1].data)
         )
         self._flights: dict[Key, _Flight] = {}
@@ -112,8 +101,8 @@ class MediaCache:
         return self._kept.used
 
     async def get(
-        self, key: Key, fetch: Callable[[], Coroutine[Any, Any, Medium | MediaRefused]]
-    ) -> Medium | MediaRefused:
+        self, key: Key, fetch: Callable[[], Coroutine[Any, Any, MediaItem | MediaRefused]]
+    ) -> MediaItem | MediaRefused:
         """Return what is kept, or what ``fetch`` returns."""
         kept = self._kept.get(key)
         if kept is not None:
@@ -144,7 +133,7 @@ class MediaCache:
         await cancel_all([flight.task for flight in self._flights.values()])
         self._kept.clear()
 
-    def _landed(self, key: Key, task: asyncio.Task[Medium | MediaRefused]) -> None:
+    def _landed(self, key: Key, task: asyncio.Task[MediaItem | MediaRefused]) -> None:
         flight = self._flights.get(key)
         if flight is not None and flight.task is task:
             del self._flights[key]
@@ -152,5 +141,5 @@ class MediaCache:
         if task.cancelled() or task.exception() is not None:
             return
         medium = task.result()
-        if isinstance(medium, Medium) and self._ttl_ms > 0:
+        if isinstance(medium, MediaItem) and self._ttl_ms > 0:
             self._kept.keep(key, (self._clock.monotonic_ms() + self._ttl_ms, medium))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from poolgrid.process.instruments import Gauge
@@ -14,29 +16,26 @@ class MediaMetrics:
     """The instruments of one loader, registered in ``registry``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
         self.registry = registry
-        self.loaded = Counter(
+        self.loaded = counter(
             "poolgrid_frontend_media_loaded",
             "Media loaded, by source (`http`, `https`, `data`, `file`) and kind (`image`, `embeddings`).",
             ["source", "kind"],
-            registry=registry,
         )
-        self.loaded_bytes = Counter(
-            "poolgrid_frontend_media_loaded_bytes", "Bytes of media loaded.", ["source"], registry=registry
-        )
-        self.uncounted = Counter(
+        self.loaded_bytes = counter("poolgrid_frontend_media_loaded_bytes", "Bytes of media loaded.", ["source"])
+        self.uncounted = counter(
             "poolgrid_frontend_media_uncounted",
             "Media with an unknown number of tokens, by kind. Routing uses only the blocks before them, so "
             "equal images are not found in caches.",
             ["kind"],
-            registry=registry,
         )
-        self.refused = Counter(
+        self.refused = counter(
             "poolgrid_frontend_media_refused",
             "Media refused, by reason code. If `media_address_not_allowed` or `media_path_not_allowed` grows, "
             "a client tries to reach forbidden places.",
             ["reason"],
-            registry=registry,
         )
         self.fetch_seconds = Histogram(
             "poolgrid_frontend_media_fetch_seconds",
@@ -44,17 +43,13 @@ class MediaMetrics:
             buckets=FETCH_BUCKETS_S,
             registry=registry,
         )
-        self.held_bytes = Gauge(
+        self.held_bytes = gauge(
             "poolgrid_frontend_media_held_bytes",
             "Memory of media of requests in flight. At `media_memory_mb` the next request gets 429.",
-            registry=registry,
         )
-        self.cached_bytes = Gauge(
-            "poolgrid_frontend_media_cached_bytes", "Memory of media cached by URL.", registry=registry
-        )
-        self.cache_lookups = Counter(
+        self.cached_bytes = gauge("poolgrid_frontend_media_cached_bytes", "Memory of media cached by URL.")
+        self.cache_lookups = counter(
             "poolgrid_frontend_media_cache_lookups",
             "URL look-ups: `hit`, `miss` (fetched) or `shared` (joined a fetch in flight).",
             ["outcome"],
-            registry=registry,
         )

@@ -22,6 +22,19 @@ REDIRECTS_MAX = 3
 FETCHES_MAX = 32
 """Media that are fetched at a time; more wait within their time-out. Bounds sockets and threads."""
 
+FILE_BYTES_MAX = 50 * MEGABYTE
+"""Largest medium, enforced while it streams in: any photograph. Where a model's workers were told less, that holds."""
+
+ITEMS_MAX = 64
+"""Media of one request: a long conversation of an agent that looks at a screen."""
+
+FETCH_TIMEOUT_MS = 10_000
+"""Longest time for one URL, from resolving its host to the last byte, redirects included: a server that sends one byte
+a second is cut off too."""
+
+CACHE_BYTES = 256 * MEGABYTE
+"""Fetched media that are kept: a conversation sends its pictures again with every turn."""
+
 CACHE_TTL_MS = 60_000
 """How long a fetched URL is taken as unchanged."""
 
@@ -48,39 +61,12 @@ class MediaSettings(Settings):
         "loopback, link-local or a metadata service; none by default, because a client chooses the URL. Repeat for "
         "more.",
     )
-    max_file_size_mb: int = Field(
-        default=50,
-        ge=1,
-        le=52,
-        description="Largest medium, in 2^20 bytes, enforced while it streams in. 50 takes any photograph; above 52 it "
-        "would not fit into a message to a worker. Where a model's workers were told less, that holds.",
-    )
-    max_media_items: int = Field(
-        default=16,
-        ge=0,
-        le=256,
-        description="Media in one request; 0 = none are taken. 16 is a long conversation's worth.",
-    )
-    media_fetch_timeout_ms: int = Field(
-        default=10_000,
-        ge=10,
-        le=600_000,
-        description="Longest time for one URL, from resolving its host to the last byte, redirects included: a server "
-        "that sends one byte a second is cut off too.",
-    )
     media_memory_mb: int = Field(
         default=1024,
         ge=1,
         le=1_048_576,
         description="Media of all requests in flight, in 2^20 bytes: they are kept until the answer ends, in case a "
         "worker dies. Beyond it a request with media is answered 429.",
-    )
-    media_cache_mb: int = Field(
-        default=256,
-        ge=0,
-        le=1_048_576,
-        description="Media kept by URL, in 2^20 bytes, least recently used out first; a conversation sends its "
-        "pictures again with every turn. 0 = none are kept; equal fetches under way are still shared.",
     )
 
     @field_validator("allowed_local_media_path")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.errors import invalid, quoted, text_of, unsupported, wrong_type
+from poolgrid.frontend.errors import invalid, missing, quoted, text_of, unsupported, wrong_type
 from poolgrid.frontend.messages_api.schema import (
     CountedBody,
     MessagesBody,
@@ -215,17 +215,9 @@ def _tool(tool: MessageTool, index: int) -> dict[str, Any]:
     if tool.input_schema is None and tool.type not in (None, "custom"):
         return {"type": tool.type}
     if tool.name is None:
-        raise invalid(
-            f"tools[{index}].name",
-            f"tools[{index}].name is missing: allowed is a string",
-            "missing_required_parameter",
-        )
+        raise missing(f"tools[{index}].name", "a string")
     if tool.input_schema is None:
-        raise invalid(
-            f"tools[{index}].input_schema",
-            f"tools[{index}].input_schema is missing: allowed is a JSON schema, an object",
-            "missing_required_parameter",
-        )
+        raise missing(f"tools[{index}].input_schema", "a JSON schema, an object")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -240,10 +232,7 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
         return None
     if choice.type == "tool":
         if choice.name is None:
-            raise invalid(
-                "tool_choice.name", "tool_choice.name is missing: allowed is the name of one of tools",
-                "missing_required_parameter",
-            )  # fmt: skip
+            raise missing("tool_choice.name", "the name of one of tools")
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
 

@@ -6,20 +6,18 @@ Nothing is signed: thinking blocks have an empty signature.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.dialects import ANTHROPIC
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.conversation import parsed_input
 from poolgrid.frontend.messages_api.schema import MessagesBody
-from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
+from poolgrid.frontend.parsers.pieces import PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.responses import AnswerEncoder, escape_line_ends
+from poolgrid.frontend.prepared_request import AnswerStart
+from poolgrid.frontend.responses import escape_line_ends
 from poolgrid.wire.request_ids import name_of
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -27,70 +25,25 @@ _encode: Final = msgspec.json.Encoder().encode
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesForm:
-    """``AnswerForm`` of a Messages request."""
-
-    body: MessagesBody
-
-    @property
-    def counts_reasoning(self) -> bool:
-        """Return that the end of an answer costs nothing."""
-        return False
-
-    def encoder(
-        self,
-        request_ids: Sequence[str],
-        created_s: int,
-        isl: int,
-        model: PromptModel,
-        parser: OutputParser | None,
-        call_ids: CallIds,
-    ) -> MessagesEncoder:
-        return MessagesEncoder(
-            self.body, request_id=name_of(request_ids[0]), isl=isl, model=model, parser=parser, call_ids=call_ids
-        )
-
-    async def keep(self, encoder: AnswerEncoder) -> None:
-        """Keep nothing: there is no asking for a message later."""
-
-
 Event = dict[str, Any]
 
 
 class MessagesEncoder(PieceEncoder[Event]):
-    """Encodes one answer. ``parser``: what takes its text apart; ``None`` = all of it is text."""
+    """Encodes one answer."""
 
-    def __init__(
-        self,
-        body: MessagesBody,
-        *,
-        request_id: str,
-        isl: int,
-        model: PromptModel,
-        parser: OutputParser | None,
-        call_ids: CallIds,
-    ) -> None:
-        super().__init__(
-            parser=parser,
-            call_ids=call_ids,
-            request_id=request_id,
-            model_name=body.model,
-            created_s=0,
-            model=model,
-        )
-        self._request_id = request_id
-        self._isl = isl
+    def __init__(self, body: MessagesBody, start: AnswerStart) -> None:
+        super().__init__(start, body.model)
+        self._request_id = name_of(start.request_ids[0])
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._message: dict[str, Any] = {
-            "id": f"msg_{request_id}",
+            "id": f"msg_{self._request_id}",
             "type": "message",
             "role": "assistant",
             "model": body.model,
             "content": self._parts,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(isl, 0, 0),
+            "usage": _usage(start.isl, 0, 0),
         }
 
     def begin(self) -> bytes:

@@ -5,4 +5,4 @@ from __future__ import annotations
 from pathlib import Path
 
 TINY_MODEL_PATH = Path(__file__).parent / "tiny"
-"""The tiny model directory that the simulated engine speaks; built by ``poolgrid.frontend.models.build_tiny``."""
+"""The tiny model directory that the simulated engine speaks; built by ``lab/build_tiny.py``."""

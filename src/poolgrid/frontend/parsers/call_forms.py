@@ -17,10 +17,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any
 
-from poolgrid.frontend.parsers.json_value import JsonValue, json_of, strict_json
+import msgspec
+
+from poolgrid.frontend.parsers.json_value import CODE_OUTSIDE, Brackets, json_of, strict_json
 
 NAME_CHARS_MAX = 256
 """Longest name of a function; OpenAI allows 64."""
@@ -35,23 +38,24 @@ PYTHON_CALL_CHARS_MAX = 256 * 1024
 """Longest ``PythonCall``: its syntax tree takes about a hundred times as much memory."""
 
 
-class CallForm(Protocol):
+class CallForm(ABC):
     """One call that is being read. ``name``, as the model wrote it, and ``arguments``, JSON, hold when ``done``."""
 
-    name: str
-    arguments: str
-    left: str
-    """When ``done`` or ``failed``: the text after the call, or from where it is none."""
-    done: bool
-    failed: bool
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.arguments = ""
+        self.left = ""
+        """When ``done`` or ``failed``: the text after the call, or from where it is none."""
+        self.done = False
+        self.failed = False
 
+    @abstractmethod
     def feed(self, text: str) -> None:
         """Take new text; not after ``done`` or ``failed``."""
-        ...
 
     def end(self) -> None:
-        """Become ``done`` or ``failed``: no text follows."""
-        ...
+        """Become ``done`` or ``failed``: no text follows. Most calls were not complete then."""
+        self.failed = True
 
 
 def declared_name(written: str, declared: Collection[str]) -> str | None:
@@ -71,10 +75,49 @@ _PREFIX = re.compile(r"^functions?[._:-]")
 _NUMBER = re.compile(r"[._:-][0-9]+$")
 
 
+class _BodyLast(CallForm):
+    """A call that ends with a value in brackets: ``_body`` takes its text, ``_complete`` gets all of it."""
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__(name)
+        self._brackets: Brackets | None = None
+        self._parts: list[str] = []
+
+    def _body(self, text: str) -> None:
+        if self._brackets is None:
+            self._brackets = Brackets()
+        end = self._brackets.feed(text)
+        self._parts.append(text[:end])
+        self.left = text[end:]
+        if self._brackets.done:
+            self._complete("".join(self._parts))
+        self.failed = self.failed or self._brackets.failed
+
+    def _complete(self, text: str) -> None:
+        found = strict_json(text)
+        self.arguments = found or ""
+        self.done, self.failed = found is not None, found is None
+
+
+class GivenCall(_BodyLast):
+    """The arguments of a call whose function is known beforehand."""
+
+    def feed(self, text: str) -> None:
+        if self._brackets is None and text[0] != "{":
+            self.failed = True
+            self.left = text
+        else:
+            self._body(text)
+
+
 _IGNORED_KEYS = frozenset(("id", "type", "index", "call_id", "tool_call_id"))
+_ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+_KEYS = _IGNORED_KEYS | _ARGUMENT_KEYS | {"name"}
+_FIRST_KEY = re.compile(r"""\{\s*(["'])(?P<key>[^"'\\]*)\1\s*:""")
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class JsonCall:
+class JsonCall(GivenCall):
     """``{"name": …, "arguments": {…}}``.
 
     ``parameters`` is taken for ``arguments``; arguments may also be an object inside a string, ``null`` or absent
@@ -82,112 +125,51 @@ class JsonCall:
     The last brace may be missing before a marker or the end.
     """
 
-    __slots__ = (
-        "_expect", "_given", "_key", "_named", "_parts", "_value", "arguments", "done", "failed", "left", "name",
-    )  # fmt: skip
-
     def __init__(self) -> None:
-        self._expect = "open"
-        """A place between values (``open``, ``key or end``, ``colon``, ``value``, ``comma``), or which value is being
-        read: ``a key``, ``the name``, ``the arguments``, ``another``."""
-        self._key = ""
-        self._named = False
-        self._given = False
-        self._value: JsonValue | None = None
-        self._parts: list[str] = []
-        """The text of the value that is being read."""
-        self.name = ""
-        self.arguments = "{}"
-        self.left = ""
-        self.done = False
-        self.failed = False
+        super().__init__()
+        self._begun = False
+        """Whether the first key is known, and one of a call's: what begins otherwise is not held back to its end."""
 
     def feed(self, text: str) -> None:
-        at = 0
-        while at < len(text) and not self.done and not self.failed:
-            value = self._value
-            if value is None:
-                at = self._structure(text[at], at)
-                continue
-            end = value.feed(text, at)
-            if self._expect != "another":
-                self._parts.append(text[at:end])
-            at = end
-            if value.failed:
+        if not self._begun:
+            text = "".join(self._parts) + text
+            first = _FIRST_KEY.match(text[:HEAD_CHARS_MAX])
+            if first is not None and first["key"] not in _KEYS:
                 self.failed = True
-            elif value.done:
-                self._value = None
-                self._value_ended()
-        self.left = text[at:]
+                self.left = text[first.end() :]
+                return
+            self._begun = first is not None or len(text) >= HEAD_CHARS_MAX
+            self._brackets = None
+            self._parts.clear()
+        super().feed(text)
+        if self.failed and not self.done and self.left.startswith("<"):
+            self._without_its_end()
 
     def end(self) -> None:
-        self.done = self._lacks_only_its_end()
-        self.failed = not self.done
+        self._without_its_end()
 
-    def _lacks_only_its_end(self) -> bool:
-        return self._expect == "comma" and self._named and self._given
+    def _without_its_end(self) -> None:
+        self._read("".join(self._parts) + "}", needs_arguments=True)
 
-    def _structure(self, character: str, at: int) -> int:
-        expect = self._expect
-        if character in " \t\n\r":
-            pass
-        elif expect == "open" and character == "{":
-            self._expect = "key or end"
-        elif expect == "key or end" and character in "\"'":
-            self._begin("a key")
-            return at
-        elif expect == "colon" and character == ":":
-            self._expect = "value"
-        elif expect == "value":
-            self._begin_value(character)
-            return at
-        elif expect == "comma" and character == ",":
-            self._expect = "key or end"
-        elif expect in ("comma", "key or end") and character == "}":
-            self.done = self._named
-            self.failed = not self._named
-        elif character == "<" and self._lacks_only_its_end():
-            self.done = True
-            return at
-        else:
-            self.failed = True
-            return at
-        return at + 1
+    def _complete(self, text: str) -> None:
+        self._read(text)
 
-    def _begin(self, expect: str) -> None:
-        self._value = JsonValue(python=True)
-        self._expect = expect
-        self._parts = []
-
-    def _begin_value(self, character: str) -> None:
-        if self._key == "name":
-            self.failed = self._named or character not in "\"'"
-            self._begin("the name")
-        elif self._key in ("arguments", "parameters"):
-            self.failed = self._given or character not in "{\"'nN"
-            self._begin("the arguments")
-        else:
-            self.failed = self._key not in _IGNORED_KEYS
-            self._begin("another")
-
-    def _value_ended(self) -> None:
-        expect = self._expect
-        self._expect = "comma"
-        if expect == "another":
+    def _read(self, text: str, needs_arguments: bool = False) -> None:
+        self.failed = True
+        try:
+            fields = _fields.decode(strict_json(text) or "null")
+            name = json.loads(bytes(fields.get("name", b"null")))
+        except (msgspec.DecodeError, ValueError):
             return
-        text = strict_json("".join(self._parts))
-        if expect == "a key":
-            self._key = json.loads(text)
-            self._expect = "colon"
-        elif expect == "the name":
-            self.name = json.loads(text)
-            self._named = True
-            self.failed = not 1 <= len(self.name) <= NAME_CHARS_MAX
-        else:
-            found = _object(text)
-            self.arguments = found or ""
-            self._given = True
-            self.failed = found is None
+        given = fields.keys() & _ARGUMENT_KEYS
+        if not fields.keys() <= _KEYS or len(given) > 1 or (needs_arguments and not given):
+            return
+        if not isinstance(name, str) or not 1 <= len(name) <= NAME_CHARS_MAX:
+            return
+        found = _object(bytes(fields[given.pop()]).decode()) if given else "{}"
+        if found is not None:
+            self.name, self.arguments = name, found
+            self.done, self.failed = True, False
 
 
 def _object(text: str) -> str | None:
@@ -195,51 +177,15 @@ def _object(text: str) -> str | None:
     if text.startswith("{"):
         return text
     value = json.loads(text)
-    if value is None:
-        return "{}"
-    inner = JsonValue(python=True)
-    stripped = value.strip() if isinstance(value, str) else ""
-    if not stripped.startswith("{") or inner.feed(stripped) != len(stripped) or not inner.done:
-        return None
-    return strict_json(stripped)
+    stripped = "{}" if value is None else value.strip() if isinstance(value, str) else ""
+    return strict_json(stripped) if stripped.startswith("{") else None
 
 
-class _ArgumentsLast:
-    """A call whose arguments are an object at its end."""
-
-    __slots__ = ("_parts", "_value", "arguments", "done", "failed", "left", "name")
-
-    def __init__(self, name: str = "") -> None:
-        self._value: JsonValue | None = None
-        self._parts: list[str] = []
-        self.name = name
-        self.arguments = ""
-        self.left = ""
-        self.done = False
-        self.failed = False
-
-    def end(self) -> None:
-        """Become ``failed``: no text follows, and the arguments were not complete."""
-        self.failed = True
-
-    def _arguments(self, text: str) -> None:
-        if self._value is None:
-            self._value = JsonValue(python=True)
-        end = self._value.feed(text)
-        self._parts.append(text[:end])
-        self.left = text[end:]
-        self.done, self.failed = self._value.done, self._value.failed
-        if self.done:
-            self.arguments = strict_json("".join(self._parts))
-
-
-class HeadedCall(_ArgumentsLast):
+class HeadedCall(_BodyLast):
     """A head that ``pattern`` (with a group ``name``) matches whole, then the arguments as a JSON object.
 
     ``opener`` begins another call: a head that contains it is none.
     """
-
-    __slots__ = ("_head", "_opener", "_pattern")
 
     def __init__(self, pattern: re.Pattern[str], opener: str) -> None:
         super().__init__()
@@ -248,8 +194,8 @@ class HeadedCall(_ArgumentsLast):
         self._head = ""
 
     def feed(self, text: str) -> None:
-        if self._value is not None:
-            self._arguments(text)
+        if self._brackets is not None:
+            self._body(text)
             return
         text = self._head + text
         head = text[: HEAD_CHARS_MAX + 1].partition("{")[0]
@@ -266,65 +212,43 @@ class HeadedCall(_ArgumentsLast):
                 self.left = text[len(head) :]
             else:
                 self.name = match["name"]
-                self._arguments(text[len(head) :])
-
-
-class GivenCall(_ArgumentsLast):
-    """The arguments of a call whose function is known beforehand."""
-
-    __slots__ = ()
-
-    def feed(self, text: str) -> None:
-        if self._value is None and text[0] != "{":
-            self.failed = True
-            self.left = text
-        else:
-            self._arguments(text)
+                self._body(text[len(head) :])
 
 
 _PYTHON_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][A-Za-z0-9_.]*)\s*\(")
 _PYTHON_HEAD_BEGUN = re.compile(r"\s*(?:[A-Za-z_][A-Za-z0-9_.]*\s*)?")
-_PYTHON_MARKS = re.compile(r"[()\[\]{}'\"]")
-_PYTHON_STRING_MARKS = re.compile(r"[\\'\"]")
 _JSON_NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}
 
 
-class PythonCall:
+class PythonCall(_BodyLast):
     """``f(x=1, y="a")`` with literal arguments, given by name. ``known`` are the only names there are."""
 
-    __slots__ = (
-        "_depth", "_escaped", "_known", "_length", "_parts", "_quote", "arguments", "done", "failed", "left", "name",
-    )  # fmt: skip
-
     def __init__(self, known: Collection[str]) -> None:
+        super().__init__()
         self._known = known
-        self._parts: list[str] = []
         self._length = 0
-        self._depth = 0
-        self._quote = ""
-        self._escaped = False
-        self.name = ""
-        self.arguments = ""
-        self.left = ""
-        self.done = False
-        self.failed = False
 
     def feed(self, text: str) -> None:
         at = 0
-        while at < len(text) and not self.done and not self.failed:
-            at = self._body(text, at) if self._depth else self._head(text[at], at)
-        self.left = text[at:]
-
-    def end(self) -> None:
-        """Become ``failed``: no text follows, and the call was not complete."""
-        self.failed = True
+        while at < len(text) and self._brackets is None and not self.failed:
+            at = self._head(text[at], at)
+        if self._brackets is None or self.failed or at == len(text):
+            self.left = text[at:]
+            return
+        end = at + PYTHON_CALL_CHARS_MAX - self._length
+        self._body(text[at:end])
+        self._length += len(text[at:end]) - len(self.left)
+        self.left += text[end:]
+        if self._length >= PYTHON_CALL_CHARS_MAX and not self.done:
+            self.failed = True
 
     def _head(self, character: str, at: int) -> int:
         text = "".join(self._parts) + character
         match = _PYTHON_HEAD.fullmatch(text)
         if match is not None and declared_name(match["name"], self._known) is not None:
             self.name = match["name"]
-            self._depth = 1
+            self._brackets = Brackets(CODE_OUTSIDE)
+            self._brackets.feed("(")
         elif match is not None or len(text) > NAME_CHARS_MAX or not _PYTHON_HEAD_BEGUN.fullmatch(text):
             self.failed = True
             return at
@@ -332,45 +256,10 @@ class PythonCall:
         self._length = len(text)
         return at + 1
 
-    def _body(self, text: str, at: int) -> int:
-        """Read on to the parenthesis that closes the call; strings hide brackets."""
-        begin = at
-        size = min(len(text), at + PYTHON_CALL_CHARS_MAX - self._length)
-        while at < size and self._depth:
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            mark = (_PYTHON_STRING_MARKS if self._quote else _PYTHON_MARKS).search(text, at, size)
-            if mark is None:
-                at = size
-                break
-            at = mark.end()
-            character = mark[0]
-            if self._quote:
-                if character == "\\":
-                    self._escaped = True
-                elif character == self._quote:
-                    self._quote = ""
-            elif character in "'\"":
-                self._quote = character
-            elif character in "([{":
-                self._depth += 1
-            else:
-                self._depth -= 1
-        self._parts.append(text[begin:at])
-        self._length += at - begin
-        if self._depth == 0:
-            self._complete()
-        elif self._length >= PYTHON_CALL_CHARS_MAX:
-            self.failed = True
-        return at
-
-    def _complete(self) -> None:
-        arguments = _python_arguments("".join(self._parts).strip())
+    def _complete(self, text: str) -> None:
+        arguments = _python_arguments(text.strip())
         self.arguments = arguments or ""
-        self.done = arguments is not None
-        self.failed = not self.done
+        self.done, self.failed = arguments is not None, arguments is None
 
 
 def _python_arguments(call: str) -> str | None:

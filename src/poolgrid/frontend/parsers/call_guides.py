@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.frontend.parsers.tagged_call import types_of
@@ -73,60 +74,48 @@ def _arguments(schema: Mapping[str, Any]) -> Part:
     return schema_part(_object(schema))
 
 
-def _named(name: str, key: str = "arguments") -> str:
-    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+@dataclass(frozen=True, slots=True)
+class _JsonCalls:
+    """Calls with arguments in JSON. ``{}`` stands for the function's name, ``{json}`` for it in quotes."""
+
+    begin: str
+    end: str = ""
+    """Empty = there is no end, and one call at most."""
+    separator: str = "\n"
+    around: tuple[str, str] = ("", "")
+    number: str = ""
+    """What follows the call's number, for forms that number calls."""
+
+    def __call__(self, schemas: Schemas, several: bool, template: str) -> Part:
+        calls = [self._call(name, _arguments(schema)) for name, schema in schemas.items()]
+        made = _calls(calls, self.separator, several) if self.end else one_of(calls)
+        return _sequence(const(self.around[0]), made, const(self.around[1])) if self.around[0] else made
+
+    def _call(self, name: str, arguments: Part) -> Part:
+        begin = self.begin.replace("{json}", json.dumps(name, ensure_ascii=False)).replace("{}", name)
+        if self.number:
+            arguments = _sequence(schema_part({"type": "integer", "minimum": 0}), const(self.number), arguments)
+        return _tag(begin, arguments, self.end) if self.end else _sequence(const(begin), arguments)
 
 
-def hermes(schemas: Schemas, several: bool, template: str) -> Part:
-    """``<tool_call>{"name": …, "arguments": …}</tool_call>``, one below the other."""
-    tags = [
-        _tag("<tool_call>\n" + _named(name), _arguments(schema), "}\n</tool_call>") for name, schema in schemas.items()
-    ]
-    return _calls(tags, "\n", several)
-
-
-def granite(schemas: Schemas, several: bool, template: str) -> Part:
-    """``<|tool_call|>[{"name": …, "arguments": …}, …]``."""
-    return _listed("<|tool_call|>[", schemas, several)
+_CALL = '{"name": {json}, "arguments": '
+_MISTRAL = _JsonCalls(_CALL, "}", ", ", ("[TOOL_CALLS][", "]"))
+_MISTRAL_NAMED = _JsonCalls("[TOOL_CALLS]{}[ARGS]")
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK = _JsonCalls("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", around=_DEEPSEEK_SECTION)
+_DEEPSEEK_CODE = _JsonCalls(
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n", "\n```<｜tool▁call▁end｜>", around=_DEEPSEEK_SECTION
+)
 
 
 def mistral(schemas: Schemas, several: bool, template: str) -> Part:
-    """``[TOOL_CALLS][{"name": …, "arguments": …}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` if the template has that."""
-    if "[ARGS]" not in template:
-        return _listed("[TOOL_CALLS][", schemas, several)
-    calls = [_sequence(const(f"[TOOL_CALLS]{name}[ARGS]"), _arguments(schema)) for name, schema in schemas.items()]
-    return one_of(calls)
-
-
-def _listed(begin: str, schemas: Schemas, several: bool) -> Part:
-    tags = [_tag(_named(name), _arguments(schema), "}") for name, schema in schemas.items()]
-    return _sequence(const(begin), _calls(tags, ", ", several), const("]"))
+    """``[TOOL_CALLS]name[ARGS]{…}`` if the template has that, else a list."""
+    return (_MISTRAL_NAMED if "[ARGS]" in template else _MISTRAL)(schemas, several, template)
 
 
 def deepseek_v3(schemas: Schemas, several: bool, template: str) -> Part:
-    """``<｜tool▁call▁begin｜>…<｜tool▁call▁end｜>`` in a section; with a code block where the template has one."""
-    if "```json" in template:
-        begin, end = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n", "\n```<｜tool▁call▁end｜>"
-    else:
-        begin, end = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    tags = [_tag(begin.format(name), _arguments(schema), end) for name, schema in schemas.items()]
-    calls = _calls(tags, "\n", several)
-    return _sequence(const("<｜tool▁calls▁begin｜>"), calls, const("<｜tool▁calls▁end｜>"))
-
-
-def kimi_k2(schemas: Schemas, several: bool, template: str) -> Part:
-    """``<|tool_call_begin|>functions.NAME:N<|tool_call_argument_begin|>{…}<|tool_call_end|>`` in a section."""
-    number = schema_part({"type": "integer", "minimum": 0})
-    tags = [
-        _tag(
-            f"<|tool_call_begin|>functions.{name}:",
-            _sequence(number, const("<|tool_call_argument_begin|>"), _arguments(schema)),
-            "<|tool_call_end|>",
-        )
-        for name, schema in schemas.items()
-    ]
-    calls = _calls(tags, "\n", several)
-    return _sequence(const("<|tool_calls_section_begin|>"), calls, const("<|tool_calls_section_end|>"))
+    """With a code block where the template has one."""
+    return (_DEEPSEEK_CODE if "```json" in template else _DEEPSEEK)(schemas, several, template)
 
 
 def qwen3_coder(schemas: Schemas, several: bool, template: str) -> Part:
@@ -192,15 +181,6 @@ def pythonic(schemas: Schemas, several: bool, template: str) -> Part:
     return _sequence(const("["), _calls(tags, ", ", several), const("]"))
 
 
-def harmony(schemas: Schemas, several: bool, template: str) -> Part:
-    """One message to ``functions.NAME``, after which the model's turn ends."""
-    tags = [
-        _tag(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", _arguments(schema), "<|call|>")
-        for name, schema in schemas.items()
-    ]
-    return one_of(tags)
-
-
 def llama3_json(schemas: Schemas) -> list[dict[str, Any]]:
     """``{"name": …, "parameters": …}``: the schema of a call of each function."""
     return [
@@ -258,3 +238,25 @@ def _with_definitions(schema: Mapping[str, Any], inner: Any) -> Any:
     if not isinstance(inner, Mapping):
         return inner if isinstance(inner, bool) else {}
     return {**{group: schema[group] for group in ("$defs", "definitions") if group in schema}, **inner}
+
+
+_HARMONY = _JsonCalls("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", "<|call|>")
+
+CALL_GUIDES: Mapping[str, CallsGuide] = {
+    "hermes": _JsonCalls("<tool_call>\n" + _CALL, "}\n</tool_call>"),
+    "mistral": mistral,
+    "pythonic": pythonic,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": _JsonCalls(
+        "<|tool_call_begin|>functions.{}:",
+        "<|tool_call_end|>",
+        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        number="<|tool_call_argument_begin|>",
+    ),
+    "qwen3_coder": qwen3_coder,
+    "glm45": glm45,
+    "granite": _JsonCalls(_CALL, "}", ", ", ("<|tool_call|>[", "]")),
+    # One message to ``functions.NAME``, after which the model's turn ends.
+    "harmony": lambda schemas, _, template: _HARMONY(schemas, False, template),
+}
+"""Those of ``llama3_json`` are JSON and have no marker."""

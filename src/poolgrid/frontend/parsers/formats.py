@@ -9,22 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from poolgrid.frontend.parsers import call_guides, tool_calls
-from poolgrid.frontend.parsers.call_guides import CallsGuide, Part
+from poolgrid.frontend.parsers.call_guides import CALL_GUIDES, Part
 from poolgrid.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
 from poolgrid.frontend.parsers.harmony import Harmony
 from poolgrid.frontend.parsers.pieces import OutputParser
-from poolgrid.frontend.parsers.reasoning import (
-    Begins,
-    FurtherReasoning,
-    MarkedReasoning,
-    begins_after,
-    granite,
-    magistral,
-    think_tags,
-)
+from poolgrid.frontend.parsers.reasoning import Begins, FurtherReasoning, MarkedReasoning, begins_after
 from poolgrid.frontend.parsers.reasoning_and_calls import ReasoningAndCalls
-from poolgrid.frontend.parsers.tool_calls import ToolCalls, calls_of, first_call
+from poolgrid.frontend.parsers.tool_calls import CALL_FORMATS, REQUIRED, ToolCalls, calls_of, first_call, named
 
 AUTO = "auto"
 NONE = "none"
@@ -36,70 +27,38 @@ PROMPT_END_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Reasoning:
-    make: Callable[[Begins, Sequence[str]], MarkedReasoning]
-    opener: str
-    closer: str
-    begins: Begins
-    """How an answer begins at a turn's beginning that has neither marker."""
-    markers: tuple[str, ...] = ()
-    """Markers that may be special tokens of the vocabulary, which the text does not show otherwise."""
+    """How a family of models marks reasoning. ``begins``: an answer at a turn's beginning that has neither marker."""
 
+    openers: tuple[str, ...]
+    closers: tuple[str, ...]
+    begins: Begins = Begins.OPEN
+    drops: tuple[str, ...] = ()
 
-@dataclass(frozen=True, slots=True)
-class _Tools:
-    make: Callable[[ToolUse], ToolCalls]
-    guide: CallsGuide | None
-    """Calls as a part of a structural tag; ``None`` = they are JSON and have no marker."""
-    markers: tuple[str, ...] = ()
+    @property
+    def opener(self) -> str:
+        """Return the one that templates write; others are the model's own words."""
+        return self.openers[-1]
 
+    @property
+    def closer(self) -> str:
+        return self.closers[-1]
 
-_THINK = ("<think>", "</think>")
 
 _REASONING: Mapping[str, _Reasoning] = {
-    "deepseek_r1": _Reasoning(think_tags, *_THINK, Begins.REASONING, _THINK),
-    "qwen3": _Reasoning(think_tags, *_THINK, Begins.OPEN, _THINK),
-    "granite": _Reasoning(granite, *_THINK, Begins.OPEN, (*_THINK, "<response>", "</response>")),
-    "mistral": _Reasoning(magistral, "[THINK]", "[/THINK]", Begins.OPEN, ("[THINK]", "[/THINK]")),
-}
-
-_TOOLS: Mapping[str, _Tools] = {
-    "hermes": _Tools(lambda use: tool_calls.hermes(use.declared), call_guides.hermes, ("<tool_call>", "</tool_call>")),
-    "llama3_json": _Tools(lambda use: tool_calls.llama3_json(use.allowed), None, ("<|python_tag|>",)),
-    "mistral": _Tools(
-        lambda use: tool_calls.mistral(use.declared), call_guides.mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    # DeepSeek-R1, Qwen 3 and many others
+    "deepseek_r1": _Reasoning(("<think>",), ("</think>",), Begins.REASONING),
+    "qwen3": _Reasoning(("<think>",), ("</think>",)),
+    # Granite 3.2 says it in words, 3.3 in tags.
+    "granite": _Reasoning(
+        ("Here is my thought process:", "Here's my thought process:", "<think>"),
+        ("Here is my response:", "Here's my response:", "</think>"),
+        drops=("<response>", "</response>"),
     ),
-    "pythonic": _Tools(
-        lambda use: tool_calls.pythonic(use.allowed), call_guides.pythonic, ("<|python_start|>", "<|python_end|>")
-    ),
-    "deepseek_v3": _Tools(
-        lambda use: tool_calls.deepseek_v3(use.declared),
-        call_guides.deepseek_v3,
-        tuple(f"<｜tool▁{what}｜>" for what in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
-    ),
-    "kimi_k2": _Tools(
-        lambda use: tool_calls.kimi_k2(use.declared),
-        call_guides.kimi_k2,
-        tuple(
-            f"<|tool_call{what}|>" for what in ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
-        ),
-    ),
-    "qwen3_coder": _Tools(
-        lambda use: tool_calls.qwen3_coder(use.declared), call_guides.qwen3_coder, ("<tool_call>", "</tool_call>")
-    ),
-    "glm45": _Tools(
-        lambda use: tool_calls.glm45(use.declared),
-        call_guides.glm45,
-        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    ),
-    "granite": _Tools(
-        lambda use: tool_calls.granite(use.declared),
-        call_guides.granite,
-        ("<|tool_call|>", "<tool_call>", "</tool_call>"),
-    ),
+    "mistral": _Reasoning(("[THINK]",), ("[/THINK]",)),
 }
 
 REASONING_NAMES = (*_REASONING, HARMONY)
-TOOL_NAMES = (*_TOOLS, HARMONY)
+TOOL_NAMES = (*CALL_FORMATS, HARMONY)
 
 
 _ANY: Mapping[str, Any] = {}
@@ -163,9 +122,10 @@ class OutputFormat:
             return frozenset(HARMONY_MARKERS)
         markers: set[str] = set()
         if self.reasoning:
-            markers.update(_REASONING[self.reasoning].markers)
+            known = _REASONING[self.reasoning]
+            markers.update((known.opener, known.closer, *known.drops))
         if tools is not None and self.tools and not tools.guided:
-            markers.update(_TOOLS[self.tools].markers)
+            markers.update(CALL_FORMATS[self.tools].markers)
         return frozenset(markers)
 
     def active(self, tools: ToolUse | None) -> bool:
@@ -194,12 +154,11 @@ class OutputFormat:
         calls: OutputParser | None = None
         beginnings: tuple[str, ...] = ()
         if tools is not None and (self.tools or guided_calls):
-            if tools.named:
-                found = tool_calls.named(tools.named, tools.declared)
-            elif tools.required:
-                found = tool_calls.required(tools.allowed)
-            else:
-                found = _TOOLS[self.tools].make(tools)
+            known_calls = (
+                named(tools.named) if tools.named else REQUIRED if tools.required else CALL_FORMATS[self.tools]
+            )
+            only_allowed = known_calls.bare and not tools.named
+            found = ToolCalls(known_calls, tools.allowed if only_allowed else tools.declared)
             beginnings = found.beginnings
             calls = _let_through(found, tools)
         if not self.reasoning or self.reasoning == HARMONY:
@@ -214,13 +173,18 @@ class OutputFormat:
             begins = Begins.REASONING if inside else Begins.CONTENT
         told: tuple[str, ...] = ()
         if guided or guided_calls:
-            told = (*_JSON, *_TOOLS[self.tools].markers) if tools is not None and self.tools in _TOOLS else _JSON
+            told = (
+                (*_JSON, *CALL_FORMATS[self.tools].markers)
+                if tools is not None and self.tools in CALL_FORMATS
+                else _JSON
+            )
         further = FurtherReasoning(known.opener, known.closer)
-        return ReasoningAndCalls(known.make(begins, told), further, calls, beginnings)
+        reasoning = MarkedReasoning(known.openers, known.closers, begins=begins, drops=known.drops, guided=told)
+        return ReasoningAndCalls(reasoning, further, calls, beginnings)
 
     def calls_guide(self, tools: ToolUse, template: str) -> Part | None:
         """Return calls as a part of a structural tag; ``None`` where they are JSON without a marker, or not read."""
-        make = call_guides.harmony if self.tools == HARMONY else _TOOLS[self.tools].guide if self.tools else None
+        make = CALL_GUIDES.get(self.tools)
         return None if make is None else make(tools.allowed, tools.parallel, template)
 
 
@@ -247,41 +211,43 @@ def _let_through(calls: OutputParser, tools: ToolUse) -> OutputParser:
     return calls if tools.parallel else first_call(calls)
 
 
+_TOOL_SIGNS: Sequence[tuple[str, str]] = (
+    ("<|channel|>", HARMONY),
+    ("<｜tool▁call▁begin｜>", "deepseek_v3"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call|>", "granite"),
+    ("<|tool_call_argument_begin|>", "kimi_k2"),
+)
+"""Markers that show a format in the template or in the vocabulary, in the order in which they are looked for."""
+
+_TOOL_TEMPLATES: Sequence[tuple[Sequence[str], str]] = (
+    (("<arg_key>",), "glm45"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<function=",), ""),  # another format with tags, which no parser reads
+    (("<tool_call>",), "hermes"),
+    (("<|python_start|>",), "pythonic"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters"',), "llama3_json"),
+)
+"""What shows a format in the template alone."""
+
+
 def _reasoning_of(template: str, vocabulary: Collection[str]) -> str:
-    if "<|channel|>" in template or "<|channel|>" in vocabulary:
+    def shown(marker: str) -> bool:
+        return marker in template or marker in vocabulary
+
+    if shown("<|channel|>"):
         return HARMONY
     if "thought process" in template:
         return "granite"
     if "</think>" in template and "<｜Assistant｜>" in template:
         return "deepseek_r1"
-    if "[THINK]" in template or "[THINK]" in vocabulary:
-        return "mistral"
-    if "</think>" in template or "</think>" in vocabulary:
-        return "qwen3"
-    return ""
+    return "mistral" if shown("[THINK]") else "qwen3" if shown("</think>") else ""
 
 
 def _tools_of(template: str, vocabulary: Collection[str]) -> str:
-    if "<|channel|>" in template or "<|channel|>" in vocabulary:
-        return HARMONY
-    if "<｜tool▁call▁begin｜>" in template or "<｜tool▁call▁begin｜>" in vocabulary:
-        return "deepseek_v3"
-    if "[TOOL_CALLS]" in template or "[TOOL_CALLS]" in vocabulary:
-        return "mistral"
-    if "<|tool_call|>" in template or "<|tool_call|>" in vocabulary:
-        return "granite"
-    if "<|tool_call_argument_begin|>" in template or "<|tool_call_argument_begin|>" in vocabulary:
-        return "kimi_k2"
-    if "<arg_key>" in template:
-        return "glm45"
-    if "<function=" in template and "<parameter=" in template:
-        return "qwen3_coder"
-    if "<function=" in template:
-        return ""  # another format with tags, which no parser reads
-    if "<tool_call>" in template:
-        return "hermes"
-    if "<|python_start|>" in template or "[func_name1(" in template:
-        return "pythonic"
-    if "<|python_tag|>" in template or '"parameters"' in template:
-        return "llama3_json"
-    return ""
+    for marker, name in _TOOL_SIGNS:
+        if marker in template or marker in vocabulary:
+            return name
+    return next((name for markers, name in _TOOL_TEMPLATES if all(each in template for each in markers)), "")

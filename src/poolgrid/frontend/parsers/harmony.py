@@ -18,13 +18,12 @@ vocabulary, fetches that from the network, and raises on output that breaks the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX, declared_name
-from poolgrid.frontend.parsers.json_value import JsonValue, strict_json
-from poolgrid.frontend.parsers.markers import first_marker, held_length
-from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
+from poolgrid.frontend.parsers.json_value import strict_json
+from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, StatefulParser, first_marker, held_length
 from poolgrid.frontend.parsers.tagged_call import fitted
 
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
@@ -42,7 +41,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
 
 
-class Harmony:
+class Harmony(StatefulParser):
     """One answer. Without ``reasoning`` its analysis is content.
 
     ``declared``: the functions that calls may be of, with the schemas of their parameters; ``None`` = a message to a
@@ -50,6 +49,7 @@ class Harmony:
     """
 
     def __init__(self, *, reasoning: bool = True, declared: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        super().__init__(Harmony._start)
         self._show_reasoning = reasoning
         self._declared = declared
         self._call = ""
@@ -57,20 +57,10 @@ class Harmony:
         self._call_header = ""
         self._call_text: list[str] = []
         self._call_chars = 0
-        self._state: Callable[[Harmony], bool] = Harmony._start
-        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
-        self._buffer = ""
         self._kind = PieceKind.CONTENT
         self._empty = True
         """Whether the message has no text so far."""
         self._seen: set[PieceKind] = set()
-        self._out: list[AnswerPiece] = []
-
-    def feed(self, text: str) -> list[AnswerPiece]:
-        self._buffer += text
-        while self._buffer and self._state(self):
-            pass
-        return self._taken()
 
     def finish(self) -> list[AnswerPiece]:
         rest, self._buffer = self._buffer, ""
@@ -80,10 +70,6 @@ class Harmony:
         elif rest.strip():
             self._out.append(AnswerPiece(PieceKind.CONTENT, rest))
         return self._taken()
-
-    def _taken(self) -> list[AnswerPiece]:
-        out, self._out = self._out, []
-        return joined_pieces(out)
 
     def _start(self) -> bool:
         """The prompt ended with ``<|start|>assistant``: a header goes on here, or this is no harmony."""
@@ -188,10 +174,10 @@ class Harmony:
         if self._kind is not PieceKind.ARGUMENTS:
             return
         text = "".join(self._call_text).strip() or "{}"
-        value = JsonValue(python=True)
-        if text.startswith("{") and value.feed(text) == len(text) and value.done:
+        found = strict_json(text) if text.startswith("{") else None
+        if found is not None:
             assert self._declared is not None, "there is a call"
-            arguments = fitted(strict_json(text), self._declared[self._call])
+            arguments = fitted(found, self._declared[self._call])
             self._out += [AnswerPiece(PieceKind.CALL, self._call), AnswerPiece(PieceKind.ARGUMENTS, arguments)]
             self._call_text.clear()
             self._kind = PieceKind.CONTENT

@@ -7,11 +7,19 @@ templates of some models open it themselves, or close it to have none.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
-from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length, known_until, may_begin
-from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
+from poolgrid.frontend.parsers.pieces import (
+    AnswerPiece,
+    PieceKind,
+    StatefulParser,
+    Trimmer,
+    first_marker,
+    held_length,
+    known_until,
+    may_begin,
+)
 
 
 class Begins(Enum):
@@ -23,7 +31,7 @@ class Begins(Enum):
     """Reasoning, if the text begins with an opening marker, else content; a closing marker there ends nothing."""
 
 
-class MarkedReasoning:
+class MarkedReasoning(StatefulParser):
     """Reasoning from the first of ``openers`` to the first of ``closers``.
 
     ``drops`` are markers that are left out of the content. ``guided``: how an answer may begin that the engine was
@@ -39,30 +47,22 @@ class MarkedReasoning:
         drops: Sequence[str] = (),
         guided: Sequence[str] = (),
     ) -> None:
+        super().__init__(MarkedReasoning._content if begins is Begins.CONTENT else MarkedReasoning._start)
         self._openers = tuple(openers)
         self._closers = tuple(closers)
         self._drops = tuple(drops)
         self._begins = begins
         self._guided = tuple(guided)
-        self._buffer = ""
         self._lead: list[str] = []
         """White space before the first text."""
         self._before = ""
         """The last character of the reasoning."""
-        self._out: list[AnswerPiece] = []
         self._space = Trimmer()
-        self._state: Callable[[MarkedReasoning], bool] = (
-            MarkedReasoning._content if begins is Begins.CONTENT else MarkedReasoning._start
-        )
-        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
 
     def feed(self, text: str) -> list[AnswerPiece]:
         if self._state == MarkedReasoning._content and not self._drops and not self._buffer:
             return [AnswerPiece(PieceKind.CONTENT, text)] if text else []
-        self._buffer += text
-        while self._buffer and self._state(self):
-            pass
-        return self._taken()
+        return super().feed(text)
 
     def finish(self) -> list[AnswerPiece]:
         kind = PieceKind.REASONING if self._state == MarkedReasoning._reasoning else PieceKind.CONTENT
@@ -72,10 +72,6 @@ class MarkedReasoning:
         self._buffer = ""
         self._out.append(AnswerPiece(kind, rest))
         return self._taken()
-
-    def _taken(self) -> list[AnswerPiece]:
-        out, self._out = self._out, []
-        return joined_pieces(out)
 
     def _start(self) -> bool:
         stripped = self._buffer.lstrip()
@@ -142,7 +138,7 @@ class MarkedReasoning:
         return True
 
 
-class FurtherReasoning:
+class FurtherReasoning(StatefulParser):
     """Stretches of reasoning in content, after the first stretch, which ``MarkedReasoning`` reads.
 
     A stretch that begins after text must also end: text about the marker is content. Markers in quotes or in a block of
@@ -150,18 +146,16 @@ class FurtherReasoning:
     """
 
     def __init__(self, opener: str, closer: str) -> None:
+        super().__init__(FurtherReasoning._content)
         self._closer = (closer,)
         self._markers = (opener, _FENCE)
         self._opener = opener
         self._begun = re.compile(f"[{re.escape(opener[0] + _FENCE[0])}]")
-        self._buffer = ""
         self._before = ""
-        self._out: list[AnswerPiece] = []
         self._space = Trimmer()
         self._in_code = False
         self._fresh = True
         """Whether only white space was content since the last stretch of reasoning or the last call."""
-        self._state: Callable[[FurtherReasoning], bool] = FurtherReasoning._content
         self._held: list[str] = []
         self._held_chars = 0
 
@@ -173,10 +167,7 @@ class FurtherReasoning:
             self._before = text[-1]
             self._fresh = self._fresh and text.isspace()
             return [AnswerPiece(PieceKind.CONTENT, text)]
-        self._buffer += text
-        while self._buffer and self._state(self):
-            pass
-        return self._taken()
+        return super().feed(text)
 
     def call(self) -> None:
         self._fresh = True
@@ -189,10 +180,6 @@ class FurtherReasoning:
             self._out.append(AnswerPiece(PieceKind.CONTENT, (self._opener + held if held else "") + self._buffer))
         self._buffer = ""
         return self._taken()
-
-    def _taken(self) -> list[AnswerPiece]:
-        out, self._out = self._out, []
-        return joined_pieces(out)
 
     def _content(self) -> bool:
         end, marker = known_until(self._buffer, self._markers, self._before)
@@ -265,27 +252,6 @@ _FENCE = "```"
 
 HELD_CHARS_MAX = 256 * 1024
 """Longest text that is held back to see whether a stretch of reasoning ends; longer text is reasoning."""
-
-
-def think_tags(begins: Begins, guided: Sequence[str] = ()) -> MarkedReasoning:
-    """``<think>…</think>``: DeepSeek-R1, Qwen 3 and many others."""
-    return MarkedReasoning(("<think>",), ("</think>",), begins=begins, guided=guided)
-
-
-def magistral(begins: Begins, guided: Sequence[str] = ()) -> MarkedReasoning:
-    """``[THINK]…[/THINK]``: Mistral's reasoning models."""
-    return MarkedReasoning(("[THINK]",), ("[/THINK]",), begins=begins, guided=guided)
-
-
-def granite(begins: Begins, guided: Sequence[str] = ()) -> MarkedReasoning:
-    """Granite 3.2 says it in words, 3.3 in tags."""
-    return MarkedReasoning(
-        ("Here is my thought process:", "Here's my thought process:", "<think>"),
-        ("Here is my response:", "Here's my response:", "</think>"),
-        begins=begins,
-        drops=("<response>", "</response>"),
-        guided=guided,
-    )
 
 
 def begins_after(prompt_end: str, opener: str, closer: str) -> Begins | None:

@@ -12,8 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
-from poolgrid.frontend.parsers.markers import first_marker, held_length
-from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
+from poolgrid.frontend.parsers.pieces import (
+    AnswerPiece,
+    OutputParser,
+    PieceKind,
+    first_marker,
+    held_length,
+    joined_pieces,
+)
 from poolgrid.frontend.parsers.reasoning import FurtherReasoning
 
 

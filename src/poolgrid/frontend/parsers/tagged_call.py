@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, declared_name
-from poolgrid.frontend.parsers.json_value import JsonValue, json_of, strict_json
-from poolgrid.frontend.parsers.markers import first_marker, held_length
+from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, CallForm, declared_name
+from poolgrid.frontend.parsers.json_value import json_of, strict_json
+from poolgrid.frontend.parsers.pieces import first_marker, held_length
 
 GAP_CHARS_MAX = 64
 """Most white space between a tag that ends a value and the next one: it is looked at again per character."""
@@ -66,13 +66,11 @@ class Tags:
         return self.after + self.openers
 
 
-class TaggedCall:
+class TaggedCall(CallForm):
     """One call. ``schemas``: the parameters (JSON schema) of each function that there is, by name."""
 
-    __slots__ = ("_buffer", "_given", "_key", "_marks", "_schema", "_schemas", "_state", "_tags", "_value",
-                 "arguments", "done", "failed", "left", "name")  # fmt: skip
-
     def __init__(self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__()
         self._tags = tags
         self._marks = (tags.value_end, tags.key_begin, tags.end, *tags.after)
         """The tags that may end a value: its own end, or others where that is missing."""
@@ -85,11 +83,6 @@ class TaggedCall:
         self._value: list[str] = []
         self._given: dict[str, str] = {}
         """The arguments so far, as JSON."""
-        self.name = ""
-        self.arguments = ""
-        self.left = ""
-        self.done = False
-        self.failed = False
 
     def feed(self, text: str) -> None:
         self._buffer += text
@@ -323,13 +316,10 @@ def as_json(text: str, types: frozenset[str] | None) -> str:
         stripped = text.strip()
         never_text = types is not None and "string" not in types
         written = _PYTHON_NAMES.get(stripped.capitalize() if never_text else stripped, stripped)
-        value = JsonValue(python=never_text)
-        if written and value.feed(written) == len(written):
-            value.end()
-            if value.done:
-                found = _fitting(strict_json(written) if never_text else written, types)
-                if found is not None:
-                    return found
+        value = strict_json(written, python=never_text)
+        found = None if value is None else _fitting(value, types)
+        if found is not None:
+            return found
     return json_of(text)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from poolgrid.frontend.parsers.call_forms import (
@@ -26,8 +26,15 @@ from poolgrid.frontend.parsers.call_forms import (
     PythonCall,
     declared_name,
 )
-from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length
-from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, joined_pieces
+from poolgrid.frontend.parsers.pieces import (
+    AnswerPiece,
+    OutputParser,
+    PieceKind,
+    StatefulParser,
+    Trimmer,
+    first_marker,
+    held_length,
+)
 from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags, fitted
 
 Declared = Mapping[str, Mapping[str, Any]]
@@ -36,40 +43,42 @@ Declared = Mapping[str, Mapping[str, Any]]
 _SPACE = " \t\n\r"
 
 
-class ToolCalls:
-    """The calls of one answer. ``form`` begins a call, given the character it begins with.
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family of models writes calls."""
+
+    form: Callable[[str, Declared], CallForm]
+    """Begins a call, given the character it begins with."""
+    openers: tuple[str, ...] = ()
+    closers: tuple[str, ...] = ()
+    """Markers that may follow a call (outside a list), each once, in this order."""
+    drops: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    """Markers within a call."""
+    separators: str = ""
+    """Characters that may stand between calls outside a list."""
+    objects: bool = False
+    """Whether calls are objects that may follow one another without anything between."""
+    bare: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Return the markers that may be special tokens of the vocabulary."""
+        return (*self.openers, *self.closers, *self.drops, *self.inside)
+
+
+class ToolCalls(StatefulParser):
+    """The calls of one answer.
 
     ``declared``: the functions that may be meant, each with the JSON schema of its parameters.
     """
 
-    def __init__(
-        self,
-        form: Callable[[str], CallForm],
-        declared: Declared,
-        *,
-        openers: Sequence[str] = (),
-        closers: Sequence[str] = (),
-        drops: Sequence[str] = (),
-        separators: str = "",
-        objects: bool = False,
-        bare: bool = False,
-    ) -> None:
-        self._form = form
+    def __init__(self, format: CallFormat, declared: Declared) -> None:
+        super().__init__(ToolCalls._begin if format.bare else ToolCalls._text)
+        self._format = format
         self._declared = declared
-        self._openers = tuple(openers)
-        self._closers = tuple(closers)
-        """Markers that may follow a call (outside a list), each once, in this order."""
-        self._drops = tuple(drops)
-        self._markers = self._openers + self._drops
-        self._ends = self._markers + self._closers
-        self._separators = separators
-        """Characters that may stand between calls outside a list."""
-        self._objects = objects
-        """Whether calls are objects that may follow one another without anything between."""
-        self._state: Callable[[ToolCalls], bool] = ToolCalls._begin if bare else ToolCalls._text
-        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
-        self._buffer = ""
-        self._out: list[AnswerPiece] = []
+        self._markers = format.openers + format.drops
+        self._ends = self._markers + format.closers
         self._space = Trimmer(leading=False)
         self._call: CallForm | None = None
         self._call_text: list[str] = []
@@ -85,18 +94,12 @@ class ToolCalls:
     def beginnings(self) -> tuple[str, ...]:
         return self._markers
 
-    def feed(self, text: str) -> list[AnswerPiece]:
-        self._buffer += text
-        while self._buffer and self._state(self):
-            pass
-        return self._taken()
-
     def finish(self) -> list[AnswerPiece]:
         if self._call is not None:
             self._call.end()
             self._call_ended(self._call)
         aside = "".join(self._aside)
-        if self._announced and not aside.strip(_SPACE + self._separators + ",]"):
+        if self._announced and not aside.strip(_SPACE + self._format.separators + ",]"):
             aside = ""
         self._content(aside + self._buffer)
         self._buffer = ""
@@ -105,12 +108,6 @@ class ToolCalls:
         if rest:
             self._out.append(AnswerPiece(PieceKind.CONTENT, rest))
         return self._taken()
-
-    def _taken(self) -> list[AnswerPiece]:
-        out, self._out = self._out, []
-        return joined_pieces(out)
-
-    # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 
     def _begin(self) -> bool:
         """At the beginning of an answer whose calls have no opener."""
@@ -134,7 +131,7 @@ class ToolCalls:
         at, marker = found
         self._content(self._buffer[:at])
         self._buffer = self._buffer[at + len(marker) :]
-        if marker in self._openers:
+        if marker in self._format.openers:
             self._aside.append(marker)
             self._announced = False
             self._state = ToolCalls._open
@@ -154,7 +151,7 @@ class ToolCalls:
         return True
 
     def _begin_call(self, character: str) -> None:
-        self._call = self._form(character)
+        self._call = self._format.form(character, self._declared)
         self._call_chars = 0
         self._state = ToolCalls._read
 
@@ -191,14 +188,14 @@ class ToolCalls:
         self._out.append(AnswerPiece(PieceKind.CALL, name))
         self._out.append(AnswerPiece(PieceKind.ARGUMENTS, fitted(call.arguments, self._declared[name])))
         self._state = ToolCalls._after
-        self._closers_left = self._closers
+        self._closers_left = self._format.closers
 
     def _after(self) -> bool:
         """After a call: the next one of a list, the list's end, closers, or content."""
         if not self._skip_space():
             return False
         character = self._buffer[0]
-        if character == "{" and self._objects and (self._in_list or self._closers_left == self._closers):
+        if character == "{" and self._format.objects and (self._in_list or self._closers_left == self._format.closers):
             self._begin_call(character)
             return True
         if self._in_list and character not in ",]":
@@ -222,7 +219,7 @@ class ToolCalls:
                 return True
             if closer.startswith(self._buffer):
                 return False
-        if character in self._separators:
+        if character in self._format.separators:
             self._aside.append(character)
             self._buffer = self._buffer[1:]
             self._state = ToolCalls._next_alone
@@ -313,80 +310,14 @@ def calls_of(names: Collection[str], calls: OutputParser) -> SomeCalls:
     return SomeCalls(calls, lambda name: name in names)
 
 
-def hermes(declared: Declared) -> ToolCalls:
-    """``<tool_call>{"name": …, "arguments": …}</tool_call>``, repeated: Hermes, Qwen 2.5 and 3."""
-    return ToolCalls(lambda _: JsonCall(), declared, openers=("<tool_call>",), closers=("</tool_call>",), objects=True)
+def _json_or(other: Callable[[str, Declared], CallForm]) -> Callable[[str, Declared], CallForm]:
+    """Return a form of calls that may be JSON objects as well."""
+    return lambda character, declared: JsonCall() if character == "{" else other(character, declared)
 
 
-def granite(declared: Declared) -> ToolCalls:
-    """``<|tool_call|>[{"name": …, "arguments": …}, …]``: Granite 3."""
-    return ToolCalls(
-        lambda _: JsonCall(),
-        declared,
-        openers=("<|tool_call|>", "<tool_call>"),
-        closers=("</tool_call>",),
-        objects=True,
-    )
-
-
-def llama3_json(declared: Declared) -> ToolCalls:
-    """``{"name": …, "parameters": …}`` as the whole answer, or after ``<|python_tag|>``; several with ``;`` between."""
-    return ToolCalls(
-        lambda _: JsonCall(), declared, openers=("<|python_tag|>",), separators=";", objects=True, bare=True
-    )
-
-
-_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[A-Za-z0-9_.:-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\]\s*)?")
-
-
-def mistral(declared: Declared) -> ToolCalls:
-    """``[TOOL_CALLS][{"name": …, "arguments": …}]``, and since 2025 ``[TOOL_CALLS]name[ARGS]{…}``, repeated."""
-
-    def form(character: str) -> CallForm:
-        return JsonCall() if character == "{" else HeadedCall(_MISTRAL_HEAD, "[TOOL_CALLS]")
-
-    return ToolCalls(form, declared, openers=("[TOOL_CALLS]",))
-
-
-def pythonic(declared: Declared) -> ToolCalls:
-    """``[f(x=1), g()]`` as the whole answer, or in ``<|python_start|>…<|python_end|>``: Llama 3.2 and 4."""
-    return ToolCalls(
-        lambda _: PythonCall(declared),
-        declared,
-        openers=("<|python_start|>",),
-        closers=("<|python_end|>",),
-        bare=True,
-    )
-
-
-_DEEPSEEK_HEAD = re.compile(
-    r"\s*(?:function<｜tool▁sep｜>(?=[A-Za-z0-9_.:-]))?(?P<name>[A-Za-z0-9_.:-]+)(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?\s*)?"
-)
-
-
-def deepseek_v3(declared: Declared) -> ToolCalls:
-    """``<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`` with the arguments in a code block; V3.1 without either."""
-    return ToolCalls(
-        lambda _: HeadedCall(_DEEPSEEK_HEAD, "<｜tool▁call▁begin｜>"),
-        declared,
-        openers=("<｜tool▁call▁begin｜>",),
-        closers=("```", "<｜tool▁call▁end｜>"),
-        drops=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    )
-
-
-_KIMI_HEAD = re.compile(r"\s*(?P<name>[A-Za-z0-9_.:-]+)\s*(?:<\|tool_call_argument_begin\|>\s*)?")
-
-
-def kimi_k2(declared: Declared) -> ToolCalls:
-    """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``, in a section: Kimi K2."""
-    return ToolCalls(
-        lambda _: HeadedCall(_KIMI_HEAD, "<|tool_call_begin|>"),
-        declared,
-        openers=("<|tool_call_begin|>",),
-        closers=("<|tool_call_end|>",),
-        drops=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    )
+def _headed(pattern: str, opener: str) -> Callable[[str, Declared], CallForm]:
+    head = re.compile(pattern)
+    return lambda character, declared: HeadedCall(head, opener)
 
 
 _QWEN_TAGS = Tags(
@@ -401,21 +332,7 @@ _QWEN_TAGS = Tags(
     after=("</tool_call>",),
     openers=("<tool_call>", "<function="),
 )
-
-
-def qwen3_coder(declared: Declared) -> ToolCalls:
-    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen 3 Coder.
-
-    It sometimes leaves ``<tool_call>`` out, so ``<function=`` begins a call as well.
-    """
-
-    def form(character: str) -> CallForm:
-        if character == "{":
-            return JsonCall()
-        return TaggedCall(_QWEN_TAGS if character == "<" else replace(_QWEN_TAGS, opener=""), declared)
-
-    return ToolCalls(form, declared, openers=_QWEN_TAGS.openers, closers=("</tool_call>",))
-
+_QWEN_TAGS_BEGUN = replace(_QWEN_TAGS, opener="")
 
 _GLM_TAGS = Tags(
     "",
@@ -429,24 +346,72 @@ _GLM_TAGS = Tags(
     openers=("<tool_call>",),
 )
 
+CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
+    # ``<tool_call>{"name": …, "arguments": …}</tool_call>``, repeated: Hermes, Qwen 2.5 and 3.
+    "hermes": CallFormat(lambda *_: JsonCall(), ("<tool_call>",), ("</tool_call>",), objects=True),
+    # ``{"name": …, "parameters": …}`` as the whole answer, or after ``<|python_tag|>``; several with ``;`` between.
+    "llama3_json": CallFormat(lambda *_: JsonCall(), ("<|python_tag|>",), separators=";", objects=True, bare=True),
+    # ``[TOOL_CALLS][{"name": …, "arguments": …}]``, and since 2025 ``[TOOL_CALLS]name[ARGS]{…}``, repeated.
+    "mistral": CallFormat(
+        _json_or(
+            _headed(
+                r"\s*(?P<name>[A-Za-z0-9_.:-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\]\s*)?", "[TOOL_CALLS]"
+            )
+        ),
+        ("[TOOL_CALLS]",),
+        inside=("[ARGS]", "[CALL_ID]"),
+    ),
+    # ``[f(x=1), g()]`` as the whole answer, or in ``<|python_start|>…<|python_end|>``: Llama 3.2 and 4.
+    "pythonic": CallFormat(
+        lambda character, declared: PythonCall(declared), ("<|python_start|>",), ("<|python_end|>",), bare=True
+    ),
+    # ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`` with the arguments in a code block; V3.1 without either.
+    "deepseek_v3": CallFormat(
+        _headed(
+            r"\s*(?:function<｜tool▁sep｜>(?=[A-Za-z0-9_.:-]))?(?P<name>[A-Za-z0-9_.:-]+)(?:<｜tool▁sep｜>)?\s*"
+            r"(?:```(?:json)?\s*)?",
+            "<｜tool▁call▁begin｜>",
+        ),
+        ("<｜tool▁call▁begin｜>",),
+        ("```", "<｜tool▁call▁end｜>"),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ("<｜tool▁sep｜>",),
+    ),
+    # ``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``, in a section: Kimi K2.
+    "kimi_k2": CallFormat(
+        _headed(r"\s*(?P<name>[A-Za-z0-9_.:-]+)\s*(?:<\|tool_call_argument_begin\|>\s*)?", "<|tool_call_begin|>"),
+        ("<|tool_call_begin|>",),
+        ("<|tool_call_end|>",),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ("<|tool_call_argument_begin|>",),
+    ),
+    # ``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen 3 Coder. It sometimes leaves
+    # ``<tool_call>`` out, so ``<function=`` begins a call as well.
+    "qwen3_coder": CallFormat(
+        _json_or(
+            lambda character, declared: TaggedCall(_QWEN_TAGS if character == "<" else _QWEN_TAGS_BEGUN, declared)
+        ),
+        _QWEN_TAGS.openers,
+        ("</tool_call>",),
+    ),
+    # ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM 4.5 and later.
+    "glm45": CallFormat(
+        _json_or(lambda character, declared: TaggedCall(_GLM_TAGS, declared)),
+        _GLM_TAGS.openers,
+        ("</tool_call>",),
+        inside=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    # ``<|tool_call|>[{"name": …, "arguments": …}, …]``: Granite 3.
+    "granite": CallFormat(lambda *_: JsonCall(), ("<|tool_call|>", "<tool_call>"), ("</tool_call>",), objects=True),
+}
 
-def glm45(declared: Declared) -> ToolCalls:
-    """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM 4.5 and later."""
-
-    def form(character: str) -> CallForm:
-        return JsonCall() if character == "{" else TaggedCall(_GLM_TAGS, declared)
-
-    return ToolCalls(form, declared, openers=_GLM_TAGS.openers, closers=("</tool_call>",))
+REQUIRED: Final = CallFormat(lambda *_: JsonCall(), objects=True, bare=True)
+"""``[{"name": …, "parameters": …}, …]``: what guided decoding makes of ``tool_choice: required``."""
 
 
-def required(declared: Declared) -> ToolCalls:
-    """``[{"name": …, "parameters": …}, …]``: what guided decoding makes of ``tool_choice: required``."""
-    return ToolCalls(lambda _: JsonCall(), declared, objects=True, bare=True)
-
-
-def named(name: str, declared: Declared) -> ToolCalls:
+def named(name: str) -> CallFormat:
     """The arguments of one function and nothing else: what guided decoding makes of a ``tool_choice`` with a name."""
-    return ToolCalls(lambda _: GivenCall(name), declared, bare=True)
+    return CallFormat(lambda *_: GivenCall(name), bare=True)
 
 
 class CustomCalls:
@@ -456,9 +421,7 @@ class CustomCalls:
     """
 
     def __init__(self, parser: OutputParser, names: Collection[str], text_of: Callable[[str], str]) -> None:
-        self._parser: Final = parser
-        self._names: Final = names
-        self._text_of: Final = text_of
+        self._parser, self._names, self._text_of = parser, names, text_of
         self._held: list[str] | None = None
 
     def feed(self, text: str) -> list[AnswerPiece]:

@@ -5,21 +5,19 @@ Events are numbered from 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
+from poolgrid.frontend.parsers.pieces import PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.prepared_request import AnswerStart
 from poolgrid.frontend.responses import escape_line_ends
-from poolgrid.frontend.responses_api.calls import FORMS, CallItem
+from poolgrid.frontend.responses_api.conversation import FORMS, CallItem
 from poolgrid.frontend.responses_api.schema import ResponsesBody
-from poolgrid.frontend.tools import ClientTool
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -34,38 +32,19 @@ class _Item(AnswerPart):
 
 
 class ResponsesEncoder(PieceEncoder[Event]):
-    """Encodes one answer, ``response``. ``parser``: what takes its text apart; ``None`` = all of it is the message."""
+    """Encodes one answer, ``response``."""
 
-    def __init__(
-        self,
-        body: ResponsesBody,
-        *,
-        request_id: str,
-        response_id: str,
-        stored: bool,
-        created_s: int,
-        model: PromptModel,
-        parser: OutputParser | None,
-        call_ids: CallIds,
-        client_tools: Mapping[str, ClientTool],
-    ) -> None:
-        super().__init__(
-            parser=parser,
-            call_ids=call_ids,
-            request_id=request_id,
-            model_name=body.model,
-            created_s=created_s,
-            model=model,
-        )
+    def __init__(self, body: ResponsesBody, start: AnswerStart, response_id: str, stored: bool) -> None:
+        super().__init__(start, body.model)
         # Of a response that is kept, its own secret is in the ids of its items: they are found by it.
         self._name = response_id.removeprefix("resp_")
-        self._client_tools = client_tools
+        self._client_tools = start.tools.client_tools
         self._reasoning: list[str] = []
         self._sequence_number = 0
         self.response: dict[str, Any] = {
             "id": response_id,
             "object": "response",
-            "created_at": created_s,
+            "created_at": start.created_s,
             "status": "in_progress",
             "background": False,
             "error": None,

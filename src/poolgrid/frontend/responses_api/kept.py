@@ -1,24 +1,25 @@
-"""Requests that go on from an earlier response, and responses that are kept: between the endpoint and the store."""
+"""Requests that go on from an earlier response, and responses that are kept: between the endpoint and the store.
+
+Responses that are kept, asked for by their id: show one, forget it, list what it was asked with.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+from fastapi import FastAPI, Query, Request, Response
 
 from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.parsers.pieces import OutputParser
-from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.responses import AnswerEncoder
+from poolgrid.frontend.prepared_request import AnswerForm, AnswerStart
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.frontend.responses_api.schema import ITEMS_MAX, ResponsesBody
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner, Part
-from poolgrid.frontend.tools import NO_TOOLS, Tools
 from poolgrid.wire.request_ids import SECRET_BYTES, name_of
 
 Item = dict[str, Any]
@@ -145,12 +146,26 @@ class KeptResponses:
                 )
         body.input = items
 
-    def form(self, body: ResponsesBody, owner: Owner | None) -> ResponsesForm:
+    def form(self, body: ResponsesBody, owner: Owner | None) -> AnswerForm:
         """Return the form of the answer, which keeps it if it may; raises ``RequestError``."""
-        can = self.store is not None and owner is not None
-        if body.store and not can:
+        if body.store and (self.store is None or owner is None):
             raise unsupported("store", f"{self._why_not(owner)}; send store: false, or leave it out")
-        return ResponsesForm(body, self if can and body.store is not False else None, owner)
+        if self.store is None or owner is None or body.store is False:
+            return AnswerForm(partial(_encoder, body, False), counts_reasoning=True)
+        return AnswerForm(partial(_encoder, body, True), partial(self._keep, self.store, body, owner), True)
+
+    async def _keep(self, store: Store, body: ResponsesBody, owner: Owner, encoder: ResponsesEncoder) -> None:
+        """Keep a complete answer, before its client can ask for it."""
+        response = encoder.response
+        encode = msgspec.json.encode
+        entry = KeptResponse(
+            id=response["id"],
+            previous=body.previous_response_id,
+            input=encode(input_items(body, response["id"])),
+            output=encode(response["output"]),
+            response=encode(response),
+        )
+        self.count("kept" if await store.keep(owner, entry) else "lost")
 
     def _why_not(self, owner: Owner | None) -> str:
         if self.store is None:
@@ -158,59 +173,9 @@ class KeptResponses:
         return "this server keeps no responses without API keys, which tell clients apart (setting isolate_tenants)"
 
 
-@dataclass(slots=True)
-class ResponsesForm:
-    """``AnswerForm`` of a Responses request. ``kept``: where its answer goes; ``None`` = nowhere."""
-
-    body: ResponsesBody
-    kept: KeptResponses | None
-    owner: Owner | None
-    tools: Tools = NO_TOOLS
-    """What the calls of the answer are calls of; set once the request is read."""
-
-    @property
-    def counts_reasoning(self) -> bool:
-        return True
-
-    def encoder(
-        self,
-        request_ids: Sequence[str],
-        created_s: int,
-        isl: int,
-        model: PromptModel,
-        parser: OutputParser | None,
-        call_ids: CallIds,
-    ) -> ResponsesEncoder:
-        """Return the encoder of the answer."""
-        name = name_of(request_ids[0])
-        secret = f"_{secrets.token_hex(SECRET_BYTES)}" if self.kept is not None else ""
-        return ResponsesEncoder(
-            self.body,
-            request_id=name,
-            response_id=f"resp_{name}{secret}",
-            stored=self.kept is not None,
-            created_s=created_s,
-            model=model,
-            parser=parser,
-            call_ids=call_ids,
-            client_tools=self.tools.client_tools,
-        )
-
-    async def keep(self, encoder: AnswerEncoder) -> None:
-        """Keep a complete answer, before its client can ask for it."""
-        if self.kept is None or self.kept.store is None or self.owner is None:
-            return
-        assert isinstance(encoder, ResponsesEncoder), "made above"
-        response = encoder.response
-        encode = msgspec.json.encode
-        entry = KeptResponse(
-            id=response["id"],
-            previous=self.body.previous_response_id,
-            input=encode(input_items(self.body, response["id"])),
-            output=encode(response["output"]),
-            response=encode(response),
-        )
-        self.kept.count("kept" if await self.kept.store.keep(self.owner, entry) else "lost")
+def _encoder(body: ResponsesBody, stored: bool, start: AnswerStart) -> ResponsesEncoder:
+    secret = f"_{secrets.token_hex(SECRET_BYTES)}" if stored else ""
+    return ResponsesEncoder(body, start, f"resp_{name_of(start.request_ids[0])}{secret}", stored)
 
 
 def references(items: str | Sequence[Item]) -> Iterator[tuple[str, tuple[int, str]]]:
@@ -273,3 +238,91 @@ def decoded(items: bytes) -> list[Item]:
 
 _INPUT = "in_"
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+RESPONSE_PATH = "/v1/responses/{response_id}"
+ITEMS_PATH = "/v1/responses/{response_id}/input_items"
+COMPACT_PATH = "/v1/responses/compact"
+
+PAGE_MAX = 100
+"""Items that one answer lists at most; OpenAI's own limit."""
+
+
+def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Callable[[Request], Owner | None]) -> None:
+    """Add the endpoints to an application."""
+
+    @app.get(RESPONSE_PATH, tags=["responses"])
+    async def get_response(request: Request, response_id: str) -> Response:
+        """Return a response that is kept."""
+        owner = owner_of(request)
+        found = None if kept.store is None or owner is None else await kept.store.response(owner, response_id)
+        if found is None:
+            raise _not_found(response_id)
+        return Response(found, media_type="application/json")
+
+    @app.delete(RESPONSE_PATH, tags=["responses"])
+    async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+        """Forget a response; conversations can no longer go on from it, or from what followed it."""
+        owner = owner_of(request)
+        if kept.store is None or owner is None or not await kept.store.forget(owner, response_id):
+            raise _not_found(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.get(ITEMS_PATH, tags=["responses"])
+    async def list_input_items(
+        request: Request,
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=PAGE_MAX)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """List what a response was asked with: its own input, and before it the conversation that it went on from."""
+        owner = owner_of(request)
+        conversation = (
+            None if kept.store is None or owner is None else await kept.store.conversation(owner, response_id)
+        )
+        if conversation is None:
+            raise _not_found(response_id)
+        items: list[Item] = []
+        for entry in conversation:
+            items += decoded(entry.input)
+            if entry is not conversation[-1]:
+                items += decoded(entry.output)
+        return Response(msgspec.json.encode(_page(items, limit, order, after)), media_type="application/json")
+
+    @app.post(COMPACT_PATH, include_in_schema=False)
+    async def compact() -> None:
+        """Refuse: the path would be taken for the id of a response otherwise."""
+        raise RequestError(
+            404,
+            "not_found",
+            f"POST {COMPACT_PATH}: conversations are not compacted here; ask the model for a summary with "
+            "/v1/responses and go on from that",
+        )
+
+
+def _page(items: list[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        at = next((index for index, item in enumerate(items) if item.get("id") == after), None)
+        if at is None:
+            raise invalid("after", f"after is {quoted(after)}: allowed is the id of an item of the list")
+        items = items[at + 1 :]
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
+
+
+def _not_found(response_id: str) -> RequestError:
+    return RequestError(
+        404,
+        "not_found",
+        f"no response {quoted(response_id)} is kept here: it never was, it was deleted, or there was no more room",
+        param="response_id",
+    )

@@ -6,13 +6,20 @@ the server keeps any. Other things that would have to be kept (``conversation``)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from poolgrid.frontend.field_words import allowed
-from poolgrid.frontend.schema import REFUSED, Count, SamplingFields, ToolChoice
+from poolgrid.frontend.field_words import allowed, refused
+from poolgrid.frontend.schema import (
+    AllowedTokens,
+    BadWords,
+    Count,
+    PlainPriority,
+    SamplingFields,
+    ToolChoice,
+    TruncatedPrompt,
+)
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 ITEMS_MAX = 16_384
@@ -57,22 +64,14 @@ class ResponsesBody(SamplingFields, kw_only=True):
     # Beyond OpenAI's, as in chat.
     stop: str | list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Known elsewhere, refused here when they ask for something: see REFUSED_RESPONSES.
-    conversation: Any = None
-    background: Any = None
-    prompt: Any = None
-    top_logprobs: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
-    priority: Any = None
-
-
-REFUSED_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "conversation": ((), "no conversations are kept; send previous_response_id, or the whole conversation as input"),
-    "background": ((False,), "an answer is given on the connection that asked for it"),
-    "prompt": ((), "there are no stored prompts; send input and instructions"),
-    "top_logprobs": ((0,), "use /v1/chat/completions for log probabilities"),
-    **{name: REFUSED[name] for name in ("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "priority")},
-}
-"""As ``REFUSED`` of chat."""
+    # Known elsewhere, refused here when they ask for something.
+    conversation: Annotated[
+        Any, refused("no conversations are kept; send previous_response_id, or the whole conversation as input")
+    ] = None
+    background: Annotated[Any, refused("an answer is given on the connection that asked for it", False)] = None
+    prompt: Annotated[Any, refused("there are no stored prompts; send input and instructions")] = None
+    top_logprobs: Annotated[Any, refused("use /v1/chat/completions for log probabilities", 0)] = None
+    bad_words: BadWords = None
+    allowed_token_ids: AllowedTokens = None
+    truncate_prompt_tokens: TruncatedPrompt = None
+    priority: PlainPriority = None

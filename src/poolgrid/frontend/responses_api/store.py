@@ -36,6 +36,9 @@ MEMORY = ":memory:"
 VERSION = 1
 """Of the tables; SQLite keeps it in the file (``user_version``)."""
 
+TTL_S = 30 * 86_400.0
+"""How long a conversation is kept after its last use; OpenAI keeps them for 30 days."""
+
 LOCK_WAIT_S = 5.0
 """Longest wait for another process that writes; a write takes about a millisecond."""
 

@@ -47,7 +47,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_times_of
-from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedEngine, SimulatedLimits, StepOutcome
 
 Retention = Literal["off", "learned"]
@@ -167,7 +167,7 @@ class SimulatedPool:
         self._books = [BookedPrefill() for _ in range(workers)]
         self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
         self._number = {key: number for number, key in enumerate(self._keys)}
-        self._recorders = [WireRecorder() for _ in self._keys]
+        self._recorders = [CacheRecorder() for _ in self._keys]
         given = timing if isinstance(timing, Sequence) else [timing or PolynomialTiming()] * workers
         self._speeds = speeds
         self._changing = [] if speeds is None else changing(given)

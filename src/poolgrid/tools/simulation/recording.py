@@ -17,12 +17,12 @@ from poolgrid.tools.simulation.settings import EngineSettings
 from poolgrid.tools.simulation.variants import roomy_limits
 from poolgrid.tools.simulation.workload import RecordedRequest, Workload, build_workload, recorded_workload
 from poolgrid.wire.identifiers import Role
-from poolgrid.workers.core.shipped_timing import timing_model
 from poolgrid.workers.core.timing import (
     SPEEDUP_MAX,
     ScaledTiming,
     TableError,
     TimingModel,
+    timing_model,
 )
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 

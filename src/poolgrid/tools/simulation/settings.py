@@ -9,7 +9,7 @@ from pydantic import Field
 
 from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import InputFile, Settings
-from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, TIMING_TEXT, TimingName
 
 SIMULATED_POLICIES = tuple(name for name in policy_names() if name != "approximate")
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.multimodal import digest_media, media_hash_u64
-from poolgrid.workers.engines.simulated.core.cache_recorder import Link
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
 
 from .block_key import block_key_hash
 from .pictures import Picture
@@ -69,8 +69,8 @@ class EventBuffer:
             _log.warning("The event queue has reached the max size of %d. Events have been discarded.", self._maximum)
 
 
-class RankEvents:
-    """Listens to one rank's block pool and speaks TensorRT-LLM; a ``CacheRecorder``."""
+class RankEvents(CacheRecorder):
+    """Listens to one rank's block pool and speaks TensorRT-LLM."""
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class RankEvents:
         partial_blocks_max: int,
         rank: int | None,
     ) -> None:
+        super().__init__()
         self._block_size = block_size
         self._partial_max = partial_blocks_max
         self._rank = rank
@@ -114,7 +115,7 @@ class RankEvents:
         """Note a picture that has tokens of its own."""
         self._pictures[media_hash_u64(digest_media(picture.digest))] = picture
 
-    def take(self) -> list[dict[str, Any]]:
+    def drain(self) -> list[dict[str, Any]]:
         """Return the events of an iteration."""
         self._close()
         events, self._fresh = self._fresh, []

@@ -616,7 +616,7 @@ class Executor:
 
     def _publish(self) -> None:
         for rank, recorder in enumerate(self.recorders):
-            events = recorder.take()
+            events = recorder.drain()
             if not ((self.shape.event_buffer_max_size or self.publishers) and self.shape.enable_block_reuse):
                 continue
             if self._behaviour.null_diff_crash and any(_has_null_diff(event["data"]) for event in events):

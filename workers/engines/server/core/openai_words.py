@@ -12,11 +12,11 @@ import msgspec
 
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import unpack_tokens
-from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.wire.limits import OPAQUE_BYTES_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.core.refusal import UnableError, UnsupportedError
+from poolgrid.workers.core.refusal import BrokenError, RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.core.vetting import logprob_of
-from poolgrid.workers.engines.server.core.calls import Failure
+from poolgrid.workers.engines.server.core.calls import AnswerPiece, Failure
 
 T = TypeVar("T")
 
@@ -231,6 +231,23 @@ def guide_text(schema: bytes) -> str:
         raise UnsupportedError(f"guided_json is not UTF-8: {error}") from None
 
 
+def guide_of(sampling: Sampling, choices_as_regex: bool = False) -> tuple[str, Any] | None:
+    """Return the kind of guide that is set (json, regex, grammar, choice or structural_tag) and what it says.
+
+    Raises ``UnsupportedError``.
+    """
+    if sampling.guided_json is not None:
+        return "json", guide_text(sampling.guided_json)
+    if sampling.guided_regex is not None:
+        return "regex", sampling.guided_regex
+    if sampling.guided_grammar is not None:
+        return "grammar", sampling.guided_grammar
+    if sampling.guided_choice is not None:
+        choices = sampling.guided_choice
+        return ("regex", choice_regex(choices)) if choices_as_regex else ("choice", list(choices))
+    return None if sampling.structural_tag is None else ("structural_tag", sampling.structural_tag)
+
+
 def best_of(token_id: int, logprob: float | None, others: Mapping[int, float], alternatives: int) -> TokenLogprobs:
     """Return one token's log probabilities: its own, and the best ``alternatives`` of those that were reported."""
     vetted = [(other, logprob_of(value)) for other, value in others.items()]
@@ -240,3 +257,29 @@ def best_of(token_id: int, logprob: float | None, others: Mapping[int, float], a
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 """Ends that are the request's own."""
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def left_for(request: Generate, title: str, form: type[T]) -> T:
+    """Return what the prefill leg left for a decode leg; raises ``RefusedError`` without it, ``BrokenError``."""
+    if request.disaggregated_params is None:
+        raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is")
+    try:
+        return msgspec.json.decode(request.disaggregated_params, type=form)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BrokenError(f"the KV of the prefill leg is not {title}'s: {error}") from None
+
+
+def leave(piece: AnswerPiece, params: dict[str, Any] | None, title: str, field: str, needs: str) -> None:
+    """End a prefill leg with ``params``, which the server gave as ``field``; without any it ``needs`` an option."""
+    if params is None:
+        piece.failure = Failure(f"{title} kept no KV for a decode leg: its server needs {needs}", RefusalKind.CANNOT_DO)
+        return
+    left = _encode(params)
+    if len(left) > OPAQUE_BYTES_MAX:
+        piece.failure = Failure(f"{field} have {len(left)} bytes, allowed are {OPAQUE_BYTES_MAX}", RefusalKind.BROKEN)
+        return
+    piece.finish, piece.params = FinishReason.PREFILLED, left
+    piece.tokens, piece.logprobs = [], None

@@ -24,22 +24,9 @@ What the server says of itself:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from poolgrid.workers.engines.server.core.openai_words import (
-    choice_regex,
-    common_sampling,
-    read_answer,
-    trace_headers,
-    without_none,
-)
-
-if TYPE_CHECKING:
-    from poolgrid.workers.engines.server.settings import EngineServerSettings
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -51,16 +38,20 @@ from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenCount, TokenId, count_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
 from poolgrid.workers.engines.server.core.launching import Launch, Publishing, ServerCommand, WantedServer
-from poolgrid.workers.engines.server.core.left_kv import left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
     best_of,
+    common_sampling,
     failure_amid,
     failure_of_status,
-    guide_text,
+    guide_of,
+    left_for,
     prompt_of,
+    read_answer,
     refuse_what_nobody_has,
+    trace_headers,
+    without_none,
 )
 from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
 from poolgrid.workers.engines.server.core.server_facts import (
@@ -73,6 +64,9 @@ from poolgrid.workers.engines.server.core.server_facts import (
 from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.server_client import ServerClient
 
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.server.settings import EngineServerSettings
+
 TITLE = "SGLang"
 GENERATE = "/generate"
 ROOM_MASK = (1 << 63) - 1
@@ -80,6 +74,8 @@ ROOM_MASK = (1 << 63) - 1
 
 SAMPLING_NAMES = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}
 """What is called otherwise than in OpenAI's API."""
+
+GUIDE_NAMES = {"json": "json_schema", "grammar": "ebnf"}
 
 Logprob = tuple[float | None, TokenId, str | None]
 """A value, its token, and the token's text if it was asked for."""
@@ -209,17 +205,8 @@ def _sampling(request: Generate) -> dict[str, Any]:
 
 
 def _guide(sampling: Sampling) -> dict[str, str]:
-    if sampling.guided_json is not None:
-        return {"json_schema": guide_text(sampling.guided_json)}
-    if sampling.guided_regex is not None:
-        return {"regex": sampling.guided_regex}
-    if sampling.guided_grammar is not None:
-        return {"ebnf": sampling.guided_grammar}
-    if sampling.guided_choice is not None:
-        return {"regex": choice_regex(sampling.guided_choice)}
-    if sampling.structural_tag is not None:
-        return {"structural_tag": sampling.structural_tag}
-    return {}
+    guide = guide_of(sampling, choices_as_regex=True)
+    return {} if guide is None else {GUIDE_NAMES.get(guide[0], guide[0]): guide[1]}
 
 
 class _Reader:

@@ -18,22 +18,8 @@ file of YAML only: somebody's own file is taken over, with what the worker needs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from poolgrid.workers.engines.server.core.openai_words import (
-    choice_regex,
-    common_sampling,
-    read_answer,
-    trace_headers,
-    without_none,
-)
-from poolgrid.workers.engines.server.kinds import version_of
-
-if TYPE_CHECKING:
-    from poolgrid.workers.engines.server.settings import EngineServerSettings
-
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import yaml
@@ -47,18 +33,26 @@ from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenId, cached_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
-from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
+    common_sampling,
     failure_amid,
-    guide_text,
+    guide_of,
+    leave,
+    left_for,
     prompt_of,
+    read_answer,
     refuse_what_nobody_has,
+    trace_headers,
+    without_none,
 )
 from poolgrid.workers.engines.server.core.server_facts import ListedModel, ServerFacts
-from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.kinds import ServerKind, version_of
 from poolgrid.workers.engines.server.server_client import ServerClient
+
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.server.settings import EngineServerSettings
 
 TITLE = "trtllm-serve"
 COMPLETIONS = "/v1/completions"
@@ -163,17 +157,18 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
 
 
 def _guide(sampling: Sampling) -> dict[str, Any] | None:
-    if sampling.guided_json is not None:
-        return {"type": "json", "schema": msgspec.Raw(guide_text(sampling.guided_json).encode())}
-    if sampling.guided_regex is not None:
-        return {"type": "regex", "regex": sampling.guided_regex}
-    if sampling.guided_grammar is not None:
-        return {"type": "ebnf", "ebnf": sampling.guided_grammar}
-    if sampling.guided_choice is not None:
-        return {"type": "regex", "regex": choice_regex(sampling.guided_choice)}
-    if sampling.structural_tag is not None:
-        raise UnableError(f"structural_tag is set, which {TITLE} takes in a form of its own")
-    return None
+    guide = guide_of(sampling, choices_as_regex=True)
+    if guide is None:
+        return None
+    kind, value = guide
+    match kind:
+        case "json":
+            return {"type": "json", "schema": msgspec.Raw(value.encode())}
+        case "grammar":
+            return {"type": "ebnf", "ebnf": value}
+        case "structural_tag":
+            raise UnableError(f"structural_tag is set, which {TITLE} takes in a form of its own")
+    return {"type": kind, kind: value}
 
 
 class _Reader:

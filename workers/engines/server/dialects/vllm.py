@@ -26,22 +26,9 @@ What the server says of itself:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from poolgrid.workers.engines.server.core.openai_words import (
-    common_sampling,
-    read_answer,
-    trace_headers,
-    without_none,
-)
-from poolgrid.workers.engines.server.kinds import version_of
-
-if TYPE_CHECKING:
-    from poolgrid.workers.engines.server.settings import EngineServerSettings
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,15 +40,20 @@ from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenId, cached_of, count_of, digits_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
-from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
     best_of,
+    common_sampling,
     failure_amid,
-    guide_text,
+    guide_of,
+    leave,
+    left_for,
     prompt_of,
+    read_answer,
     refuse_what_nobody_has,
+    trace_headers,
+    without_none,
 )
 from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
 from poolgrid.workers.engines.server.core.server_facts import (
@@ -71,8 +63,11 @@ from poolgrid.workers.engines.server.core.server_facts import (
     ServerFacts,
     reachable,
 )
-from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.kinds import ServerKind, version_of
 from poolgrid.workers.engines.server.server_client import NOT_THERE, ServerClient, ServerError
+
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.server.settings import EngineServerSettings
 
 TITLE = "vLLM"
 COMPLETIONS = "/v1/completions"
@@ -229,28 +224,15 @@ def _header_text(text: str) -> str:
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
     """Return what was asked of sampling, in vLLM's names."""
+    guide = guide_of(sampling)
     given: dict[str, Any] = {
         **common_sampling(sampling),
-        "structured_outputs": _guide(sampling),
+        "structured_outputs": None if guide is None else dict([guide]),
         "logprobs": sampling.logprobs,
         "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
         "prompt_logprobs": sampling.prompt_logprobs,
     }
     return without_none(given)
-
-
-def _guide(sampling: Sampling) -> dict[str, Any] | None:
-    if sampling.guided_json is not None:
-        return {"json": guide_text(sampling.guided_json)}
-    if sampling.guided_regex is not None:
-        return {"regex": sampling.guided_regex}
-    if sampling.guided_grammar is not None:
-        return {"grammar": sampling.guided_grammar}
-    if sampling.guided_choice is not None:
-        return {"choice": list(sampling.guided_choice)}
-    if sampling.structural_tag is not None:
-        return {"structural_tag": sampling.structural_tag}
-    return None
 
 
 class _Reader:

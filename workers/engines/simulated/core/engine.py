@@ -36,12 +36,11 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.kv_arrival import KvArrival
+from poolgrid.workers.core.kv_fetches import KvArrival
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.core.timing import PolynomialTiming, TimingModel
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, SilentRecorder
-from poolgrid.workers.engines.simulated.core.calendar import Calendar
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KvSource,
@@ -52,10 +51,9 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
     write_ticket,
 )
 from poolgrid.workers.engines.simulated.core.media import Embeddings, marks_of
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
-from poolgrid.workers.engines.simulated.core.scheduler import Scheduler
+from poolgrid.workers.engines.simulated.core.next_token import TokenGuide, Vocabulary, prompt_logprobs
+from poolgrid.workers.engines.simulated.core.scheduler import Calendar, Scheduler
 from poolgrid.workers.engines.simulated.core.sequence import Sequence, SequencePhase
-from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 
 Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished
 
@@ -194,7 +192,7 @@ class SimulatedEngine:
         self.vocabulary = vocabulary or Vocabulary()
         self._timing = timing or PolynomialTiming()
         self._pool = BlockPool(
-            limits.total_kv_blocks, limits.host_kv_blocks, limits.block_size, recorder or SilentRecorder()
+            limits.total_kv_blocks, limits.host_kv_blocks, limits.block_size, recorder or CacheRecorder()
         )
         self._transfer = transfer or TransferModel()
         self._source = source or KvSource()
@@ -213,7 +211,6 @@ class SimulatedEngine:
 
     @property
     def active_requests(self) -> int:
-        """Requests accepted and not ended, kept ones included."""
         return len(self._sequences)
 
     @property
@@ -368,7 +365,6 @@ class SimulatedEngine:
         )
 
     def resident_blocks(self) -> list[BlocksStored]:
-        """Restate the whole cache as wire events, parents before children."""
         return self._pool.restate()
 
     def _outcome(

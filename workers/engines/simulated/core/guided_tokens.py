@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Protocol
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, Sampling
 from poolgrid.workers.core.refusal import UnableError
-from poolgrid.workers.engines.simulated.core.next_token import STOP, GeneratedTokens, Vocabulary, pack_token
-from poolgrid.workers.engines.simulated.core.token_guide import GuideBroken, TokenGuide
+from poolgrid.workers.engines.simulated.core.next_token import (
+    STOP,
+    GeneratedTokens,
+    GuideBroken,
+    TokenGuide,
+    Vocabulary,
+    pack_token,
+)
 
 if TYPE_CHECKING:
     from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
+
 
 ERROR = FinishReason.ERROR
 
@@ -69,7 +76,6 @@ class GuidedTokens(GeneratedTokens):
             self._note(token_id)
 
     def generate_to(self, count: int) -> None:
-        """Generate until ``output`` holds ``count`` tokens, or its last token."""
         if self.final is None:
             self._generate_watchfully(len(self.output) >> 2, min(count, self._max_tokens))
             self._end_at_length()

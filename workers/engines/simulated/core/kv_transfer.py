@@ -64,7 +64,6 @@ class TransferModel:
             raise ValueError(f"modelling transfers: gigabytes_per_s is {self.gigabytes_per_s}, allowed are above 0")
 
     def bytes_of(self, sequence: Sequence) -> int:
-        """Return the bytes that are moved for a sequence."""
         return sequence.moved_blocks * sequence.block_size * self.bytes_per_token
 
     def duration_ms(self, moved_bytes: int) -> float:

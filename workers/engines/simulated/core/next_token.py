@@ -2,7 +2,7 @@
 
 Rule: the next token is read from XXH3-64 over *all* tokens so far (prompt, then output; u32 little-endian), seeded by
 the request's sampling seed (0 when absent). Where the answer ends by itself is read from the same digest at its first
-token (``answer_lengths``). Nothing else enters, so
+token (``AnswerLengths``). Nothing else enters, so
 
 * a prompt continued on another worker (prompt + tokens so far, and how many of them are output) goes on exactly where
   it stopped, and ends at the same place;
@@ -16,13 +16,70 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
 
 import xxhash
 
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.limits import LOGPROBS_MAX
 from poolgrid.wire.requests import FinishReason, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
+
+MEAN_DEFAULT = 343.0
+"""Mean of ``output_length`` in the trace, in tokens."""
+
+STDDEV_DEFAULT = 250.0
+"""Standard deviation of ``output_length`` in the trace, in tokens."""
+
+TOKENS_MAX = 2**22
+"""Largest mean: as long as the longest sequence that a worker takes."""
+
+DEVIATIONS_MAX = 2.5
+"""Standard deviations of the logarithm beyond which a length is cut: 1.2 % of all lengths."""
+
+TOKENS_MIN = 2
+"""Shortest answer: one token that says something, and the end of the sequence."""
+
+_LENGTH_KEY = 0x6A09_E667_F3BC_C908
+"""Any constant: lengths are drawn from other bits than tokens are."""
+
+_u64 = struct.Struct("<Q")
+_normal = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLengths:
+    """A log-normal distribution of answer lengths, as published traces have: ``mean`` and ``stddev`` in tokens, the
+    end-of-sequence token included.
+
+    The defaults are those of ``output_length`` over the 12,031 requests of Mooncake's conversation trace (Qin et al.,
+    FAST 2025; ``tests/data/README.md``). With them answers have from 54 to 1,417 tokens.
+    """
+
+    mean: float = MEAN_DEFAULT
+    stddev: float = STDDEV_DEFAULT
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.mean <= TOKENS_MAX:
+            raise ValueError(
+                f"describing answer lengths: the mean is {self.mean:g} tokens, allowed are above 0 up to {TOKENS_MAX}"
+            )
+        if not 0.0 <= self.stddev <= TOKENS_MAX:
+            raise ValueError(
+                f"describing answer lengths: the standard deviation is {self.stddev:g} tokens, "
+                f"allowed are 0 to {TOKENS_MAX}"
+            )
+
+    def tokens(self, digest: int) -> int:
+        """Return the length in tokens of the answer that begins at a digest (u64); the same one for the same digest."""
+        drawn = xxhash.xxh3_64_intdigest(_u64.pack(digest), _LENGTH_KEY)
+        # The middle of one of 2^53 equal parts: never 0 or 1, for which there is no deviation.
+        share = ((drawn >> 11) + 0.5) / 2**53
+        deviations = max(-DEVIATIONS_MAX, min(DEVIATIONS_MAX, _normal.inv_cdf(share)))
+        variance = math.log1p((self.stddev / self.mean) ** 2)
+        length = math.exp(math.log(self.mean) - variance / 2 + math.sqrt(variance) * deviations)
+        return max(TOKENS_MIN, round(length))
+
 
 STOP = FinishReason.STOP
 LENGTH = FinishReason.LENGTH
@@ -82,6 +139,33 @@ class Vocabulary:
         """Return the ordinary token id that a number stands for; numbers wrap around."""
         words = self.words
         return words[draw % len(words)] if words else self.first_token_id + draw % (self.size - self.first_token_id)
+
+
+class GuideBroken(Exception):
+    """No token can be chosen any more."""
+
+
+class TokenGuide(Protocol):
+    """What one output must keep to, and how far it is. Pure: the same tokens lead to the same state."""
+
+    def allowed(self) -> bytes | None:
+        """Return which tokens may come next: bit i of the whole, lowest bit of a byte first, is token id i.
+
+        The end-of-sequence token is among them where the output may end. ``None``: the guide has become too much.
+        """
+        ...
+
+    def after(self, token_id: int) -> bytes | None:
+        """Return what would be allowed after an allowed token; nothing changes."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Go on after a token; return False, and be of no further use, when it was not allowed."""
+        ...
+
+    def why(self) -> str:
+        """Return why ``allowed`` or ``accept`` failed."""
+        ...
 
 
 class GeneratedTokens:

@@ -10,8 +10,8 @@ worker: they have no place in the batch, and at most ``kept_max`` of them, with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
 
 from poolgrid.wire.identifiers import Stage
 from poolgrid.workers.core.refusal import BusyError
@@ -147,5 +147,40 @@ class Scheduler:
         self._pool.release(sequence.hashes[: sequence.shared], sequence.private)
 
     def victim(self) -> Sequence:
-        """Return the sequence to give way: lowest priority, then last arrived."""
         return max(self.computed(), key=lambda sequence: sequence.key)
+
+
+class Calendar:
+    """A heap by time or by step. An entry holds as long as ``holds`` says so; others are skipped."""
+
+    def __init__(self, holds: Callable[[float, Sequence], bool]) -> None:
+        self._holds = holds
+        self._entries: list[tuple[float, int, Sequence]] = []
+        self._pushed = 0
+        """Keeps the heap from ever comparing two sequences."""
+
+    def push(self, when: float, sequence: Sequence, alive: int) -> None:
+        """Enter a sequence; ``alive`` is how many entries can hold at most, to which the heap is kept in proportion."""
+        self._pushed += 1
+        heappush(self._entries, (when, self._pushed, sequence))
+        if len(self._entries) > 4 * alive + 64:
+            self._entries = [entry for entry in self._entries if self._holds(entry[0], entry[2])]
+            heapify(self._entries)
+
+    def first(self) -> float | None:
+        """Return when the next thing happens."""
+        entries = self._entries
+        while entries:
+            if self._holds(entries[0][0], entries[0][2]):
+                return entries[0][0]
+            heappop(entries)
+        return None
+
+    def pop(self, until: float) -> Sequence | None:
+        """Return the sequence to which the next thing happens up to then."""
+        entries = self._entries
+        while entries and entries[0][0] <= until:
+            when, _, sequence = heappop(entries)
+            if self._holds(when, sequence):
+                return sequence
+        return None

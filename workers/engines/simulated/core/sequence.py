@@ -18,8 +18,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, TokenDelta, TokenLogprobs
 from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens, Guides
 from poolgrid.workers.engines.simulated.core.media import MediaMark, key_of, touched_blocks
-from poolgrid.workers.engines.simulated.core.next_token import GeneratedTokens, Vocabulary, prompt_logprobs
-from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
+from poolgrid.workers.engines.simulated.core.next_token import GeneratedTokens, TokenGuide, Vocabulary, prompt_logprobs
 
 
 class SequencePhase(Enum):

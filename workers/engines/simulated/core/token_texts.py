@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.core.token_guide import GuideBroken, TokenGuide
+from poolgrid.workers.engines.simulated.core.next_token import GuideBroken, TokenGuide, Vocabulary
 
 WORDS_MIN = 64
 """Free text is where at least so many different words may come next; JSON's own words are a few beginnings of three."""

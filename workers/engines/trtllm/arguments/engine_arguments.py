@@ -24,12 +24,20 @@ from typing import Any
 
 import yaml
 
-from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults, balancer_warning
 from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, ContractError, contract, look_up, shown
-from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, read_yaml
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine
-from poolgrid.workers.engines.trtllm.arguments.event_stream import PATH as STREAM
-from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStreamEndpoints, event_stream, stream_faults
+from poolgrid.workers.engines.trtllm.arguments.engine_file import (
+    balancer_faults,
+    balancer_warning,
+    parse_json,
+    read_yaml,
+)
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import PATH as STREAM
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import (
+    EventStreamEndpoints,
+    check_engine,
+    event_stream,
+    stream_faults,
+)
 from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, EVENT_BUFFER_MAX_SIZE, TrtllmSettings
 
 DEFAULT = "default"
@@ -96,7 +104,6 @@ class EngineArguments:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a KV block."""
         return int(look_up(self.values, "kv_cache_config.tokens_per_block"))
 
     @property
@@ -210,7 +217,7 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     warnings = _overridden(layers[1].values, merged)
     merged, publishes = _require(settings, merged, warnings)
     faults = check_engine(merged.values, settings.disaggregation_mode)
-    _raise(faults + stream_faults(merged.values, merged.attention_dp_size), merged)
+    _raise([*faults, *stream_faults(merged.values, merged.attention_dp_size)], merged)
     stream = event_stream(merged.values) if publishes else None
     return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes, stream=stream)
 

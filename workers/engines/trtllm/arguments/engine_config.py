@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults
 from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, contract, shown
-from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, read_yaml
+from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, balancer_faults, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import Mode, check_engine, check_pair
-from poolgrid.workers.engines.trtllm.core.model_abilities import model_problem
+from poolgrid.workers.engines.trtllm.core.model_facts import model_problem
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 
 FILES_MAX = 10_000

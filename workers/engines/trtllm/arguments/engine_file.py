@@ -1,4 +1,5 @@
-"""Engine arguments from text: a YAML file (``--extra-engine-args``) or a JSON object (``--override-engine-args``).
+"""Engine arguments from text: a YAML file (``--extra-engine-args``) or a JSON object (``--override-engine-args``);
+and the file of the expert load balancer, which they may name in place of writing it out.
 
 Stricter than the parsers alone: a key that is written twice, a YAML alias (a small file could grow without bound), a
 number that is not finite, text beyond ``FILE_BYTES_MAX`` or nested too deeply is refused with the place.
@@ -6,12 +7,15 @@ number that is not finite, text beyond ``FILE_BYTES_MAX`` or nested too deeply i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from poolgrid.wire.strict_json import read_strictly
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, contract, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_experts
 
 FILE_BYTES_MAX = 1_048_576
 """A real engine file has a few KB; an expert-load-balancer map, the largest thing in one, some 100 KB."""
@@ -106,3 +110,42 @@ def _top_level(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(key, str):
             raise EngineFileError(where, f"the key {key!r} at the top is not text")
     return value
+
+
+BALANCER = "moe_config.load_balancer"
+
+
+def balancer_faults(arguments: Mapping[str, Any]) -> list[ArgumentFault]:
+    """Return what is wrong with the file that arguments name, if they name one.
+
+    TensorRT-LLM opens it when the model is loaded, minutes after the start, in the working directory that it has then.
+    """
+    named = look_up(arguments, BALANCER)
+    if not isinstance(named, str):
+        return []
+    try:
+        balancer = read_yaml(Path(named))
+    except EngineFileError as error:
+        return [
+            ArgumentFault(
+                BALANCER,
+                f"is {shown(named)}, which cannot be used ({error}): allowed is a file, looked for from the working "
+                f"directory ({Path.cwd()}), or the balancer written out",
+            )
+        ]
+    moe = {**(arguments.get("moe_config") or {}), "load_balancer": balancer}
+    faults = contract().check({"moe_config": moe})
+    faults = [fault for fault in faults if fault.path.startswith(BALANCER)] or check_experts(
+        {**arguments, "moe_config": moe}
+    )
+    return [ArgumentFault(fault.path, f"{fault.message} (in {named})") for fault in faults]
+
+
+def balancer_warning(arguments: Mapping[str, Any]) -> str:
+    """Say that wide expert parallelism has no balancer; empty = it has one, or needs none."""
+    if look_up(arguments, "moe_config.backend") != "WIDEEP" or look_up(arguments, BALANCER):
+        return ""
+    return (
+        f"moe_config.backend is WIDEEP without {BALANCER}: experts stay where they are, and each step takes as long as "
+        "the GPU with the busiest ones"
+    )

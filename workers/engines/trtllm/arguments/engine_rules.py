@@ -7,10 +7,12 @@ TensorRT-LLM 1.2.1, as collected in ``docs/trtllm.md``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, ArgumentFault, look_up, shown
 
 Mode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
 
@@ -54,14 +56,9 @@ def prompt_limit(arguments: Mapping[str, Any]) -> int | None:
 
 def check_engine(arguments: Mapping[str, Any], mode: Mode) -> list[ArgumentFault]:
     """Return what contradicts itself in the arguments of one engine that works in a mode."""
-    faults: list[ArgumentFault] = []
-    _check_graphs(arguments, faults)
-    _check_speculation(arguments, faults)
-    faults += check_experts(arguments)
-    _check_events(arguments, faults)
-    if mode in ("prefill", "decode"):
-        _check_transfer(arguments, mode, faults)
-    return faults
+    faults = [*_check_graphs(arguments), *_check_speculation(arguments), *check_experts(arguments)]
+    faults += _check_events(arguments)
+    return faults + list(_check_transfer(arguments, mode)) if mode in ("prefill", "decode") else faults
 
 
 def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[ArgumentFault]:
@@ -108,7 +105,7 @@ def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Ar
             )
         )
     for side, arguments in (("prefill", prefill), ("decode", decode)):
-        _check_buffer(arguments, prompt, side, faults)
+        faults += _check_buffer(arguments, prompt, side)
     return faults
 
 
@@ -117,31 +114,27 @@ def _transceiver(arguments: Mapping[str, Any]) -> str | None:
     return "NIXL" if backend == "DEFAULT" else backend
 
 
-def _check_buffer(arguments: Mapping[str, Any], prompt: int | None, side: str, faults: list[ArgumentFault]) -> None:
+def _check_buffer(arguments: Mapping[str, Any], prompt: int | None, side: str) -> Iterator[ArgumentFault]:
     path = f"{side}.cache_transceiver_config.max_tokens_in_buffer"
     buffer = (arguments.get("cache_transceiver_config") or {}).get("max_tokens_in_buffer")
     if prompt is None:
         if side == "prefill":
-            faults.append(
-                ArgumentFault(
-                    "prefill.max_seq_len",
-                    "is null: without a longest prompt the transfer buffer cannot be sized",
-                    warning=True,
-                )
+            yield ArgumentFault(
+                "prefill.max_seq_len",
+                "is null: without a longest prompt the transfer buffer cannot be sized",
+                warning=True,
             )
     elif buffer is None or buffer < prompt:
         # TensorRT-LLM allocates a buffer of its own for a longer prompt.
-        faults.append(
-            ArgumentFault(
-                path,
-                f"is {shown(buffer)}, the longest prompt has {prompt} tokens: transfers of longer prompts than the "
-                "buffer are slower",
-                warning=True,
-            )
+        yield ArgumentFault(
+            path,
+            f"is {shown(buffer)}, the longest prompt has {prompt} tokens: transfers of longer prompts than the "
+            "buffer are slower",
+            warning=True,
         )
 
 
-def _check_graphs(arguments: Mapping[str, Any], faults: list[ArgumentFault]) -> None:
+def _check_graphs(arguments: Mapping[str, Any]) -> Iterator[ArgumentFault]:
     graphs = arguments.get("cuda_graph_config")
     if not graphs:
         return
@@ -149,15 +142,13 @@ def _check_graphs(arguments: Mapping[str, Any], faults: list[ArgumentFault]) -> 
     if sizes and maximum:
         made = graph_batch_sizes(maximum, graphs.get("enable_padding", False))
         if sorted(sizes) != made:
-            faults.append(
-                ArgumentFault(
-                    "cuda_graph_config.batch_sizes",
-                    f"is given with max_batch_size {maximum} and differs from the list that follows from it: keep one",
-                )
+            yield ArgumentFault(
+                "cuda_graph_config.batch_sizes",
+                f"is given with max_batch_size {maximum} and differs from the list that follows from it: keep one",
             )
 
 
-def _check_speculation(arguments: Mapping[str, Any], faults: list[ArgumentFault]) -> None:
+def _check_speculation(arguments: Mapping[str, Any]) -> Iterator[ArgumentFault]:
     speculative = arguments.get("speculative_config")
     if not speculative:
         return
@@ -167,69 +158,54 @@ def _check_speculation(arguments: Mapping[str, Any], faults: list[ArgumentFault]
         # JSON has no other keys than text.
         first = schedule.get(1, schedule.get("1"))
         if first != speculative.get("max_draft_len"):
-            faults.append(
-                ArgumentFault(
-                    "speculative_config.draft_len_schedule",
-                    f"maps batch size 1 to {shown(first)}, allowed is max_draft_len "
-                    f"({shown(speculative.get('max_draft_len'))})",
-                )
+            yield ArgumentFault(
+                "speculative_config.draft_len_schedule",
+                f"maps batch size 1 to {shown(first)}, allowed is max_draft_len "
+                f"({shown(speculative.get('max_draft_len'))})",
             )
     stages = look_up(arguments, "pipeline_parallel_size")
     if kind in ("MTP", "Eagle") and stages > 1:
-        faults.append(
-            ArgumentFault(
-                "pipeline_parallel_size", f"is {stages} with {kind}, which TensorRT-LLM 1.2.1 supports only with 1"
-            )
+        yield ArgumentFault(
+            "pipeline_parallel_size", f"is {stages} with {kind}, which TensorRT-LLM 1.2.1 supports only with 1"
         )
 
 
 def check_experts(arguments: Mapping[str, Any]) -> list[ArgumentFault]:
     """Return what is wrong with the slots of experts; a balancer that is a path must have been read in."""
-    faults: list[ArgumentFault] = []
     balancer = look_up(arguments, "moe_config.load_balancer")
     experts = arguments.get("moe_expert_parallel_size")
     slots = balancer.get("num_slots") if isinstance(balancer, Mapping) else None
-    if slots and experts and experts > 0 and slots % experts:
-        faults.append(
-            ArgumentFault(
-                "moe_config.load_balancer.num_slots",
-                f"is {slots}, allowed are multiples of moe_expert_parallel_size ({experts})",
-            )
-        )
-    return faults
+    if not (slots and experts and experts > 0 and slots % experts):
+        return []
+    message = f"is {slots}, allowed are multiples of moe_expert_parallel_size ({experts})"
+    return [ArgumentFault("moe_config.load_balancer.num_slots", message)]
 
 
-def _check_events(arguments: Mapping[str, Any], faults: list[ArgumentFault]) -> None:
+def _check_events(arguments: Mapping[str, Any]) -> Iterator[ArgumentFault]:
     if not look_up(arguments, "kv_cache_config.event_buffer_max_size"):
         return
     stages = look_up(arguments, "pipeline_parallel_size")
     if look_up(arguments, "enable_attention_dp") and stages > 1:
-        faults.append(
-            ArgumentFault(
-                "pipeline_parallel_size",
-                f"is {stages} with attention data parallelism, whose ranks then publish no KV events; allowed is 1, "
-                "or no published events",
-            )
+        yield ArgumentFault(
+            "pipeline_parallel_size",
+            f"is {stages} with attention data parallelism, whose ranks then publish no KV events; allowed is 1, "
+            "or no published events",
         )
 
 
-def _check_transfer(arguments: Mapping[str, Any], mode: Mode, faults: list[ArgumentFault]) -> None:
+def _check_transfer(arguments: Mapping[str, Any], mode: Mode) -> Iterator[ArgumentFault]:
     if _transceiver(arguments) is None:
-        faults.append(
-            ArgumentFault(
-                "cache_transceiver_config.backend",
-                f"is null on a {mode} engine: without it TensorRT-LLM says that disaggregated serving is not enabled",
-            )
+        yield ArgumentFault(
+            "cache_transceiver_config.backend",
+            f"is null on a {mode} engine: without it TensorRT-LLM says that disaggregated serving is not enabled",
         )
     if mode == "prefill" and not look_up(arguments, "disable_overlap_scheduler"):
-        faults.append(
-            ArgumentFault(
-                "disable_overlap_scheduler", "is false, allowed on a prefill engine is true: its only step is the first"
-            )
+        yield ArgumentFault(
+            "disable_overlap_scheduler", "is false, allowed on a prefill engine is true: its only step is the first"
         )
     beams = look_up(arguments, "max_beam_width")
     if beams is not None and beams > 1:
-        faults.append(ArgumentFault("max_beam_width", f"is {beams}, allowed with disaggregation is 1"))
+        yield ArgumentFault("max_beam_width", f"is {beams}, allowed with disaggregation is 1")
     if mode == "decode":
         tokens = look_up(arguments, "max_num_tokens")
         batch = look_up(arguments, "max_batch_size")
@@ -237,10 +213,93 @@ def _check_transfer(arguments: Mapping[str, Any], mode: Mode, faults: list[Argum
         if batch is None:
             batch = MAX_BATCH_SIZE_DEFAULT
         if tokens is not None and tokens < batch * (drafts + 1):
-            faults.append(
-                ArgumentFault(
-                    "max_num_tokens",
-                    f"is {tokens}, allowed on a decode engine are integers from {batch * (drafts + 1)}: "
-                    f"max_batch_size ({batch}) times {drafts} drafted tokens and the next one",
-                )
+            yield ArgumentFault(
+                "max_num_tokens",
+                f"is {tokens}, allowed on a decode engine are integers from {batch * (drafts + 1)}: "
+                f"max_batch_size ({batch}) times {drafts} drafted tokens and the next one",
             )
+
+
+KV_EVENTS = "kv_events_config"
+PATH = f"{KV_CACHE}.{KV_EVENTS}"
+PORT_MAX = 65_535
+
+_TCP = re.compile(r"tcp://(.+):(\d{1,5})")
+_EVERYWHERE = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Hosts that are bound and cannot be connected to, and what is."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventStreamEndpoints:
+    """Where an engine publishes its events."""
+
+    endpoint: str
+    """As rank 0 binds it."""
+    replay_endpoint: str = ""
+    """Empty = it has none: what is lost stays lost."""
+    topic: str = ""
+
+    def of_rank(self, rank: int) -> tuple[str, str]:
+        return _of_rank(self.endpoint, rank), _of_rank(self.replay_endpoint, rank) if self.replay_endpoint else ""
+
+
+def event_stream(values: Mapping[str, Any]) -> EventStreamEndpoints | None:
+    """Return the stream that arguments ask for; ``None`` = events are read through ``LLM``."""
+    given = (values.get(KV_CACHE) or {}).get(KV_EVENTS)
+    if not isinstance(given, Mapping) or not given.get("enable_kv_cache_events"):
+        return None
+    return EventStreamEndpoints(
+        look_up(values, f"{PATH}.endpoint"),
+        look_up(values, f"{PATH}.replay_endpoint") or "",
+        look_up(values, f"{PATH}.topic"),
+    )
+
+
+def stream_faults(values: Mapping[str, Any], ranks: int) -> Iterator[ArgumentFault]:
+    """Yield what keeps the stream from being followed; none where there is no stream."""
+    stream = event_stream(values)
+    if stream is None:
+        return
+    if look_up(values, f"{PATH}.publisher") == "null":
+        yield ArgumentFault(f"{PATH}.publisher", "is 'null', which publishes to nobody; allowed is 'zmq', or null")
+    if look_up(values, f"{KV_CACHE}.use_kv_cache_manager_v2") is False:
+        yield ArgumentFault(
+            f"{KV_CACHE}.use_kv_cache_manager_v2", f"is false with {PATH}, which only the second manager has"
+        )
+    if not look_up(values, f"{KV_CACHE}.enable_block_reuse"):
+        yield ArgumentFault(PATH, f"is given, and {KV_CACHE}.enable_block_reuse is false: there are no events")
+    for kind in ("pipeline", "context"):
+        size = look_up(values, f"{kind}_parallel_size")
+        if size and size > 1:
+            yield ArgumentFault(f"{kind}_parallel_size", f"is {size} with {PATH}, allowed is 1")
+    spans: dict[str, int] = {}
+    for name, endpoint in (("endpoint", stream.endpoint), ("replay_endpoint", stream.replay_endpoint)):
+        if endpoint and not endpoint.startswith("ipc://"):
+            port = _base_port(endpoint)
+            highest = PORT_MAX + 1 - ranks
+            if port is None or not 1 <= port <= highest:
+                yield ArgumentFault(
+                    f"{PATH}.{name}",
+                    f"is {shown(endpoint)}, allowed are tcp://HOST:PORT with ports from 1 to {highest} (that of "
+                    f"the first of {ranks} ranks), and ipc://PATH",
+                )
+            else:
+                spans[name] = port
+    if len(spans) == 2 and abs(spans["endpoint"] - spans["replay_endpoint"]) < ranks:
+        yield ArgumentFault(
+            f"{PATH}.replay_endpoint",
+            f"is {shown(stream.replay_endpoint)}, {ranks} ports from there and from endpoint "
+            f"({shown(stream.endpoint)}) on overlap",
+        )
+
+
+def _base_port(endpoint: str) -> int | None:
+    found = _TCP.fullmatch(endpoint)
+    return int(found[2]) if found else None
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    found = _TCP.fullmatch(endpoint)
+    if found is None:
+        return f"{endpoint}_dp{rank}" if rank else endpoint
+    return f"tcp://{_EVERYWHERE.get(found[1], found[1])}:{int(found[2]) + rank}"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.access.limit_shares import (
+from poolgrid.nats.limit_shares import (
     KINDS,
     NOTHING,
     Amounts,

@@ -6,13 +6,12 @@ lease ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.trtllm.core.disaggregated_params import CarriedTensor
-from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor
+from poolgrid.workers.tensor_transfer.port import Tensor
 
 if TYPE_CHECKING:
     from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
@@ -36,25 +35,27 @@ class EmbeddingOffers:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def offer(self, request_id: str, tensors: Sequence[HostTensor]) -> list[CarriedTensor]:
-        """Keep a request's tensors; raises ``RefusedError`` and keeps none of them."""
+    def offer(self, request_id: str, tensors: Iterable[tuple[str, Tensor]]) -> list[TensorDescriptor]:
+        """Keep a request's tensors, each with its name; raises ``RefusedError`` and keeps none of them."""
         offered: list[TensorDescriptor] = []
         try:
-            for at, tensor in enumerate(tensors):
-                offered.append(self._transfer.offer(f"{tensor.field} {at}", tensor.data))
+            for name, tensor in tensors:
+                offered.append(self._transfer.offer(name, tensor))
         except RefusedError:
             for each in offered:
                 self._transfer.withdraw(each.tensor_id)
             raise
         self._kept[request_id] = {each.tensor_id for each in offered}
         self._request_of |= {each.tensor_id: request_id for each in offered}
-        return [CarriedTensor(tensor.field, tensor.dtype, each) for tensor, each in zip(tensors, offered, strict=True)]
+        return offered
 
-    def withdraw(self, request_id: str) -> None:
-        """Let go of what is kept of a request."""
-        for tensor_id in self._kept.pop(request_id, ()):
+    def withdraw(self, request_id: str) -> bool:
+        """Let go of what is kept of a request; say whether anything was."""
+        kept = self._kept.pop(request_id, None)
+        for tensor_id in kept or ():
             del self._request_of[tensor_id]
             self._transfer.withdraw(tensor_id)
+        return kept is not None
 
     def _on_gone(self, tensor_id: str, expired: bool) -> None:
         request_id = self._request_of.pop(tensor_id, None)

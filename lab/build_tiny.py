@@ -1,6 +1,6 @@
 """Build ``src/poolgrid/frontend/models/tiny``: the model directory that the simulated engine speaks. No weights.
 
-``python -m poolgrid.frontend.models.build_tiny [DIRECTORY]`` trains a byte-level BPE tokenizer of 4,096 tokens on the
+``python -m lab.build_tiny [DIRECTORY]`` trains a byte-level BPE tokenizer of 4,096 tokens on the
 source of standard library modules that every CPython has, and writes it in Hugging Face form. The same interpreter and
 ``tokenizers`` versions give the same bytes; another version of the standard library gives other merges. **The
 committed files are the reference** (built with CPython 3.11.7, tokenizers 0.23.3): rebuild them only on purpose,

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import msgspec
 
 from poolgrid.frontend.access.key_file import Tenant
-from poolgrid.frontend.access.limit_shares import IN_FLIGHT, KINDS, NOTHING, Amounts, Use, limits_of
 from poolgrid.frontend.access.meter import MINUTE_MS, Meter, Rate, RateDecision, TokenBucket
+from poolgrid.nats.limit_shares import IN_FLIGHT, KINDS, NOTHING, Amounts, Use, limits_of
 
 WINDOW_MS = 5_000.0
 """What was used counts for one to two of these."""

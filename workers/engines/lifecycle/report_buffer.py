@@ -15,15 +15,19 @@ log = logging.getLogger(__name__)
 class ReportBuffer:
     """Filled within one turn of the event loop, handed over in the next; made on that loop."""
 
-    def __init__(self, load: Callable[[int], LoadReported], lose: Callable[[str], None]) -> None:
-        """``load`` returns a rank's statistics; ``lose`` is called with the reason when a report could not be taken."""
+    def __init__(self, load: Callable[[int], LoadReported], lose: Callable[[Exception], None], steps: int = 0) -> None:
+        """``load`` returns a rank's statistics; ``lose`` is called with what a report was lost by.
+
+        ``steps`` is how many steps a report stands for, where the engine does not say.
+        """
+        self._steps = steps
         self._load = load
         self._lose = lose
         self._loop = asyncio.get_running_loop()
         self._flushing: asyncio.Handle | None = None
         self._deliver: Callable[[EngineReport], None] | None = None
         self._events: dict[int, list[AnyEvent]] = {}
-        self.pending = _empty()
+        self.pending = EngineReport([], {}, steps)
         """The next report, whose ranks are filled in when it is handed over."""
         self.kept_transfers = 0
         self.keeps_encoded = False
@@ -48,7 +52,7 @@ class ReportBuffer:
         report, events = self.pending, self._events
         if self._deliver is None or not (report.deltas or events or report.released):
             return
-        self.pending, self._events = _empty(), {}
+        self.pending, self._events = EngineReport([], {}, self._steps), {}
         try:
             report.ranks = {rank: RankReport(each, self._load(rank)) for rank, each in events.items()}
             report.kept_transfers = self.kept_transfers
@@ -57,14 +61,10 @@ class ReportBuffer:
         except Exception as error:
             # No process has what is lost with it, and the caller, a loop or a socket, continues without it.
             log.error("a report of the engine is lost: this is a bug", exc_info=error)
-            self._lose(f"a report of the engine is lost: {error!r}")
+            self._lose(error)
 
     def close(self) -> None:
         """Cancel what ``flush_soon`` has asked for."""
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
-
-
-def _empty() -> EngineReport:
-    return EngineReport(deltas=[], ranks={}, steps=0)
