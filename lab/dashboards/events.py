@@ -95,8 +95,8 @@ EVENTS = Board(
                         ),
                     ),
                     "Unacknowledged events.",
-                    "If they grow, the consolidator is away or cannot write. At 32 MiB a worker resyncs its "
-                    " whole cache.",
+                    "If they grow, the consolidator is away or cannot write. At 32 MiB a worker resyncs its whole "
+                    "cache.",
                     "journal-trouble",
                     no_value="no worker is scraped",
                 ),

@@ -173,8 +173,8 @@ HEAD = """\
 
 The settings of every command, generated from the code. `poolgrid COMMAND --help` lists the same options.
 
-**Precedence.** Command line, environment variable, `--settings-file` (TOML; `poolgrid router`, `poolgrid up` for its
-routers), default.
+**Precedence.** Command line, environment variable, `--settings-file` (TOML; `poolgrid router`, and `poolgrid up` for
+its routers), default.
 
 **Environment variables.** `POOLGRID_` and the option's name in capitals, the same for every command with that option.
 Set `POOLGRID_HOST` and similar variables per process, not per machine.
@@ -213,7 +213,7 @@ def table(names: list[str]) -> str:
             fields.setdefault(field_name, field)
     lines = ["| setting | default | description |", "|---|---|---|"]
     for name, field in fields.items():
-        lines.append(f"| `{name}` | {shown_default(field)} | {_cell(field.description)} |")
+        lines.append(f"| `{name}` | {shown_default(field)} | {description_cell(field.description)} |")
     return "\n".join([*lines, ""])
 
 
@@ -226,6 +226,7 @@ def _section(section: Section) -> str:
     options = command_options(section.command)
     lines = [
         f"## {section.title}: `poolgrid {section.command}`",
+        "",
         section.text,
         "",
         "| option | environment | default | range | description |",
@@ -240,7 +241,7 @@ def _section(section: Section) -> str:
             f"`{environment_name(name)}`",
             shown_default(field),
             shown_range(field),
-            _cell(field.description),
+            description_cell(field.description),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -253,8 +254,9 @@ def declared(model: type[Settings]) -> dict[str, FieldInfo]:
     return {name: field for name, field in model.model_fields.items() if name not in inherited or name in own}
 
 
-def _cell(text: str | None) -> str:
-    return (text or "").replace("|", "\\|")
+def description_cell(text: str | None) -> str:
+    """Return the description of a setting as a cell of a table, with its URLs quoted."""
+    return re.sub(r"(?<!`)https?://[^\s,;)]*[^\s,;).]", lambda url: f"`{url[0]}`", (text or "").replace("|", "\\|"))
 
 
 def _top() -> str:

@@ -21,9 +21,9 @@ for what you saw: a lost worker is *worker lost*, a drain *refused: draining*, f
 """
 
 TAIL = """
-*Move* ends the request instead if its output is complete, if it has moved `migration_limit` times, or if {limit}
-workers were lost with it before its first token: then the request may be the cause, and the client is informed. Up to
-{drains} moves away from draining workers are not counted.
+*Move* ends the request instead if its output is complete, or if it has moved `migration_limit` times. It also ends the
+request if {limit} workers were lost with it before its first token: the request may be the cause, and the client is
+informed. Up to {drains} moves away from draining workers are not counted.
 """
 
 
@@ -41,7 +41,7 @@ def page() -> str:
     """Return the whole page."""
     lines = [HEAD, "| leg | event | steps, in this order | reason |", "|---|---|---|---|"]
     for row in ROWS:
-        states = "any" if row.states == ANY else "any leg under way" if row.states == LEGS else ""
+        states = "any" if row.states == ANY else "any leg in flight" if row.states == LEGS else ""
         names = states or ", ".join(state.value for state in row.states)
         lines.append(f"| {names} | {row.event.value} | {', '.join(map(_step, row.steps))} | {row.why} |")
     lines += [

@@ -155,7 +155,7 @@ def _platforms() -> Iterator[str]:
         ("Alertmanager", f"{_image('prom/alertmanager')} {compose}", "real Alertmanager (`make proof`)"),
         ("Grafana", f"{_image('grafana/grafana')} {compose}", "by Grafana's types and by query; not in Grafana"),
         ("Slurm", "21.08 or newer", "real Slurm on one machine (`make slurm`), without GPUs"),
-        ("MPI", "Open MPI, PMIx", "real MPI with a stand-in engine (`make ranks`)"),
+        ("MPI", "Open MPI, PMIx", "stand-in for the launcher"),
     )
     for row in rows:
         yield f"| {' | '.join(row)} |"

@@ -1,4 +1,4 @@
-"""Metrics of the OpenAI surface, under ``poolgrid_frontend_``; ``docs/metrics.md`` lists them.
+"""What the OpenAI surface measures, under ``poolgrid_frontend_``; ``docs/http_api.md`` lists it.
 
 Every value is observed at boundaries: once per request, or once per wake-up of a stream (ITL), never per token.
 """

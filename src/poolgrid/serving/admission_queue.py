@@ -192,8 +192,7 @@ def queue_metrics(prefix: str, active: int, queue: AdmissionQueue[Any]) -> Itera
         ),
         (
             "queue_fill_ratio",
-            "Used share of `queue_limit` or `queue_prompt_tokens`, whichever is larger. At 1 the lowest "
-            "priority gets 429.",
+            "The larger used share of `queue_limit` and `queue_prompt_tokens`. At 1 the lowest priority gets 429.",
             view.fill,
         ),
         (

@@ -554,7 +554,7 @@ ROWS = (
         "another worker may have room, or this one later; no worker has failed",
     ),
     Row(LEGS, LegEvent.DRAINING, GO_ELSEWHERE, "another worker continues; no worker has failed"),
-    Row(LEGS, LegEvent.STALE_LOAD, (choose_again,), "the ledger knew too little; with the truth, choose anew"),
+    Row(LEGS, LegEvent.STALE_LOAD, (choose_again,), "the ledger was outdated; choose again with the real load"),
     Row(
         (LegState.WHOLE, LegState.PREFILL, LegState.ENCODE, LegState.DECODE),
         LegEvent.CANNOT_DO,
@@ -580,7 +580,7 @@ ROWS = (
         "embeddings that did not arrive are no fault of the worker that waited for them",
     ),
     # -- a worker goes or fails ------------------------------------------------------------------------------------
-    Row(LEGS, LegEvent.OUT_OF_PLACE, GO_ELSEWHERE_AND_RECORD, "a stream with a hole or a repetition is not believed"),
+    Row(LEGS, LegEvent.OUT_OF_PLACE, GO_ELSEWHERE_AND_RECORD, "a stream with a gap or a repetition cannot be trusted"),
     Row(LEGS, LegEvent.CANCELLED, GO_ELSEWHERE_AND_RECORD, "no client or router asked for that"),
     Row((LegState.WHOLE,), LegEvent.LOST, FAIL_OVER, "another worker continues from the last token"),
     Row((LegState.ENCODE,), LegEvent.LOST, FAIL_OVER, "another worker encodes the images"),
