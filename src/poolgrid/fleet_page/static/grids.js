@@ -64,7 +64,7 @@ class StageGrid {
     this.node = el(
       "section",
       { class: "panel", "aria-label": `Pools of the ${stage.stage} stage` },
-      el("div", { class: "bar" }, el("h2", {}, stage.stage === "aggregated" ? "Pool grid" : `Pool grid, ${stage.stage}`), el("span", { class: "count" }, `cells that requests fell into within the last minute`), this.layerChoice()),
+      el("div", { class: "bar" }, el("h2", {}, stage.stage === "aggregated" ? "Pool grid" : `Pool grid, ${stage.stage}`), el("span", { class: "count" }, "requests of the last minute, by cell"), this.layerChoice()),
       el("div", { class: "canvas-box" }, this.grid),
       el("div", { class: "legend" }, legend),
     );
@@ -332,14 +332,14 @@ export class PoolList {
     if (now === this.last || this.body.contains(document.activeElement)) return;
     this.last = now;
     const up = pools.filter((pool) => poolTone(pool) !== "bad").length;
-    setText(this.count, `${count(up)} of ${count(pools.length)} can be used`);
-    const head = ["pool", "state", "load", "in flight", "waiting", "its page"].map((name, at) => el("span", { role: "columnheader", class: `${at === 3 || at === 4 ? "number" : ""}${at === 3 || at === 4 ? " wide" : ""}` }, name));
+    setText(this.count, `${count(up)} of ${count(pools.length)} usable`);
+    const head = ["pool", "state", "load", "in flight", "waiting", "page"].map((name, at) => el("span", { role: "columnheader", class: `${at === 3 || at === 4 ? "number" : ""}${at === 3 || at === 4 ? " wide" : ""}` }, name));
     this.body.replaceChildren(el("div", { class: "row head", role: "row" }, head), ...pools.map((pool) => this.row(pool)));
   }
 
   row(pool) {
     const load = pool.capacity ? pool.requests / pool.capacity : 0;
-    const fill = el("b", { style: { width: `${Math.min(100, 100 * load)}%` } });
+    const fill = el("b", { style: { "--part": String(Math.min(1, load)) } });
     const page = webAddress(pool.url ?? "");
     const words = pool.breaker !== "closed" ? `breaker ${pool.breaker}` : pool.state;
     return el(
@@ -347,7 +347,7 @@ export class PoolList {
       { class: "row", role: "row", style: { cursor: "default" }, title: pool.reason || null },
       el("span", { role: "rowheader" }, pool.pool),
       el("span", { role: "cell" }, el("span", { class: "status", "data-tone": poolTone(pool) }, el("i", { "aria-hidden": "true" }), words)),
-      el("span", { role: "cell" }, el("span", { class: "share" }, fill, el("span", {}, pool.capacity ? `${count(pool.requests)} of ${count(pool.capacity)}` : percent(load)))),
+      el("span", { role: "cell" }, el("span", { class: "share load" }, fill, el("span", {}, pool.capacity ? `${count(pool.requests)} of ${count(pool.capacity)}` : percent(load)))),
       el("span", { role: "cell", class: "number wide" }, count(pool.in_flight)),
       el("span", { role: "cell", class: "number wide" }, count(pool.waiting)),
       el("span", { role: "cell" }, page ? el("a", { href: `${page.replace(/\/$/, "")}/ui`, target: "_blank", rel: "noreferrer" }, "open") : ""),
