@@ -7,6 +7,7 @@ read from the page, so that a plot and its table never differ.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,10 +159,11 @@ def ratio_range(cell: str) -> tuple[float, float, float]:
     return float(found[1]), float(found[2]), float(found[3])
 
 
-def titled(axes: Any, title: str, method: str) -> None:
-    """Write the title, and below it how the figures were found."""
-    axes.set_title(f"{title}\n", loc="left", fontsize=11, fontweight="bold")
-    axes.text(0, 1.03, method, transform=axes.transAxes, fontsize=8, color="#555555")
+def titled(axes: Any, title: str, method: str, columns: int = 100) -> None:
+    """Write the title, and below it how the figures were found, in lines of so many characters."""
+    lines = textwrap.wrap(method, columns)
+    axes.set_title(title + "\n" * len(lines), loc="left", fontsize=11, fontweight="bold")
+    axes.text(0, 1.03, "\n".join(lines), transform=axes.transAxes, fontsize=8, color="#555555")
 
 
 def draw_load(axes: Any) -> None:
@@ -215,6 +217,7 @@ def draw_pools(axes: Any) -> None:
         axes,
         "Choosing a pool, fleets of equal cost",
         f"simulated: 12,031 requests of the conversation trace at 12 times its rate (41/s), {ANY_MACHINE}",
+        72,
     )
 
 
@@ -239,7 +242,7 @@ def draw_front_ends(axes: Any) -> None:
         for name, _, unit in [row[0].partition(", ")]
     ]
     axes.set_xticks(range(len(rows)), machines)
-    axes.set(ylabel="CPU, times poolgrid's (less is better)", ylim=(0, None))
+    axes.set(ylabel="CPU, times poolgrid's (less is better)", ylim=(0, 4.2))
     titled(
         axes,
         "CPU of HTTP front ends",
@@ -264,6 +267,7 @@ def draw_gpu(axes: Any) -> None:
         axes,
         "TTFT of conversations on vLLM",
         f"3 vLLM 0.25.0 servers, one H200, Qwen3-4B shape, 168 requests, one run, seed 11, {DATE}",
+        72,
     )
     axes.legend(frameon=False, loc="center right")
 

@@ -50,8 +50,7 @@ FLEET = ROOT / "pool_configs" / "aggregated_four_classes.json"
 READY_TIMEOUT_S = 300.0
 """A fleet of four pools starts slowly on a machine that has other work to do."""
 
-FULL_STRIP_S = float(os.environ.get("FULL_STRIP_S", "300"))
-FULL_FLEET_STRIP_S = float(os.environ.get("FULL_STRIP_S", "60"))
+FULL_STRIP_S = 300.0
 """How long a pool runs before its picture: the strip of times covers five minutes."""
 
 PHONE_HEIGHT = 1500
@@ -233,6 +232,8 @@ def busy(pictures: Pictures) -> str:
         if pictures.wanted:
             recording.run(RECORDED_S, after)
         checks.requests_wait(browser)
+        checks.heading_is_complete(browser, "tiny", pool.url)
+        checks.figures_stand_beside_bars(browser)
         pictures.take(browser, "fleet_page")
         browser.scheme("dark")
         pictures.take(browser, "fleet_page_dark")
@@ -275,11 +276,13 @@ def fleet(pictures: Pictures) -> str:
             enough_requests(browser, 100)
             spilled = checks.request_that_spilled(browser)
             if pictures.wanted:
-                checks.time_passes(browser, FULL_FLEET_STRIP_S)
+                checks.time_passes(browser, FULL_STRIP_S)
             checks.request_that_spilled(browser)
             pictures.take(browser, "fleet_page_global_request", "#sheet")
             browser.press(checks.ESCAPE)
             pictures.take(browser, "fleet_page_global")
+            checks.heading_is_complete(browser, "tiny", up.url)
+            checks.figures_stand_beside_bars(browser)
             checks.everything_has_a_name(browser)
             browser.run("document.querySelector('.grid').focus()")
             browser.press(checks.RIGHT, checks.DOWN, checks.ENTER)

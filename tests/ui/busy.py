@@ -87,7 +87,7 @@ def busy_pool() -> Iterator[BusyPool]:
             "--max-batch-size",
             str(BATCH),
             "--total-kv-blocks",
-            "4800",
+            "9000",
             "--speedup",
             str(SPEEDUP),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from poolgrid import __version__
 from tests.ui.browser import Browser
 
 LIVE = "return document.getElementById('link').dataset.state === 'live'"
@@ -201,6 +202,29 @@ const tile = [...document.querySelectorAll('.tile')]
   .find((each) => each.firstChild.textContent.startsWith(arguments[0]));
 return Number(tile.querySelector('dd').firstChild.data.replaceAll(',', ''));
 """
+
+
+def heading_is_complete(browser: Browser, model: str, url: str) -> None:
+    """The heading has the model, the address and the version."""
+    words = browser.wait("the model in the heading", "return document.getElementById('name').textContent")
+    for part in (model, url.partition("://")[2], f"version {__version__}"):
+        assert part in str(words), (part, words)
+
+
+BAR_OVERLAPS = """
+return [...document.querySelectorAll('.share')].filter((share) => share.offsetParent && share.querySelector('span'))
+  .filter((share) => {
+    const words = document.createRange();
+    words.selectNodeContents(share.querySelector('span'));
+    return share.querySelector('b').getBoundingClientRect().right > words.getBoundingClientRect().left;
+  }).map((share) => share.textContent);
+"""
+
+
+def figures_stand_beside_bars(browser: Browser) -> None:
+    """No bar reaches into the figure that belongs to it."""
+    overlaps = browser.run(BAR_OVERLAPS)
+    assert not overlaps, overlaps
 
 
 def time_passes(browser: Browser, seconds: float) -> None:

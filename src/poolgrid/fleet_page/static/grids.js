@@ -44,7 +44,7 @@ class StageGrid {
     this.layers = stage.axes.slice(0, -2);
     this.layer = 0;
     this.perLayer = this.rowsAxis.resolution * this.columnsAxis.resolution;
-    this.tally = new Map(); // cell -> [requests, index of the pool that took the last one]
+    this.tally = new Map(); // cell -> [requests, index of the pool -> requests that it took]
     this.flashes = new Map();
     this.active = 0;
     this.canvas = el("canvas", { "aria-hidden": "true" });
@@ -135,8 +135,8 @@ class StageGrid {
       const index = this.stage.pools.findIndex((each) => each.name === pool);
       if (before) {
         before[0] += 1;
-        before[1] = index;
-      } else this.tally.set(at, [1, index]);
+        before[1].set(index, (before[1].get(index) ?? 0) + 1);
+      } else this.tally.set(at, [1, new Map([[index, 1]])]);
     }
     onNextFrame(this.draw);
     this.sayActive();
@@ -152,7 +152,7 @@ class StageGrid {
     if (!width) return;
     this.width = width;
     this.cellWidth = (width - LEFT) / this.columnsAxis.resolution;
-    this.cellHeight = Math.max(5, Math.min(96, Math.max(300 / this.rowsAxis.resolution, 14)));
+    this.cellHeight = Math.max(5, Math.min(60, Math.max(300 / this.rowsAxis.resolution, 14)));
     const height = this.cellHeight * this.rowsAxis.resolution + FOOT;
     const ratio = Math.min(2, devicePixelRatio || 1);
     this.canvas.width = Math.round(width * ratio);
@@ -193,7 +193,7 @@ class StageGrid {
     const at = this.flat(cell);
     const tally = this.tally.get(at);
     const where = cell.map((each, axis) => `${AXIS_WORDS[this.stage.axes[axis].name] ?? this.stage.axes[axis].name} ${range(this.stage.axes[axis], each)}`);
-    return `${where.join(", ")}: pool ${this.stage.pools[this.pools[at]].name}, ${tally ? counted(tally[0], "request") : "no request"}`;
+    return `${where.join(", ")}: pool ${this.stage.pools[this.pools[at]].name}, ${tally ? counted(tally[0], "request") : "no request"}${tally?.[1].size > 1 ? `, taken by ${[...tally[1]].map(([pool, taken]) => `${this.stage.pools[pool]?.name ?? "another pool"} ${taken}`).join(", ")}` : ""}`;
   }
 
   sayActive() {
@@ -240,14 +240,21 @@ class StageGrid {
     if (this.flashes.size) onFadeStep(this.draw);
   }
 
-  dot([requests, pool], x, y, most) {
+  // A dot has a sector for each pool that took requests of the cell.
+  dot([requests, pools], x, y, most) {
     const { context, cellWidth, cellHeight, stage } = this;
     const room = Math.min(34, cellWidth / 2, cellHeight / 2) - 2;
     const radius = Math.max(2, room * Math.sqrt(requests / most));
-    context.fillStyle = strong(poolHue(stage, stage.pools[pool]?.name));
-    context.beginPath();
-    context.arc(x, y, radius, 0, 7);
-    context.fill();
+    let from = -Math.PI / 2;
+    for (const [pool, taken] of [...pools].sort(([one], [other]) => one - other)) {
+      const to = from + (2 * Math.PI * taken) / requests;
+      context.fillStyle = strong(poolHue(stage, stage.pools[pool]?.name));
+      context.beginPath();
+      if (pools.size > 1) context.moveTo(x, y);
+      context.arc(x, y, radius, from, to);
+      context.fill();
+      from = to;
+    }
     if (radius >= 9) {
       context.fillStyle = colours.surface;
       context.font = `600 10.5px ${FONT}`;

@@ -368,9 +368,10 @@ class Page {
     const total = models.reduce((sum, worker) => sum + worker.total, 0);
     const lately = this.strip.lately(this.past ? this.past.frame.time_ms : now, LATELY_S);
     const bad = models.filter((worker) => toneOf(worker) === "bad").length;
+    const unreachable = models.filter((worker) => worker.state === "unreachable").length;
     const flow = this.past ? null : this.flowOfAll(models, now);
     this.tiles([
-      ["workers", count(ready), ` of ${count(models.length)} ready`, bad ? `${count(bad)} unreachable or untrusted` : "", bad ? "bad" : ""],
+      ["workers", count(ready), ` of ${count(models.length)} ready`, [unreachable && `${count(unreachable)} unreachable`, bad > unreachable && `${count(bad - unreachable)} untrusted`].filter(Boolean).join(", "), bad ? "bad" : ""],
       ["running", count(running), "", waiting ? `${count(waiting)} queued in engines` : "none queued in engines", ""],
       ["requests", rate(lately.perSecond), " /s", `last ${LATELY_S} s`, ""],
       ["cache hit rate", percent(lately.share), "", "of the prompt tokens", ""],
@@ -413,6 +414,7 @@ class Page {
     const pools = [...this.store.table("pools").values()];
     this.pools.show(pools);
     this.requests.show(this.past ? [...within].reverse() : this.store.newest(64), this.past ? 0 : totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
+    this.heading([...new Set(this.store.newest(64).map((request) => request.model))].sort(compare));
     const lately = this.strip.lately(atMs, LATELY_S);
     const spilled = within.filter((request) => request.places.some((place) => place[4] !== "grid")).length;
     const up = pools.filter((pool) => pool.state === "available" || pool.state === "saturated").length;

@@ -249,14 +249,19 @@ export class WorkerGrid {
     context.textAlign = "right";
     const role = worker.role === "aggregated" ? "" : worker.role;
     const state = worker.state === "ready" ? role : worker.state;
-    context.fillText(state, x + width - 10, y + 20.5);
-    const stateRoom = state ? context.measureText(state).width + 8 : 0;
+    let stateRoom = state ? context.measureText(state).width + 8 : 0;
+    // Without room for both, the name keeps the first line.
+    context.font = `600 12.5px ${FONT}`;
+    const below = stateRoom > 0 && context.measureText(worker.key).width > width - 32 - stateRoom;
+    context.font = `11.5px ${FONT}`;
+    if (below) stateRoom = 0;
+    else context.fillText(state, x + width - 10, y + 20.5);
     const full = worker.total ? worker.held / worker.total : 0;
     context.fillText(percent(full), x + width - 10, y + 40);
     const fullRoom = context.measureText(percent(full)).width + 8;
     context.textAlign = "left";
     context.fillStyle = worker.running || worker.waiting ? colours.ink : colours.quiet;
-    context.fillText(work(context, worker, width - 20 - fullRoom), x + 10, y + 40);
+    context.fillText(work(context, worker, width - 20 - fullRoom, below ? state : ""), x + 10, y + 40);
     context.font = `600 12.5px ${FONT}`;
     context.fillStyle = colours.ink;
     context.fillText(fitted(context, worker.key, width - 32 - stateRoom), x + 22, y + 20.5);
@@ -330,8 +335,9 @@ function signature(worker) {
   return `${worker.key}|${worker.state}|${worker.role}|${worker.running}|${worker.waiting}|${Math.round(worker.total ? (worker.held / worker.total) * 200 : 0)}|${toneOf(worker)}|${ticks}`;
 }
 
-// What a worker has to do, as long as there is room for it.
-function work(context, { running, waiting }, room) {
+// What a worker has to do, as long as there is room for it; its state first where that has no other place.
+function work(context, { running, waiting }, room, state) {
+  if (state) return running + waiting ? `${state}, ${running + waiting}` : state;
   const words = waiting ? [`${running} running, ${waiting} queued`, `${running} + ${waiting} queued`] : [`${running} running`];
   return words.find((each) => context.measureText(each).width <= room) ?? String(running + waiting);
 }
