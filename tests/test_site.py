@@ -82,9 +82,8 @@ def test_the_plot_of_front_ends_does_not_draw_streams_of_mock_servers_that_write
 def test_every_plot_has_a_title_its_method_and_a_date() -> None:
     for name in PLOTTED:
         drawn = (PLOTS / f"{name}.svg").read_text(encoding="utf-8")
-        method = re.search(r">([^<]*(?:simulated: |measured|vLLM 0)[^<]*)<", drawn)
-        assert method, f"run: make plots {name}"
-        assert DATE in method[1], f"run: make plots {name}"
+        assert re.search(r">[^<]*(simulated: |measured|vLLM 0)[^<]*<", drawn), f"run: make plots {name}"
+        assert re.search(rf">[^<]*{DATE}[^<]*<", drawn), f"run: make plots {name}"
 
 
 def test_the_plot_of_event_planes_shows_the_numbers_of_its_table() -> None:
