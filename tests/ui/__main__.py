@@ -288,7 +288,7 @@ def fleet(pictures: Pictures) -> str:
             browser.press(checks.RIGHT, checks.DOWN, checks.ENTER)
             browser.wait("the cell is open", "return document.getElementById('sheet').open")
             browser.press(checks.ESCAPE)
-            checks.request_opens_by_keyboard(browser)
+            checks.request_opens_by_keyboard(browser, 20)  # the newest have no pool yet
             checks.fits_a_phone(browser)
             checks.no_complaints(browser)
         assert up.stop()[0] == 0

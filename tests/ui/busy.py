@@ -81,7 +81,7 @@ def busy_pool() -> Iterator[BusyPool]:
         router = ("router", "--port", "0", "--worker-queue-factor", "1", "--lease-ms", str(LEASE_MS))
         front = stack.enter_context(Process(*router, "--data-dir", directory, "--log-level", "error"))
         front.wait_ready()
-        engine = (
+        simulated = (
             "--model",
             "tiny",
             "--max-batch-size",
@@ -91,7 +91,7 @@ def busy_pool() -> Iterator[BusyPool]:
             "--speedup",
             str(SPEEDUP),
         )
-        engine = (*engine, "--timing", "h100-qwen3-8b", "--vocabulary-size", "4096", "--log-level", "error")
+        engine = (*simulated, "--timing", "h100-qwen3-8b", "--vocabulary-size", "4096", "--log-level", "error")
         named = {f"worker-{number}": number for number in range(1, WORKERS + 1)}
         workers = {
             name: stack.enter_context(
