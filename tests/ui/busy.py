@@ -30,7 +30,7 @@ TALKERS = 50
 SPEEDUP = 0.35
 """Slow engines: 25 ms between tokens, so that two cores can stream to all."""
 
-LEASE_MS = 30_000
+LEASE_MS = 120_000
 """A killed worker stays on the page as unreachable so long."""
 
 DRAINED, KILLED = "worker-2", "worker-5"
