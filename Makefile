@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm
+.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts slurm
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -105,9 +105,6 @@ SEED ?= 0
 
 hosts:  ## two pools and NATS on three network namespaces: each is cut off for 20 s, every process killed; SEED for the order
 	$(PYTHON) -m tests.hosts --seed $(SEED)
-
-retention:  ## the same requests with and without --retention learned on pools of simulated workers, whose reuse is compared
-	$(PYTHON) -m tests.retained_prompts
 
 slurm:  ## the job scripts on a real Slurm, this machine as three nodes; needs Debian's slurm-wlm and munge
 	$(PYTHON) -m tests.slurm

@@ -203,7 +203,7 @@ async def test_a_thread_gets_what_it_waits_for_and_what_comes_too_late_is_logged
     await asyncio.sleep(0)  # it ends
     await asyncio.sleep(0)  # who waited in vain would hear of it
 
-    assert "task 'question' failed, after nobody waited" in caplog.text
+    assert "task 'question' failed, after its last waiter had left" in caplog.text
     assert "in fails_late" in caplog.text
 
 

@@ -320,7 +320,7 @@ class NatsConnection:
     async def _disconnected(self) -> None:
         self._since_ms = self._clock.monotonic_ms()
         if not self._closing:
-            log.warning("the connection to NATS at %s is lost; it is tried again for ever", self._where())
+            log.warning("the connection to NATS at %s is lost; reconnecting until it works", self._where())
 
     async def _reconnected(self) -> None:
         self.reconnects += 1

@@ -153,7 +153,7 @@ def _log_failure(task: asyncio.Task[Any]) -> None:
 def _log_late_failure(name: str, future: Future[Any]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None:
-        log.error("task %r failed, after nobody waited for it any more", name, exc_info=error)
+        log.error("task %r failed, after its last waiter had left", name, exc_info=error)
 
 
 async def _supervise(work: Callable[[], Coroutine[Any, Any, None]], name: str, restart: Restart | None) -> None:

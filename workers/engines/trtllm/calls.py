@@ -305,7 +305,7 @@ class TrtllmCalls:
         if self._far_handles == 1:
             log.warning(
                 "an encode worker on another machine made embeddings for a request of this worker: they cannot be "
-                "taken from there, and such requests begin anew with their pictures. Run the encode workers of a model "
+                "taken from there, and such requests start again with their images. Run the encode workers of a model "
                 "on the machines of those that compute its prompts, or start both with --tensor-transport zmq or nixl"
             )
 

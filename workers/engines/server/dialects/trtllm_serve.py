@@ -131,8 +131,8 @@ def _refuse(request: Generate) -> None:
     sampling, routing = request.sampling, request.routing
     if request.multimodal is not None:
         raise UnableError(
-            f"the request has media, and {COMPLETIONS} of {TITLE} takes none beside token ids: a worker with the "
-            "engine trtllm does"
+            f"the request has media, and {COMPLETIONS} of {TITLE} takes none together with token ids: a "
+            "worker with the engine trtllm does"
         )
     if routing.lora_name:
         raise UnableError(f"lora_name is {routing.lora_name!r}, {TITLE} would need the adapter's path with the request")
@@ -231,7 +231,7 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
 
 async def pictures_missing(client: ServerClient) -> str:
     """Say that it takes no pictures beside token ids, and what does."""
-    return "its /v1/completions takes none beside token ids: a worker with --engine trtllm does"
+    return "its /v1/completions takes none together with token ids: a worker with --engine trtllm does"
 
 
 # -- starting
