@@ -38,9 +38,8 @@ boards:  ## write Grafana's dashboards in deploy/grafana from their code
 proof:  ## a live fleet, Prometheus and Alertmanager: every panel shows something, every alert fires in its drill
 	$(PYTHON) -m tests.observability_proof
 
-site:  ## the pages as HTML in build/site, which needs no network; needs the extra `docs`. Ends at the first bad link
-	$(PYTHON) -m sphinx -W -q -b html -d build/doctrees -c lab/website . build/site
-	@echo build/site/index.html
+site:  ## the pages as HTML in build/site, a folder per version, with search, the OpenAPI page and llms.txt; needs the extra `docs`
+	$(PYTHON) -m lab.website.build
 
 plots:  ## the plots in docs/plots, drawn anew; needs the extra `docs`
 	$(PYTHON) -m lab.website.plots
