@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
-from itertools import product
+from itertools import product, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,9 @@ KINDS = {
 }
 
 
+Children = dict[tuple["int | bytes", ...], "RadixBlock"]
+
+
 @dataclass(eq=False)
 class RadixBlock:
     """What the event manager reads of a block."""
@@ -45,7 +48,8 @@ class RadixBlock:
     salt: str
     name: int | None
     """Its sequence hash on the wire; ``None`` = it depends on an image."""
-    children: dict[tuple[int | bytes, ...], RadixBlock] = field(default_factory=dict)
+    siblings: Children
+    children: Children = field(default_factory=dict)
 
 
 @dataclass
@@ -108,9 +112,8 @@ class Engine:
 
     def insert(self, tokens: list[int | bytes], salt: str, adapter: tuple[str, int | None]) -> None:
         """Store a prompt's whole blocks as a finished request does; the worker notes the request before."""
-        text = [each for each in tokens if isinstance(each, int)]
-        if len(text) == len(tokens):
-            self.seeds.note(pack_tokens(text), adapter[0], adapter[1], salt)
+        text = list(takewhile(lambda each: isinstance(each, int), tokens))
+        self.seeds.note(pack_tokens(text), adapter[0], adapter[1], salt)  # type: ignore[arg-type]
         node = self._root(salt, adapter)
         seed = hash_seed(adapter[0], salt) if salt or adapter[0] else BASE_SEED
         for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
@@ -123,7 +126,9 @@ class Engine:
                     own = block_hashes(pack_tokens(part), BLOCK, seed)  # type: ignore[arg-type]
                     name = sequence_hashes(own, node.name if at else None)[0]
                 key = sha256(node.key + repr(part).encode()).digest()
-                child = RadixBlock(key, list(part), node.block, at // BLOCK, [lambda page=page: page], salt, name)
+                child = RadixBlock(
+                    key, list(part), node.block, at // BLOCK, [lambda page=page: page], salt, name, node.children
+                )
                 node.children[part] = child
                 self.blocks[_name(self.manager._hash_from_radix_block(child))] = child
                 self.manager.add_stored_block_event_from_block(child)
@@ -148,16 +153,14 @@ class Engine:
             leaves = [name for name, block in self.blocks.items() if not block.children]
             for name in randomness.sample(leaves, min(len(leaves), 40)):
                 block = self.blocks.pop(name)
-                above = block.prev.children if isinstance(block.prev, RadixBlock) else None
-                for children in [above] if above is not None else [root.children for root in self._roots.values()]:
-                    if children.get(tuple(block.tokens)) is block:
-                        del children[tuple(block.tokens)]
+                del block.siblings[tuple(block.tokens)]
                 self.manager.add_removed_event(block.key)
 
     def read(self, report: TenantsReport) -> None:
         """Read what there is, and compare each claim with the truth."""
         self.manager.flush_iteration_events()
-        for event in self.manager.get_latest_events(0):
+        for made in self.manager.get_latest_events(0):
+            event = made
             if type(event.data).__name__ == "KVCacheStoredData" and self._names_salts:
                 blocks = [replace(block, cache_salt=self._salt_of(block)) for block in event.data.blocks]
                 event = replace(event, data=replace(event.data, blocks=blocks))
@@ -201,7 +204,7 @@ def run(files: UpstreamFiles, events: int, seed: int = 0) -> TenantsReport:
 
 
 def _prompt(randomness: random.Random) -> list[int | bytes]:
-    """Return a prompt of few different beginnings, some with an image: its digest, then numbers beyond the vocabulary."""
+    """Return a prompt of few different beginnings; some have an image, a digest and numbers beyond the vocabulary."""
     head = [1000 * randomness.randrange(6) + at for at in range(2 * BLOCK)]
     tail = [randomness.randrange(32_000) for _ in range(randomness.randrange(6 * BLOCK))]
     tokens: list[int | bytes] = [*head[: randomness.choice((0, BLOCK, 2 * BLOCK))], *tail]
@@ -210,5 +213,3 @@ def _prompt(randomness: random.Random) -> list[int | bytes]:
         digest = sha256(bytes([randomness.randrange(4)])).digest()
         tokens[at:at] = [digest, *range(32_001, 32_001 + randomness.randrange(9))]
     return tokens
-
-

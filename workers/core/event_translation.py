@@ -185,7 +185,7 @@ class EventTranslator:
         for event in events:
             expected = self._next_event_id
             event_id = event.event_id
-            if type(event) is Cleared:
+            if isinstance(event, Cleared):
                 out.append(self.lose())
                 self._next_event_id = expected if event_id < 0 else event_id + 1
                 continue

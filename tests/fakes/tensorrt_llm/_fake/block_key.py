@@ -63,8 +63,9 @@ def salt_id(cache_salt: str, algorithm: str = "sha256") -> int:
     ``sha256``: the second cache manager. ``blake3``: versions before 1.3. ``std``: the first manager since, which takes
     the hash of its C++ library; nobody else can compute it, so any other hash stands for it.
     """
-    digest = {"sha256": sha256, "blake3": blake3, "std": sha512}[algorithm](cache_salt.encode()).digest()
-    return int.from_bytes(digest[:8], "little")
+    text = cache_salt.encode()
+    digests = {"sha256": sha256(text).digest(), "blake3": blake3(text).digest(), "std": sha512(text).digest()}
+    return int.from_bytes(digests[algorithm][:8], "little")
 
 
 def truncated(digest: bytes) -> int:

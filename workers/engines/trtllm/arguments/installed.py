@@ -221,7 +221,7 @@ def _reshaped(node: ast.ClassDef) -> Iterator[str]:
 
 def _limits(given: dict[str, ast.expr], spelled: str) -> Limits:
     """Return the limits of a field, where its type is one that they are about."""
-    limits = {name: _constant(given[name]) for name in ("ge", "gt", "le", "lt", "min_length") if name in given}
+    limits: Limits = {name: _constant(given[name]) for name in ("ge", "gt", "le", "lt", "min_length") if name in given}
     words = set(spelled.split(" | ")) - {"None"}
     if "min_length" in limits:
         return limits if all(word == "str" or word.startswith("list[") for word in words) else {}
