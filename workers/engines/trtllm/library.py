@@ -135,7 +135,7 @@ def parameters_of(call: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(call).parameters)
 
 
-def observe_release(llm: Any, told: Callable[[], None]) -> None:
+def observe_release(llm: Any, told: Callable[[], object]) -> None:
     """Have ``told`` called when an engine that can sleep lets go of its KV cache: it makes no event of that."""
     release = getattr(llm, "release", None)
     if release is None:
