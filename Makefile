@@ -2,6 +2,7 @@ PYTHON ?= .venv/bin/python
 export PYTHON
 
 .PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts slurm
+.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm trtllm-upstream
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -74,6 +75,11 @@ nixl:  ## tensors between workers by the real NIXL over loopback, whose wheels (
 
 clients:  ## unmodified client frameworks against a fresh pool, or those of SUITES="openai_agents"
 	$(PYTHON) -m tests.clients $(SUITES)
+
+TRTLLM ?=
+
+trtllm-upstream:  ## our facts of TensorRT-LLM against its own Python files in the folder TRTLLM: see docs/trtllm.md
+	$(PYTHON) -m tests.trtllm_upstream $(TRTLLM)
 
 CASES ?= 200
 

@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from poolgrid.kv_events.root_seeds import RootSeeds
 from poolgrid.wire import codec as wire_codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import hash_seed, unpack_tokens
@@ -35,7 +36,6 @@ from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
-from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
 from poolgrid.workers.engines.trtllm.core.sampling import (
     SamplingPlan,
     engine_priority,
