@@ -48,9 +48,16 @@ REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
 TOOL_CALL_PARSERS: tuple[str, ...] = get_args(ToolCallParser)
 
 
+PARSERS_ELSEWHERE = {"gpt_oss": "harmony", "basic": "qwen3"}
+"""Names that Dynamo has for the same formats."""
+
+
 def parser_name(given: object) -> object:
-    """Return a parser's name as it is written here: others write the same ones with hyphens."""
-    return given.replace("-", "_") if isinstance(given, str) else given
+    """Return a parser's name as it is written here: others write the same ones with hyphens, or otherwise."""
+    if not isinstance(given, str):
+        return given
+    name = given.replace("-", "_")
+    return PARSERS_ELSEWHERE.get(name, name)
 
 
 Length = Annotated[int, Meta(ge=1, le=65_536)]

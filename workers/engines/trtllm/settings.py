@@ -39,6 +39,9 @@ COMPONENTS: dict[str, str] = {
 }
 """Component of the default endpoint name, by disaggregation mode."""
 
+MODES_ELSEWHERE = {"agg": "prefill_and_decode", "pd": "prefill_and_decode"}
+"""What Dynamo calls the mode of workers that do the whole of a request."""
+
 ROLES: dict[str, Role] = {
     "prefill_and_decode": Role.AGGREGATED,
     "prefill": Role.PREFILL,
@@ -126,6 +129,11 @@ class TrtllmSettings(Settings):
     override_engine_args: str = Field(
         "", max_length=1_048_576, description="JSON object of TensorRT-LLM arguments; overrides all else."
     )
+
+    @field_validator("disaggregation_mode", mode="before")
+    @classmethod
+    def _mode_name(cls, mode: object) -> object:
+        return MODES_ELSEWHERE.get(mode, mode) if isinstance(mode, str) else mode
 
     @field_validator("modality")
     @classmethod
