@@ -1,4 +1,4 @@
-"""Command lines of Dynamo's documents, old and newest: each option works, or is refused by name with the alternative."""
+"""Command lines of Dynamo's documents, old and newest: each option works, or is refused with the alternative."""
 
 from __future__ import annotations
 

@@ -470,7 +470,7 @@ def _add_health(
         response: Response,
         form: Annotated[
             Literal["poolgrid", "dynamo"],
-            Query(description="dynamo: status and endpoints as Dynamo's frontend has them."),
+            Query(description="dynamo: as Dynamo's frontend answers."),
         ] = "poolgrid",
     ) -> dict[str, Any]:
         """Answer as ``/ready`` does, with the models that are served, who serves them, and what is wrong meanwhile."""

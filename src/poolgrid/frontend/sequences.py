@@ -17,6 +17,7 @@ from poolgrid.frontend.schema import (
     CompletionBody,
     InferenceBody,
     KvCacheRetention,
+    LatencyTargets,
     Nvext,
 )
 from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
@@ -81,7 +82,7 @@ def sequences_of(
     stop_token_ids = _stop_token_ids(job)
     nvext = None if job.is_plain else body.nvext
     agent = nvext.agent_hints if nvext is not None else None
-    hints = _hints(nvext, headers)
+    hints = _hints(nvext, None if job.is_plain else body.extra_args, headers)
     seed = body.seed
     if seed is None and len(request_ids) > 1:
         # Without a seed of their own the choices of one request could all be the same text.
@@ -175,13 +176,17 @@ def _sampling(job: PreparedRequest, prompt: Prompt) -> Sampling:
     )
 
 
-def _hints(nvext: Nvext | None, headers: Mapping[str, str] | None) -> Mapping[str, Any]:
-    """Return what the client asked of routing, for ``InferenceRequest.hints``."""
+def _hints(nvext: Nvext | None, targets: LatencyTargets | None, headers: Mapping[str, str] | None) -> Mapping[str, Any]:
+    """Return what the client asked of routing, for ``InferenceRequest.hints``; ``nvext.router`` wins over
+    ``extra_args``."""
     hints: dict[str, Any] = {}
-    if nvext is not None and (nvext.router is not None or nvext.agent_hints is not None):
-        agent = nvext.agent_hints
+    router, agent = (None, None) if nvext is None else (nvext.router, nvext.agent_hints)
+    if targets is not None and (router is None or isinstance(router, dict)):
+        given = {name: value for name, value in msgspec.structs.asdict(targets).items() if value is not None}
+        router = {**given, **(router or {})}
+    if router is not None or agent is not None:
         hints["nvext"] = {
-            "router": nvext.router,
+            "router": router,
             "agent_hints": None if agent is None else {"priority": agent.priority, "osl": agent.osl},
         }
     if headers:
