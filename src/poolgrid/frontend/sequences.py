@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.errors import invalid, quoted, unsupported
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompts import overflow, too_long
 from poolgrid.frontend.schema import (
@@ -22,6 +22,7 @@ from poolgrid.frontend.schema import (
 )
 from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
+from poolgrid.wire.inabilities import unmet
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RetainedTokens, Sampling
@@ -84,7 +85,8 @@ def sequences_of(
     agent = nvext.agent_hints if nvext is not None else None
     hints = _hints(nvext, None if job.is_plain else body.extra_args, headers)
     seed = body.seed
-    if seed is None and len(request_ids) > 1:
+    unable = job.served.inabilities
+    if seed is None and len(request_ids) > 1 and all(name != "seed" for name, _ in unable):
         # Without a seed of their own the choices of one request could all be the same text.
         seed = stable_u64(name_of(request_ids[0])) & 0x7FFF_FFFF
     # As ``SequenceOutput`` collects: neither events, nor stop strings to look for, nor log probabilities.
@@ -92,6 +94,8 @@ def sequences_of(
     requests: list[InferenceRequest] = []
     for position, prompt in enumerate(prompts):
         sampling = _sampling(job, prompt)
+        if unable and (found := unmet(sampling, unable)) is not None:
+            raise RequestError(400, "unsupported_by_worker", f"{found[1]}. The request was not run.", param=found[0])
         retention = None if job.retention is None else for_prompt(job.retention, prompt.isl)
         for index in range(position * per_prompt, (position + 1) * per_prompt):
             requests.append(  # noqa: PERF401 - the seed is woven in step by step

@@ -106,7 +106,7 @@ class TrtllmSettings(Settings):
         "refused; empty = images that come as such are encoded here.",
     )
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
-        None, description="Library behind guided decoding; empty = such requests are refused."
+        "xgrammar", description="Library behind guided decoding (structured output)."
     )
     logits_processors: tuple[str, ...] = Field(
         (),

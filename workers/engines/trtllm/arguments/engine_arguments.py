@@ -201,6 +201,7 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
     if settings.disaggregation_mode == "encode":
         # MultimodalEncoder has a default of its own (16384), larger than LLM's.
         defaults.pop("max_num_tokens", None)
+        defaults.pop("guided_decoding_backend", None)  # it makes no tokens
     if settings.publish_events_and_metrics and settings.disaggregation_mode != "encode":
         _put(defaults, "kv_cache_config.event_buffer_max_size", EVENT_BUFFER_MAX_SIZE)
     return Layer(DEFAULT, defaults), Layer(COMMAND_LINE, given)
