@@ -84,7 +84,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     model_cache_dir: Path | None = Field(
         None,
         description="Directory of models on this machine (poolgrid model): a model that is no directory here is "
-        "fetched into it, unless it is there, and loaded from it. Empty = the engine brings its model by itself.",
+        "fetched into it, unless it is there, and loaded from it. Empty = that of poolgrid model for ORG/MODEL.",
     )
     model_source: str = Field(
         "",

@@ -23,8 +23,8 @@ from poolgrid.wire.requests import RefusalKind, Routing
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.core.vetting import UNLIKELY
 from poolgrid.workers.engines.trtllm import library
-from tests.fakes import tensorrt_llm_of
 from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
+from tests.fakes import tensorrt_llm_of
 from tests.trtllm.engines import (
     BLOCK,
     RunningEngine,
@@ -125,7 +125,7 @@ def test_a_guide_is_refused_where_the_engine_has_no_backend_for_it() -> None:
     async def scenario() -> None:
         async with running_engine(guided_decoding_backend=None) as told:
             assert [name for name, _ in told.engine.inabilities] == ["guided_decoding"]
-            with pytest.raises(RefusedError, match="guided_regex is set, .* --guided-decoding-backend xgrammar"):
+            with pytest.raises(RefusedError, match=r"guided_regex is set, .* --guided-decoding-backend xgrammar"):
                 told.engine.submit(make_request("r", guided_regex="a+"))
 
     asyncio.run(scenario())

@@ -166,7 +166,11 @@ class UpSettings(EventPlaneSettings):
         "--pools, only the global router listens at --host then, and everything behind it on loopback.",
     )
     policy: str = Field("kv", description="How a worker is chosen; see poolgrid router --help.")
-    model_path: Path = Field(TINY_MODEL_PATH, description="Hugging Face style model directory (no weights needed).")
+    model_path: Path = Field(
+        TINY_MODEL_PATH,
+        description="Hugging Face style model directory, or ORG/MODEL on a hub, which is fetched (poolgrid model). "
+        "Simulated workers need no weights.",
+    )
     block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
     log_level: str = Field("warning", description=LEVEL_HELP)
     log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from poolgrid.cli.command_line import print_json
+from poolgrid.cli.hub_model import with_directory
 from poolgrid.cli.launch_plan import show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, planned_parts
 from poolgrid.cli.part import PartFailed
@@ -33,6 +34,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         return 2
     try:
         settings.log_choice.configure("up")
+        settings = with_directory(settings, "served_model_name", weights=settings.real, fetch=not settings.dry_run)
         if settings.backend_url:
             return run_front(settings)
         # A plan with a real engine needs no model: it may be on another machine.

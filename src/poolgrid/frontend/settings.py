@@ -30,8 +30,9 @@ class FrontendSettings(MediaSettings):
 
     model_path: Path = Field(
         default=TINY_MODEL_PATH,
-        description="Hugging Face style model directory (tokenizer.json, tokenizer_config.json, config.json). "
-        "The default is the tiny directory that ships for the simulated engine.",
+        description="Hugging Face style model directory (tokenizer.json, tokenizer_config.json, config.json), or "
+        "ORG/MODEL on a hub, fetched without weights. The default is the tiny directory that ships for the simulated "
+        "engine.",
     )
     model_name: str = Field(
         default="",
