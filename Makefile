@@ -12,7 +12,7 @@ types:
 	.ci/run types
 
 test:
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 4 --dist loadfile
 
 lowest:  ## the lowest versions of all dependencies that pyproject.toml allows, in build/lowest, and every served path with them
 	rm -rf build/lowest
@@ -28,6 +28,7 @@ format:
 docs:  ## write what is generated
 	$(PYTHON) -m lab.website.configuration_page
 	$(PYTHON) -m lab.website.request_life_page > docs/request_life.md
+	$(PYTHON) -m lab.website.support_page > docs/support_matrix.md
 	$(PYTHON) -m lab.attacks.page
 	$(PYTHON) -m lab.website.metrics_tables
 
@@ -46,16 +47,18 @@ plots:  ## the plots in docs/plots, drawn anew; needs the extra `docs`
 
 SEEDS ?= 0..4999
 JOBS ?= 2
-INDEX_EXAMPLES ?= 5000
 EXAMPLES_FACTOR ?= 50
+INDEX_FACTOR ?= 250
+PROPERTY_FACTOR ?= 20
 
 soak:  ## thousands of seeds of the fault simulation, each under every profile, of programs for the index, of texts for tokenizers
-	INDEX_EXAMPLES=$(INDEX_EXAMPLES) $(PYTHON) -m pytest tests/router/test_prefix_index.py
+	POOLGRID_EXAMPLES_FACTOR=$(INDEX_FACTOR) $(PYTHON) -m pytest -n 0 tests/router/test_prefix_index.py
 	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest tests/frontend/test_prompt_encoder.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep
 
-fuzz:  ## impossible values of engines at every place of their answers, events and statistics, EXAMPLES_FACTOR times as many as in CI
+fuzz:  ## impossible values of engines at every place of their answers, EXAMPLES_FACTOR times as many as in CI, and every property on PROPERTY_FACTOR times the examples
 	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest -n 0 tests/workers/server/test_value_fuzz.py
+	POOLGRID_EXAMPLES_FACTOR=$(PROPERTY_FACTOR) $(PYTHON) -m pytest -n 2 -m hypothesis
 
 long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 mutated bodies at a global router
 	POOLGRID_TRACE_REQUESTS=1000 POOLGRID_FUZZ_BODIES=10000 $(PYTHON) -m pytest -n 2 --dist loadfile tests/e2e/test_failures.py tests/e2e/test_body_fuzz.py

@@ -21,13 +21,12 @@ from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
-from poolgrid.global_router.http_api import add_global_router_endpoints
+from poolgrid.global_router.http_api import add_global_router_endpoints, register_views
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
-from poolgrid.global_router.router_link import Discover
+from poolgrid.global_router.router_link import Discover, PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings
-from poolgrid.global_router.state_metrics import register_views
 from poolgrid.process.plugins import is_installed
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
@@ -128,15 +127,8 @@ async def serve(
         await process.open_names()
         names = process.names
         process.open_shared(f"{settings.namespace}.{SHARED_BY}", 0 if place is None else place.index)
-        pools = Pools(
-            settings.pool_urls(),
-            context,
-            discovery(client),
-            awake,
-            TIMINGS.status_interval_ms,
-            TIMINGS.status_timeout_ms,
-            None if names is None else named_routers(names),
-        )
+        network = PoolNetwork(context, discovery(client), awake, TIMINGS.status_interval_ms, TIMINGS.status_timeout_ms)
+        pools = Pools(settings.pool_urls(), network, None if names is None else named_routers(names))
         opened.callback(pools.close)
         links = LinksOnDemand(
             process.link_opener(context, awake, metrics), TIMINGS.link_idle_ms, awake, links_that_fit()

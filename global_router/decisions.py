@@ -13,8 +13,7 @@ import msgspec
 from poolgrid.global_router.core.choice.closed_loop import Spill
 from poolgrid.global_router.core.choice.fallback import FallbackChoice
 from poolgrid.global_router.core.choice.grid import Selection
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput
-from poolgrid.global_router.core.choice.request_hints import RequestHints
+from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
 from poolgrid.global_router.core.document.axis import TARGETS
 from poolgrid.wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow
 from poolgrid.wire.request_ids import kept_under, name_of

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from poolgrid.global_router.configuration import Active
-from poolgrid.global_router.core.choice.attribution import Attribution
 from poolgrid.global_router.core.choice.circuit_breaker import Ticket
-from poolgrid.global_router.core.choice.destination import Destination
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput
-from poolgrid.global_router.core.choice.request_hints import RequestHints
+from poolgrid.global_router.core.choice.destination import Attribution, Destination
+from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.pools import PoolConnection
@@ -31,8 +31,7 @@ class ReservedLeg:
     renewed_ms: float
 
 
-@dataclass(slots=True, eq=False)
-class Flight(RoutedRequest):
+class Flight(RoutedRequest, eq=False):
     """One request; served under the revision of the document that was in force when it got its first worker."""
 
     config: Active
@@ -40,15 +39,15 @@ class Flight(RoutedRequest):
     expected: ExpectedOutput
     record: RequestDecision
     arrived_ms: float
-    destinations: dict[StageName, Destination] = field(default_factory=dict)
+    destinations: dict[StageName, Destination] = msgspec.field(default_factory=dict)
     """By stage, once it is known."""
-    legs: dict[str, ReservedLeg] = field(default_factory=dict)
+    legs: dict[str, ReservedLeg] = msgspec.field(default_factory=dict)
     """By dispatch id: the current one, and those kept for the leg after them."""
-    excluded: dict[str, list[WorkerRank]] = field(default_factory=dict)
+    excluded: dict[str, list[WorkerRank]] = msgspec.field(default_factory=dict)
     """By pool, the workers that failed this request."""
-    unable: dict[str, list[WorkerRank]] = field(default_factory=dict)
+    unable: dict[str, list[WorkerRank]] = msgspec.field(default_factory=dict)
     """By pool, the workers that cannot do what it asks for: they are not asked again."""
-    paths: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    paths: dict[tuple[str, int], bytes] = msgspec.field(default_factory=dict)
     """The prompt's packed sequence hashes, by hash spec and block size."""
     lane: str = ""
     """The lane of the queue that it waits in."""
@@ -59,7 +58,7 @@ class Flight(RoutedRequest):
     after_encode: tuple[StageName, Stage] = ("aggregated", Stage.WHOLE)
     """What follows a running encode leg."""
     moving: asyncio.Task[None] | None = None
-    attribution: Attribution = field(default_factory=Attribution)
+    attribution: Attribution = msgspec.field(default_factory=Attribution)
     """The cells whose loops this request's latencies count for."""
     first_ms: float | None = None
     last_ms: float = 0.0

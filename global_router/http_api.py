@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Path, Query
+from msgspec.structs import asdict
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.openapi import error_answers
@@ -15,6 +20,8 @@ from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.process.clock import Clock
+from poolgrid.serving.admission_queue import queue_metrics
+from poolgrid.serving.router_process import decision_not_found
 from poolgrid.wire.answers import (
     BreakerRow,
     ConfigAnswer,
@@ -25,7 +32,6 @@ from poolgrid.wire.answers import (
     PoolRow,
     QueueRow,
     ReloadRow,
-    RoleRow,
 )
 from poolgrid.wire.selection import ModelStatus
 
@@ -68,12 +74,7 @@ def add_global_router_endpoints(
         """Explain one request: cell, override, spill, fallback, refusals, worker, for each of its dispatches."""
         record = service.decisions.get(request_id)
         if record is None:
-            raise RequestError(
-                404,
-                "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
-                param="request_id",
-            )
+            raise decision_not_found(request_id, len(service.decisions))
         return record.explanation().to_json()
 
     @app.get("/v1/config", tags=["global router"])
@@ -142,20 +143,43 @@ def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight:
 
 
 def _model_row(model: ModelStatus) -> PoolModelRow:
-    return PoolModelRow(
-        model=model.model,
-        block_size=model.block_size,
-        hash_spec=model.hash_spec,
-        max_sequence_length=model.max_sequence_length,
-        loras=list(model.loras),
-        roles={
-            role.role.name.lower(): RoleRow(
-                ready=role.ready,
-                draining=role.draining,
-                unreachable=role.unreachable,
-                requests=role.requests,
-                capacity=role.capacity,
-            )
-            for role in model.roles
-        },
-    )
+    roles = {role.role.name.lower(): asdict(role) for role in model.roles}
+    return msgspec.convert({**asdict(model), "roles": roles}, PoolModelRow)
+
+
+class StateCollector(Collector):
+    """Reads the global router's state at a scrape."""
+
+    def __init__(self, service: GlobalRouterService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the state is now."""
+        service = self._service
+        pools = GaugeMetricFamily(
+            "poolgrid_global_router_pools",
+            "1 for the state that a pool is in.",
+            labels=["pool", "state"],
+        )
+        for name, state in service.view.pool_states().items():
+            for each in PoolStanding:
+                pools.add_metric([name, each.value], 1.0 if each is state else 0.0)
+        dispatched = GaugeMetricFamily(
+            "poolgrid_global_router_in_flight",
+            "Dispatches under way, by pool.",
+            labels=["pool"],
+        )
+        for name, count in service.in_flight().items():
+            dispatched.add_metric([name], count)
+        yield from (pools, dispatched)
+        yield from queue_metrics("poolgrid_global_router", service.counts()[0], service.queue)
+        yield GaugeMetricFamily(
+            "poolgrid_global_router_revision",
+            "Revision of the document in force. If it differs between replicas, one has not reloaded.",
+            value=service.configuration.active.revision,
+        )
+
+
+def register_views(registry: CollectorRegistry, service: GlobalRouterService) -> None:
+    """Have the state read at every scrape."""
+    registry.register(StateCollector(service))

@@ -23,8 +23,7 @@ from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import Placement, Refusal
 from poolgrid.global_router.flight import Flight, ReservedLeg
 from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pool_status import model_status
-from poolgrid.global_router.pools import PoolConnection, Pools
+from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.global_router.tracker import GlobalRouterTracker
@@ -33,7 +32,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
 from poolgrid.serving.links import LinksOnDemand
 from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
-from poolgrid.wire.hashing import HASH_SPEC, hash_seed, pack_hashes, stable_u64
+from poolgrid.wire.hashing import HASH_SPEC, pack_hashes, stable_u64
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
 from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused, WorkerRank
@@ -334,9 +333,7 @@ class PoolPlacer:
             if link is not None:
                 worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
                 overlap_tokens = answer.overlap_blocks * answer.block_size
-                dispatch = self._tracker.send(
-                    flight, link, worker, work, overlap_tokens, retention=answer.retention, pool=pool.name
-                )
+                dispatch = self._tracker.send(flight, link, worker, work, overlap_tokens, pool=pool.name)
                 if dispatch is not None:
                     now_ms = self._clock.monotonic_ms()
                     flight.legs[dispatch.id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
@@ -361,7 +358,6 @@ class PoolPlacer:
             media_hashes=pack_hashes(media_hashes(request)),
             media_kinds=() if work is Stage.DECODE else media_kinds(request),
             trace=trace,
-            seed=hash_seed(request.lora_name, request.cache_salt) if request.lora_name or request.cache_salt else 0,
         )
 
     def _excluded(self, flight: Flight, pool: PoolConnection) -> tuple[WorkerRank, ...]:

@@ -22,19 +22,17 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
-import zmq
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
-from poolgrid.global_router.pool_status import state_for
-from poolgrid.global_router.router_link import Discover, PoolLost, RouterLink
-from poolgrid.process.clock import Clock
+from poolgrid.global_router.router_link import Discover, PoolLost, PoolNetwork, RouterLink
 from poolgrid.process.log_lines import about
 from poolgrid.wire.addresses import zmq_endpoint_problem
-from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.names import ROUTER, SCHEME, is_name
 from poolgrid.wire.selection import (
+    ModelStatus,
     PoolStatus,
     Probe,
     Probed,
@@ -89,11 +87,7 @@ class PoolConnection:
         name: str,
         address: str,
         breaker: CircuitBreakerSettings,
-        context: zmq.Context[zmq.Socket[bytes]],
-        discover: Discover,
-        clock: Clock,
-        status_interval_ms: float,
-        status_timeout_ms: float,
+        network: PoolNetwork,
         on_news: Callable[[], None],
         routers: Routers | None = None,
     ) -> None:
@@ -110,11 +104,7 @@ class PoolConnection:
         self.endpoint = ""
         self.reached = asyncio.Event()
         """Set once the first attempt to find the pool has ended, well or not."""
-        self._context = context
-        self._discover = discover
-        self._clock = clock
-        self._interval_ms = status_interval_ms
-        self._timeout_ms = status_timeout_ms
+        self._network = network
         self._on_news = on_news
         self._routers = routers if is_name(address) else None
         self._asks = count(1)
@@ -133,7 +123,7 @@ class PoolConnection:
     def start(self) -> None:
         """Begin to look for the pool."""
         if self._routers is None:
-            self._add("", self.address, self._discover)
+            self._add("", self.address, self._network.discover)
         else:
             self.look_for_routers()
 
@@ -157,17 +147,8 @@ class PoolConnection:
             self._on_news()
 
     def _add(self, key: str, url: str, discover: Discover) -> None:
-        link = self._links[key] = RouterLink(
-            self.name,
-            url,
-            self._context,
-            discover,
-            self._clock,
-            self._interval_ms,
-            self._timeout_ms,
-            self._heard,
-            self.next_ask,
-        )
+        link = RouterLink(self.name, url, self._network, discover, self._heard, self.next_ask)
+        self._links[key] = link
         link.start()
 
     def close(self) -> None:
@@ -358,33 +339,21 @@ class PoolConnection:
         return next((state for state in PoolStanding if state in states), nobody)
 
 
-def _ignore() -> None:
-    """Take no notice."""
-
-
 class Pools:
     """All pools of the document in force."""
 
     def __init__(
         self,
         urls: Mapping[str, str],
-        context: zmq.Context[zmq.Socket[bytes]],
-        discover: Discover,
-        clock: Clock,
-        status_interval_ms: float,
-        status_timeout_ms: float,
+        network: PoolNetwork,
         routers: Routers | None = None,
     ) -> None:
         """``urls`` replace those of the document; ``routers`` finds the routers of pools that have names."""
         self._urls = urls
         self._routers = routers
-        self._context = context
-        self._discover = discover
-        self._clock = clock
-        self._interval_ms = status_interval_ms
-        self._timeout_ms = status_timeout_ms
+        self._network = network
         self._pools: dict[str, PoolConnection] = {}
-        self._on_news: Callable[[], None] = _ignore
+        self._on_news: Callable[[], None] = lambda: None
 
     def use(self, document: GridDocument) -> None:
         """Have exactly the pools of a document; a pool of the same name and URL keeps its connection."""
@@ -399,18 +368,7 @@ class Pools:
         for name, url in wanted.items():
             pool_there = self._pools.get(name)
             if pool_there is None:
-                made = PoolConnection(
-                    name,
-                    url,
-                    document.circuit_breaker,
-                    self._context,
-                    self._discover,
-                    self._clock,
-                    self._interval_ms,
-                    self._timeout_ms,
-                    self._news,
-                    self._routers,
-                )
+                made = PoolConnection(name, url, document.circuit_breaker, self._network, self._news, self._routers)
                 self._pools[name] = made
                 made.start()
             else:
@@ -469,3 +427,41 @@ def select_endpoint(url: str, answer: object) -> str:
     if problem is not None:
         raise ValueError(f"asking {url}/v1/pool: the answer's select_endpoint is {endpoint!r}: {reached!r} {problem}")
     return reached
+
+
+ROLES: dict[Stage, tuple[Role, ...]] = {
+    Stage.WHOLE: (Role.AGGREGATED, Role.DECODE),
+    Stage.PREFILL: (Role.PREFILL, Role.AGGREGATED),
+    Stage.DECODE: (Role.DECODE, Role.AGGREGATED),
+    Stage.ENCODE: (Role.ENCODE,),
+}
+
+
+def model_status(status: PoolStatus | None, model: str) -> ModelStatus | None:
+    """Return what a pool says of one model."""
+    if status is None:
+        return None
+    return next((each for each in status.models if each.model == model), None)
+
+
+def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStanding:
+    """Return whether a pool with a fresh ``status`` takes a request; ``None`` is no fresh status.
+
+    A pool without a fresh status is down. One that has nobody for a request and workers that load is loading, which is
+    no better for the request: it is told for people, and because it ends by itself. Workers that do a stage: those of
+    its role; an aggregated worker does any but encode, a decode worker also the whole. A pool whose ready workers are
+    all full is saturated; one that has only draining workers is draining.
+    """
+    if status is None or not status.ready:
+        return PoolStanding.DOWN
+    served = model_status(status, model)
+    nobody = PoolStanding.LOADING if status.loading_workers else PoolStanding.DOWN
+    if served is None:
+        return nobody
+    roles = [role for role in served.roles if role.role in ROLES[stage]]
+    usable = [role for role in roles if role.ready]
+    if not usable:
+        return PoolStanding.DRAINING if any(role.draining for role in roles) else nobody
+    if all(role.requests >= role.capacity for role in usable):
+        return PoolStanding.SATURATED
+    return PoolStanding.AVAILABLE

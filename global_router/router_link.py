@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -62,6 +63,17 @@ Discover = Callable[[str], Awaitable[str]]
 """Return the select plane's endpoint behind a pool's URL; raises ``OSError`` or ``ValueError``."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolNetwork:
+    """How pools' routers are reached."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    discover: Discover
+    clock: Clock
+    status_interval_ms: float
+    status_timeout_ms: float
+
+
 class PoolLost(Exception):
     """A pool's router does not answer."""
 
@@ -73,15 +85,12 @@ class RouterLink:
         self,
         name: str,
         url: str,
-        context: zmq.Context[zmq.Socket[bytes]],
+        network: PoolNetwork,
         discover: Discover,
-        clock: Clock,
-        status_interval_ms: float,
-        status_timeout_ms: float,
         on_news: Callable[[], None],
         next_ask: Callable[[], int],
     ) -> None:
-        """``name`` is the pool's; ``next_ask`` numbers its questions, whichever router they go to."""
+        """``name`` is the pool's; ``discover`` finds this router, ``next_ask`` numbers the pool's questions."""
         self.name = name
         self.url = url
         self.status: PoolStatus | None = None
@@ -89,12 +98,10 @@ class RouterLink:
         self.endpoint = ""
         self.reached = asyncio.Event()
         """Set once the first attempt to find the pool has ended, well or not."""
-        self._context = context
+        self._network = network
         self._discover = discover
-        self._clock = clock
-        self._complaints = Complaints(log, clock)
-        self._interval_s = status_interval_ms / 1000
-        self._timeout_ms = status_timeout_ms
+        self._clock = network.clock
+        self._complaints = Complaints(log, network.clock)
         self._on_news = on_news
         self._socket: CallbackSocket | None = None
         self._monitor: CallbackSocket | None = None
@@ -152,19 +159,20 @@ class RouterLink:
             self._forget_given_up()
             self._send(AskStatus(self._next_ask()))
             try:
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(self._network.status_interval_ms / 1000):
                     await self._lost.wait()
             except TimeoutError:
                 silent_ms = self._clock.monotonic_ms() - self._heard_ms
-                if silent_ms > self._timeout_ms:
-                    self.last_error = f"silent for {silent_ms:.0f} ms, allowed are {self._timeout_ms:.0f}"
+                allowed_ms = self._network.status_timeout_ms
+                if silent_ms > allowed_ms:
+                    self.last_error = f"silent for {silent_ms:.0f} ms, allowed are {allowed_ms:.0f}"
                     return
             else:
                 self.last_error = "connection lost"
                 return
 
     def _connect(self, endpoint: str) -> None:
-        socket = self._context.socket(zmq.DEALER)
+        socket = self._network.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, ASKS_OPEN_MAX)
         socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the questions that are open

@@ -36,9 +36,9 @@ from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import detached
 from poolgrid.serving.fair_queue import QueuedRequest
-from poolgrid.serving.leg_times import LegTimer
 from poolgrid.serving.legs import LegEvent, PlaceNext
 from poolgrid.serving.links import LinksOnDemand
+from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage
@@ -184,7 +184,8 @@ class GlobalRouterService:
         machine = RequestMachine(request, delivery, self._settings.migration_limit)
         now_ms = self._clock.monotonic_ms()
         timer = LegTimer(perf_counter())
-        return Flight(machine, timer, config, hints, expected, record, now_ms, waits_since_ms=now_ms)
+        timer.waits_since_ms = now_ms
+        return Flight(machine, timer, config, hints, expected, record, now_ms)
 
     def _queued(self, flight: Flight, attempt: Attempt, kind: object) -> Place:
         request = flight.machine.request
@@ -240,8 +241,8 @@ class GlobalRouterService:
         if not place.for_room:
             self._metrics.moves.labels("amid_output" if output else "before_output").inc()
             self.decisions.seconds.add(self._clock.wall_ms(), 0, 0, 0, moves=1)
-        elif flight.waits_since_ms is not None:
-            waited_ms = self._clock.monotonic_ms() - flight.waits_since_ms
+        elif flight.timer.waits_since_ms is not None:
+            waited_ms = self._clock.monotonic_ms() - flight.timer.waits_since_ms
             timeout_ms = max(0.0, self._settings.queue_timeout_ms - waited_ms)
         stage, work = flight.stage, flight.work
         if work is Stage.ENCODE:

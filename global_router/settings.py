@@ -47,29 +47,30 @@ class GlobalRouterSettings(ServingSettings):
     panel: ClassVar[str] = "Pools"
 
     config: InputFile = Field(
-        description="Pool-grid document: the pools and which of them serves which request; see docs/pool_grids.md."
+        description=("Read the pools and their grids from this pool-grid document (docs/pool_grids.md).")
     )
     pool_url: tuple[str, ...] = Field(
         (),
         max_length=512,
-        description="NAME=URL: where the router of a pool listens, instead of the document's url. Repeat for more. "
-        "With names also NAME=dyn://namespace.router.select; a pool without any url is looked for in the namespace of "
-        "its name.",
+        description=(
+            "Find a pool's router at NAME=URL or NAME=dyn://..., instead of the document's url. Repeat for more."
+        ),
     )
     pool_api_key: InputFile | None = Field(
-        None, description="File with an operator's API key of the pools' routers, when those have --api-keys."
+        None, description=("Read an operator's API key for the pools' routers from this file.")
     )
     pool_ca: InputFile | None = Field(
         None,
-        description="PEM file with the authorities of the pools' https URLs; by default the machine's. With "
-        "tls_certificate, this process shows it to pools that ask for one.",
+        description=("Trust the authorities in this PEM file for the pools' https URLs. Unset = the system's."),
     )
     local_prefill_max_tokens: int = Field(
         0,
         ge=0,
         le=4_194_304,
-        description="In a disaggregated fleet, a prompt of at most this many tokens is served whole by its decode "
-        "pool; 0 = never while a prefill pool can be used.",
+        description=(
+            "In a disaggregated fleet, serve prompts of at most this many tokens in the decode pool; 0 = only "
+            "without a prefill pool."
+        ),
     )
 
     @field_validator("pool_url")

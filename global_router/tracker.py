@@ -12,15 +12,15 @@ import logging
 from collections.abc import Callable
 
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.choice.attribution import Served
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, Ticket
 from poolgrid.global_router.core.choice.closed_loop import LoopStep
+from poolgrid.global_router.core.choice.destination import Served
 from poolgrid.global_router.flight import Flight
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
-from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerReported
 from poolgrid.serving.links import LinksOnDemand
 from poolgrid.serving.request_tracker import Placer, RequestTracker

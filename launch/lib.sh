@@ -93,7 +93,7 @@ up() {
     done
     [[ -z ${GPUS:-} ]] || options+=(--gpus "$GPUS")
     if [[ $MODALITY == multimodal ]]; then
-        options+=(--part-option "router.max-file-size-mb=$MAX_FILE_SIZE_MB")
+        options+=(--part-option "worker.max-file-size-mb=$MAX_FILE_SIZE_MB")
         [[ -z $ALLOWED_LOCAL_MEDIA_PATH ]] || options+=(--part-option "router.allowed-local-media-path=$ALLOWED_LOCAL_MEDIA_PATH")
     fi
     [[ -z $CUSTOM_TEMPLATE ]] || options+=(--part-option "router.chat-template=$CUSTOM_TEMPLATE")

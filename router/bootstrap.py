@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -21,13 +20,13 @@ from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, pl
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.drain_endpoint import add_drain_endpoint
-from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
-from poolgrid.router.health import Completeness
 from poolgrid.router.http_api import (
+    Completeness,
+    add_drain_endpoint,
     add_index_endpoint,
     add_pool_endpoint,
+    add_route_endpoint,
     add_router_endpoints,
     endpoints,
     readiness,
@@ -43,6 +42,7 @@ from poolgrid.serving.links import links_that_fit
 from poolgrid.serving.router_process import RouterProcess
 from poolgrid.transport.planes import MakeContext
 from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.leadership import Leader
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
@@ -100,6 +100,9 @@ async def serve(
         await process.open_names()
         process.open_shared(f"{settings.namespace}.{settings.nats_pool}", settings.router_id)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
+        following = None
+        if settings.on_nats and isinstance(feed, RemoteFeed):
+            following = _follow_leader(opened, settings, feed, clock)
         if process.names is not None and isinstance(feed, RemoteFeed):
             _follow_by_name(settings, process.names, feed, awake)
         context = process.open_context(make_context)
@@ -136,7 +139,7 @@ async def serve(
         server.start()
         if recorder is not None:
             recorder.start()
-        await unless(stop, service.start(), "start of the router")
+        await unless(stop, _start(service, following), "start of the router")
         if not stop.is_set():
             await process.serve_requests(app, service, stop)
         if stop.is_set():
@@ -191,14 +194,34 @@ def _make_feed(
             feed = query = ""  # names say where they are
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
-        plane = load_plugin(EVENT_PLANES, settings.event_plane)
-        followed = plane.open_feed(settings, settings.router_id, registry, clock, awake, BLOCKS_PER_WORKER_MAX)
-        return cast(JournalFeed, followed), None
+        return RemoteFeed("", "", awake, make_context), None  # the event plane says which consolidator is active
     # Late: most routers follow a consolidator elsewhere.
     from poolgrid.consolidator.bootstrap import create as create_consolidator
 
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
+
+
+async def _start(service: RouterService, following: asyncio.Task[None] | None) -> None:
+    """Start a router, once the event plane is connected that says where its consolidator is."""
+    if following is not None:
+        await following
+    await service.start()
+
+
+def _follow_leader(
+    opened: AsyncExitStack, settings: RouterSettings, feed: RemoteFeed, clock: Clock
+) -> asyncio.Task[None]:
+    """Follow the journal of whichever consolidator of the pool is active, as the event plane knows."""
+    plane = load_plugin(EVENT_PLANES, settings.event_plane)
+
+    def move(leader: Leader | None) -> None:
+        # One that is active and has no address yet still reads the journal.
+        if leader is not None and leader.feed:
+            detached(feed.move(leader.feed, leader.query), "move to another consolidator")
+
+    following = plane.follow_consolidator(opened, settings, f"router {settings.router_id}", clock, move)
+    return cast("asyncio.Task[None]", following)
 
 
 def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed, clock: Clock) -> None:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
@@ -34,11 +35,10 @@ from poolgrid.router.core.stage_plan import (
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
 from poolgrid.router.settings import RouterSettings
-from poolgrid.router.targets import ttft_target_ms
-from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegPlan
 from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
-from poolgrid.wire.hashing import hash_seed
+from poolgrid.wire.hashing import TOKEN_BYTES, hash_seed
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 log: Final = logging.getLogger(__name__)
@@ -77,10 +77,8 @@ class Chooser:
         self._state = state
         self._selector = state.selector
         self._projection = state.projection
-        self._planner: Planner | None = state.selector.planner if settings.hold_limit_ms > 0 else None
+        self.planner: Planner | None = state.selector.planner if settings.hold_limit_ms > 0 else None
         """Where requests may ever wait for the worker that is best for them."""
-        self._needs_seeds = state.projection.needs_seeds
-        """Whether it is learned how long blocks should stay: of prompts with one seed, for prompts with that seed."""
         self._links = links
         self._clock = clock
         self._behind_records = behind_records
@@ -129,8 +127,9 @@ class Chooser:
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
             routed.path = self.path_now(request)
-        leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
-        found = self._state.apply(wanted)
+        output_tokens = len(machine.delivery.output) // TOKEN_BYTES
+        leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
+        found = self._state.select(wanted)
         if isinstance(found, Decision):
             return Placement(found, leg, now_ms)
         if isinstance(found, PolicyFailed):
@@ -165,10 +164,9 @@ class Chooser:
         request = plan.request
         block_size = self.block_size(request.model)
         leg = self._next_leg(plan, output_tokens, path, block_size)
-        seed = hash_seed(request.lora_name, request.cache_salt) if self._needs_seeds else 0
         queued = None if routed is None else routed.queued
         return leg, WorkerWanted(
-            _routing(request, output_tokens, block_size, leg, seed),
+            _routing(request, output_tokens, block_size, leg),
             path,
             now_ms,
             self._clock.wall_ms(),
@@ -183,16 +181,16 @@ class Chooser:
     @property
     def plans(self) -> bool:
         """Tell whether requests may wait for the worker that is best for them, now."""
-        return self._planner is not None and self._planner.is_active
+        return self.planner is not None and self.planner.is_active
 
     def takes_held(self, model: str) -> bool:
         """Tell whether any worker of a model has so few prompt tokens to compute that one may go there that waits."""
-        return self._planner is not None and self._planner.has_room(model, PROMPT_ROLES)
+        return self.planner is not None and self.planner.has_room(model, PROMPT_ROLES)
 
     def can_be_planned(self, routed: LocalRequest) -> bool:
         """Tell whether some worker could compute a request's prompt, which may wait for a better one."""
         wanted = self._wanted_by_plan(routed)
-        return wanted is not None and self._planner is not None and self._planner.can_plan(wanted)
+        return wanted is not None and self.planner is not None and self.planner.can_plan(wanted)
 
     def plan(self, waiting: Sequence[LocalRequest]) -> list[tuple[LocalRequest, Mapping[WorkerKey, int]]]:
         """Return who of those that wait is to be placed now, in order, and what is planned behind each."""
@@ -205,8 +203,8 @@ class Chooser:
             else:
                 by_roles.setdefault(wanted.roles, []).append((routed, wanted))
         for roles, group in by_roles.items():
-            if self._planner is not None and self._planner.has_room(group[0][1].request.model, roles):
-                planned = self._planner.plan([wanted for _, wanted in group])
+            if self.planner is not None and self.planner.has_room(group[0][1].request.model, roles):
+                planned = self.planner.plan([wanted for _, wanted in group])
                 due += [(group[row][0], behind) for row, behind in planned]
         return due
 
@@ -282,7 +280,7 @@ class Chooser:
         return staff
 
 
-def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, seed: int) -> RoutingRequest:
+def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec) -> RoutingRequest:
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)
@@ -296,6 +294,33 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         leg.stage,
         () if request.multimodal is None else media_hashes(request),
         () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
-        seed=seed,
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
     )
+
+
+TTFT_HEADER = "x-ttft-target-ms"
+VALUE_CHARS_MAX = 64
+"""A number of milliseconds is shorter."""
+
+
+def ttft_target_ms(hints: Mapping[str, Any]) -> float:
+    """Return the target of ``InferenceRequest.hints``, 0 without one; ``nvext`` wins over the header.
+
+    A global router reads more of them, and refuses what it cannot read (``poolgrid.global_router.core.choice``). Here
+    a target only helps to choose between workers, so one that is no number of milliseconds above 0 asks for nothing.
+    """
+    nvext = hints.get("nvext")
+    router = nvext.get("router") if isinstance(nvext, Mapping) else None
+    value = router.get("ttft_target") if isinstance(router, Mapping) else None
+    if value is None:
+        headers = hints.get("headers")
+        value = headers.get(TTFT_HEADER) if isinstance(headers, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return 0.0
+    if isinstance(value, str) and len(value) > VALUE_CHARS_MAX:
+        return 0.0
+    try:
+        target_ms = float(value)
+    except (ValueError, OverflowError):
+        return 0.0
+    return target_ms if math.isfinite(target_ms) and target_ms > 0.0 else 0.0

@@ -1,4 +1,4 @@
-"""How a router follows a journal: a consolidator inside this process, or one elsewhere (``nats_feed``: a stream)."""
+"""How a router follows a journal: of a consolidator inside this process, or of one elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SILENCE_MS = 2500.0
 
 
 class JournalFeed(Protocol):
-    """A journal that a router follows: of a consolidator in this process or elsewhere, or in a stream."""
+    """A journal that a router follows: of a consolidator in this process or elsewhere."""
 
     async def start(self, listener: PoolListener) -> None:
         """Deliver a snapshot, then every record after it; returns once the snapshot was delivered (not: loaded)."""

@@ -1,45 +1,72 @@
-"""What the router adds to the OpenAI surface: who the workers are, and why requests went where they went."""
+"""What a pool's router adds to the HTTP API: workers, decisions, dry runs, the drain of a worker, the pool's health.
+
+Rules of the pool's health
+    1. An endpoint is all workers of one model, role and endpoint name; it is ready while one of them takes requests.
+    2. A model that is served in stages is complete once each stage that it needs has a worker: prefill workers cannot
+       go on alone, and decode workers that could compute prompts themselves are there for something else. A pool is
+       not ready before; load balancers would send it requests that it serves slowly or not at all.
+    3. What was complete once stays ready: the pool serves on with those that are left, and ``troubles`` says so.
+    4. A pool is ready only while some model has a worker that can generate: without one every request would be answered
+       503, and a load balancer has better routers to ask (decision 0046). It starts without workers all the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Path, Query
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
+from msgspec import Raw, Struct
+from msgspec.structs import asdict
 
 from poolgrid.frontend.app import Readiness
-from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.openapi import error_answers
+from poolgrid.frontend.errors import RequestError, invalid, refused
+from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prepared_request import PreparedRequest
+from poolgrid.frontend.prompts import tokenize
+from poolgrid.frontend.request_body import BodyReader
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.schema import parse
+from poolgrid.frontend.sequences import sequences_of
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.health import Completeness, endpoint_rows
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
+from poolgrid.serving.router_process import decision_not_found
 from poolgrid.wire.answers import (
     DecisionList,
+    DrainAnswer,
+    DryRun,
     EndpointRow,
+    InstanceRow,
     JournalRow,
     LoadingRow,
-    ModelStatusRow,
     PoolAnswer,
     PoolStatusRow,
     QueueRow,
     RecordingRow,
     RequestExplanation,
-    RoleStatusRow,
     SourceRow,
     StreamRow,
     WorkerList,
     WorkerRow,
 )
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.wire.loading import LoadingWorker
-from poolgrid.wire.selection import PoolStatus
+from poolgrid.wire.names import COMPONENTS
+from poolgrid.wire.selection import PoolStatus, RoleStatus
 
 if TYPE_CHECKING:
     from poolgrid.router.decision_journal.recorder import DecisionRecorder
@@ -88,26 +115,14 @@ def add_router_endpoints(
         """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
         attempts = [each.explanation() for each in service.decisions.of_request(request_id)]
         if not attempts:
-            raise RequestError(
-                404,
-                "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
-                param="request_id",
-            )
+            raise decision_not_found(request_id, len(service.decisions))
         return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
 
 
 def loading_row(worker: LoadingWorker) -> LoadingRow:
     """Return what ``/v1/workers`` says of a worker that still loads."""
-    return LoadingRow(
-        worker_id=worker.worker_id,
-        model=worker.model,
-        role=worker.role,
-        phase=worker.phase,
-        done_bytes=worker.done_bytes,
-        total_bytes=worker.total_bytes,
-        left_bytes=max(0, worker.total_bytes - worker.done_bytes),
-    )
+    left_bytes = max(0, worker.total_bytes - worker.done_bytes)
+    return msgspec.convert({**asdict(worker), "left_bytes": left_bytes}, LoadingRow)
 
 
 def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms: int) -> WorkerRow:
@@ -213,34 +228,12 @@ def add_pool_endpoint(
 
 def pool_status(status: PoolStatus) -> PoolStatusRow:
     """Return a pool's status, as global routers get it, for people."""
-    models = [
-        ModelStatusRow(
-            model=model.model,
-            block_size=model.block_size,
-            hash_spec=model.hash_spec,
-            max_sequence_length=model.max_sequence_length,
-            roles=[
-                RoleStatusRow(
-                    role=each.role.name.lower(),
-                    ready=each.ready,
-                    draining=each.draining,
-                    unreachable=each.unreachable,
-                    requests=each.requests,
-                    capacity=each.capacity,
-                )
-                for each in model.roles
-            ],
-            loras=list(model.loras),
-        )
-        for model in status.models
-    ]
-    return PoolStatusRow(
-        ready=status.ready,
-        models=models,
-        waiting_requests=status.waiting_requests,
-        saturation=status.saturation,
-        retry_after_s=status.retry_after_s,
-    )
+    models = [{**asdict(model), "roles": [_role_fields(role) for role in model.roles]} for model in status.models]
+    return msgspec.convert({**asdict(status), "models": models}, PoolStatusRow)
+
+
+def _role_fields(role: RoleStatus) -> dict[str, Any]:
+    return {**asdict(role), "role": role.role.name.lower()}
 
 
 def endpoints(service: RouterService) -> list[EndpointRow]:
@@ -273,3 +266,176 @@ def readiness(service: RouterService, completeness: Completeness | None = None) 
         return None if completeness is None else completeness.missing(endpoints(service))
 
     return missing
+
+
+ERRORS = {"404": "The pool has no such worker", "503": "The worker cannot be told now"}
+
+
+def add_drain_endpoint(app: FastAPI, service: RouterService) -> None:
+    """Add ``POST /v1/workers/{worker_id}/drain``, which any router of a pool answers.
+
+    The worker takes nothing new, hands over what does not finish in time, and waits to be ended.
+    """
+
+    @app.post("/v1/workers/{worker_id}/drain", tags=["router"], status_code=202, responses=error_answers(ERRORS))
+    async def drain(
+        worker_id: Annotated[str, Path(max_length=IDENTIFIER_BYTES_MAX)],
+        timeout_ms: Annotated[
+            int | None,
+            Query(
+                ge=0,
+                le=DRAIN_TIMEOUT_MS_MAX,
+                description="How long running requests may take to finish; by default the worker's drain_timeout_ms.",
+            ),
+        ] = None,
+    ) -> dict[str, Any]:
+        """Tell a worker to drain: to take nothing new, and to hand over what does not finish in time."""
+        if not any(key.worker_id == worker_id for key in service.projection.fleet.workers):
+            raise RequestError(404, "worker_not_found", f"there is no worker {worker_id!r}; GET /v1/workers has them")
+        if not service.links.drain(WorkerId(worker_id), timeout_ms):
+            raise RequestError(
+                503,
+                "worker_unreachable",
+                f"worker {worker_id!r} cannot be told to drain: this router has no connection to it; "
+                "GET /v1/workers says why, and SIGTERM to its process does the same",
+            )
+        return DrainAnswer(worker_id=worker_id, timeout_ms=timeout_ms).to_json()
+
+
+INSTANCES_SHOWN_MAX = 64
+"""Workers of an endpoint that are named; of more than these only the number is told. Probes ask every few seconds."""
+
+GENERATING = ("aggregated", "decode")
+"""Roles of workers that answer a request; the others only do a part of the work before."""
+
+
+def endpoint_name(worker: Worker) -> str:
+    """Return what a worker is called in a deployment."""
+    return worker.card.endpoint_name or f"poolgrid.{COMPONENTS[worker.card.role]}.generate"
+
+
+def endpoint_rows(workers: Iterable[Worker], unreachable: Mapping[WorkerKey, str]) -> list[EndpointRow]:
+    """Return every endpoint of a pool, by model and role."""
+    found: dict[tuple[str, Role, str], list[InstanceRow]] = {}
+    for worker in workers:
+        state = "draining" if worker.draining else "unreachable" if worker.key in unreachable else "ready"
+        key = (worker.card.model, worker.card.role, endpoint_name(worker))
+        found.setdefault(key, []).append(
+            InstanceRow(worker_id=worker.key.worker_id, dp_rank=worker.key.dp_rank, state=state)
+        )
+    return [
+        EndpointRow(
+            endpoint=name,
+            model=model,
+            role=role.name.lower(),
+            workers=len(instances),
+            ready=sum(each.state == "ready" for each in instances),
+            instances=instances[:INSTANCES_SHOWN_MAX],
+        )
+        for (model, role, name), instances in sorted(found.items())
+    ]
+
+
+def incomplete_models(rows: Sequence[EndpointRow]) -> dict[str, str]:
+    """Return what is missing of each model that is served in stages and not in all of them."""
+    ready: dict[str, set[str]] = {}
+    for row in rows:
+        ready.setdefault(row.model, set())
+        if row.ready:
+            ready[row.model].add(row.role)
+    missing: dict[str, str] = {}
+    for model, roles in ready.items():
+        if "aggregated" in roles:
+            continue
+        if "decode" in roles and "prefill" not in roles:
+            missing[model] = "prefill"
+        elif "prefill" in roles and "decode" not in roles:
+            missing[model] = "decode"
+        elif "encode" in roles and not roles & {"prefill", "decode"}:
+            missing[model] = "prefill and decode"
+    return missing
+
+
+class Completeness:
+    """Which models were complete once, and what the others lack."""
+
+    def __init__(self) -> None:
+        self._complete: set[str] = set()
+
+    def missing(self, rows: Sequence[EndpointRow]) -> str | None:
+        """Return what keeps the pool from being ready, in words."""
+        missing = incomplete_models(rows)
+        self._complete.update(row.model for row in rows if row.ready and row.model not in missing)
+        for model, role in missing.items():
+            if model not in self._complete:
+                return f"model {model!r} has no {role} worker yet"
+        if any(row.ready and row.role in GENERATING for row in rows):
+            return None
+        return "no worker takes requests" if not rows else "no aggregated or decode worker takes requests"
+
+    def troubles(self, rows: Sequence[EndpointRow]) -> list[str]:
+        """Return what a pool that was complete lacks now."""
+        return [
+            f"model {model!r} has no {role} worker any more"
+            for model, role in incomplete_models(rows).items()
+            if model in self._complete
+        ]
+
+
+class RouteBody(Struct, kw_only=True):
+    """What tells which kind of body it is; what else it holds is looked at as the real request's would be."""
+
+    messages: Raw = Raw()
+    token_ids: Raw = Raw()
+    prompt: Raw = Raw()
+
+
+_decoder = msgspec.json.Decoder(RouteBody)
+
+DRY_RUN_PREFIX = "dry-run-"
+"""Begins the request id of a dry run without ``x-request-id``: ties and samples are drawn from it."""
+
+
+def add_route_endpoint(app: FastAPI, service: RouterService) -> None:
+    """Add ``POST /v1/route``: where a request would go now, and why.
+
+    The body is that of a chat or text completion, or ``{"model": ..., "token_ids": [...]}``. It is checked, rendered
+    and tokenized as the real one would be, and its media are loaded; then the selector is asked on a dry run.
+    """
+    bodies: BodyReader = app.state.bodies
+    preparation: Preparation = app.state.preparation
+    tokenization: TokenizationPool = app.state.tokenization
+    media: MediaLoader = app.state.media
+    request_ids = RequestIds(DRY_RUN_PREFIX)
+
+    @app.post("/v1/route", tags=["router"], responses=error_answers(ROUTE_STATUSES), openapi_extra=ROUTE_REQUEST)
+    async def route(request: Request) -> dict[str, Any]:
+        """Say where a request would go now and why; nothing is dispatched or reserved."""
+        body = await bodies.read(request)
+        job = _job(preparation, body)
+        with closing(media.lease()) as lease:
+            # The hashes of blocks depend on the bytes of media, so there is no telling a prefix without them.
+            job.items = await media.load(job.media, lease, None)
+            prompts = await tokenization.run(len(body), partial(tokenize, job))
+            given = request.headers.get("x-request-id")
+            wanted = request_ids.wanted(None if given is None else given.encode("latin-1"))
+            count = len(prompts) * job.choices_per_prompt
+            ids = request_ids.of_sequences(wanted, count)
+            try:
+                routes = [service.preview(each).explanation() for each in sequences_of(job, prompts, ids)]
+            except Refused as refusal:
+                raise refused(refusal) from None
+        return DryRun(routes=routes).to_json()
+
+
+def _job(preparation: Preparation, body: bytes) -> PreparedRequest:
+    fields = parse(_decoder, body)
+    if fields.messages:
+        return preparation.chat(body)
+    if fields.token_ids:
+        if fields.prompt:
+            raise invalid("token_ids", "token_ids and prompt are both given: allowed is one of them")
+        named = msgspec.json.decode(body)
+        named["prompt"] = named.pop("token_ids")
+        body = msgspec.json.encode(named)
+    return preparation.completion(body)

@@ -139,7 +139,7 @@ class JournalApplier:
         if self._loading is not None:
             if not self._loading.step(LOAD_STEP_BLOCKS):
                 loaded, self._loading = self._loading, None
-                self._state.apply(SnapshotArrived(loaded, self._clock.monotonic_ms()))
+                self._state.adopt(SnapshotArrived(loaded, self._clock.monotonic_ms()))
                 self._replaced = loaded
                 self._note_level()
                 self._on_loaded()
@@ -161,7 +161,7 @@ class JournalApplier:
 
     def _apply(self, records: Sequence[JournalRecord]) -> None:
         try:
-            self._state.apply(RecordsArrived(records, self._clock.monotonic_ms()))
+            self._state.take_records(RecordsArrived(records, self._clock.monotonic_ms()))
         except Exception as error:
             self._start_over(records, error)
         else:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
+from poolgrid.process.tracing.record import SpanRecord, Value
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import LegSpec
@@ -27,19 +30,18 @@ class WaitCause(StrEnum):
     NEXT_LEG = "next_leg"
 
 
-@dataclass(slots=True, eq=False)
-class LocalRequest(RoutedRequest):
+class LocalRequest(RoutedRequest, eq=False):
     """A request of a pool's router."""
 
     path: array[int]
     """Sequence hashes of the prompt's whole blocks."""
-    tried: dict[WorkerKey, str] = field(default_factory=dict)
+    tried: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that failed this request, and how: they come last."""
-    unable: dict[WorkerKey, str] = field(default_factory=dict)
+    unable: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that cannot do what it asks for, and why: they are not asked again."""
     queued: QueuedRequest[LocalRequest] | None = None
     """Its place in the queue, while it waits."""
-    behind: Mapping[WorkerKey, int] = field(default_factory=dict)
+    behind: Mapping[WorkerKey, int] = msgspec.field(default_factory=dict)
     """Those that wait and will be computed behind it on each worker, while it is placed by a plan."""
     resumed_for: WaitCause = WaitCause.WORKER_LOST
     """Why it waits, while its client is being served already."""
@@ -52,8 +54,7 @@ class LocalRequest(RoutedRequest):
         return self.machine.ended or (self.placed is not None and self.placed.done())
 
 
-@dataclass(slots=True)
-class Placement:
+class Placement(msgspec.Struct):
     """A worker, chosen for a leg of a request."""
 
     decision: Decision
@@ -95,3 +96,46 @@ class PlacementFailure:
 
     def __str__(self) -> str:
         return str(self.none)
+
+
+OTHERS_MAX = 8
+"""Further candidates that are told, the cheapest; ``/v1/decisions`` has them all. Each costs some 15 µs to send."""
+
+
+def tell_decision(span: SpanRecord, decision: Decision) -> None:
+    """Put a decision on a span: the chosen worker's terms as attributes, those of others in an event each."""
+    told = decision.explanation()
+    span.attributes |= {
+        "poolgrid.worker": told.worker,
+        "poolgrid.stage": told.stage,
+        "poolgrid.policy": told.policy,
+        "poolgrid.decision.reason": told.reason,
+        "poolgrid.decision.attempt": told.attempt,
+        "poolgrid.candidates": told.candidates,
+        "poolgrid.filtered": len(told.filtered),
+        "poolgrid.isl": told.isl,
+        "poolgrid.overlap_blocks": told.overlap_blocks,
+        "poolgrid.block_size": told.block_size,
+        "poolgrid.journal_offset": told.offset,
+        "poolgrid.behind_records": told.behind_records,
+    }
+    if told.cost is not None:
+        span.attributes["poolgrid.cost"] = told.cost
+    others = []
+    for row in told.rows:
+        if row.chosen:
+            span.attributes |= {f"poolgrid.cost.{name}": value for name, value in row.terms.items()}
+        else:
+            others.append(row)
+    others.sort(key=lambda row: 0.0 if row.cost is None else row.cost)
+    for row in others[:OTHERS_MAX]:
+        blocks = row.device_overlap_blocks + row.host_overlap_blocks + row.disk_overlap_blocks
+        event: dict[str, Value] = {
+            "poolgrid.worker": row.worker,
+            "poolgrid.overlap_blocks": blocks,
+            "poolgrid.requests": row.requests,
+        }
+        if row.cost is not None:
+            event["poolgrid.cost"] = row.cost
+            event["poolgrid.cost.terms"] = " ".join(f"{name}={value:g}" for name, value in row.terms.items())
+        span.event("other candidate", span.began_ms, event)

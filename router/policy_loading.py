@@ -1,6 +1,6 @@
 """From a policy's name to the policy, by entry points: ``kv`` is in the core, others are found like those of operators.
 
-The group ``poolgrid.policies`` has policies, ``poolgrid.retention`` what learns how long blocks should stay.
+The group is ``poolgrid.policies``.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from poolgrid.process.plugins import POLICIES, RETENTION, load_plugin, plugin_names, policy_names
+from poolgrid.process.plugins import POLICIES, load_plugin, plugin_names, policy_names
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, KvAware, Policy, PolicyOptions
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
@@ -31,7 +30,7 @@ def make_policy(
     approximate_ttl_ms: float = APPROXIMATE_TTL_MS,
 ) -> Policy:
     """Return the policy of a name, or an object of ``module:Class``; raises ``PolicyError``."""
-    made = KvAware if name == KvAware.name else _loaded(POLICIES, name)
+    made = KvAware if name == KvAware.name else _loaded(name)
     configured = getattr(made, "configured", None)
     try:
         if configured is not None:
@@ -47,14 +46,6 @@ def make_policy(
     return loaded
 
 
-def make_retention(name: str) -> Observer | None:
-    """Return what learns how long blocks should stay, ``None`` for ``off``; raises ``PolicyError``."""
-    if name == "off":
-        return None
-    made: Observer = _loaded(RETENTION, name)()
-    return made
-
-
 def load_policy(settings: RouterSettings) -> Policy:
     """Return the policy that the settings name; raises ``PolicyError``."""
     return make_policy(settings.policy, settings.cost_weights(), settings.temperature, settings.approximate_ttl_ms)
@@ -64,18 +55,15 @@ def make_state(settings: RouterSettings, policy: Policy | None = None) -> Router
     """Return the state of a router that has just begun; raises ``PolicyError``."""
     index, ledger = PrefixIndex(settings.index_budget_bytes), settings.ledger_budget_bytes
     projection = Projection(index, LoadLedger(settings.reservation_ttl_ms, ledger))
-    learner = make_retention(settings.retention)
-    if learner is not None:
-        projection.attach(learner)
     return RouterState(Selector(projection, policy or load_policy(settings), settings.worker_queue_factor))
 
 
-def _loaded(group: str, name: str) -> Any:
+def _loaded(name: str) -> Any:
     module, colon, attribute = name.partition(":")
-    if not colon and name not in plugin_names(group):
-        names = policy_names() if group == POLICIES else ("off", *plugin_names(group))
+    if not colon and name not in plugin_names(POLICIES):
+        names = policy_names()
         raise PolicyError(f"loading policy {name!r}: it is unknown, allowed are {', '.join(names)}, or module:Class")
     try:
-        return getattr(importlib.import_module(module), attribute) if colon else load_plugin(group, name)
+        return getattr(importlib.import_module(module), attribute) if colon else load_plugin(POLICIES, name)
     except Exception as error:
         raise PolicyError(f"loading policy {name!r}: {type(error).__name__}: {error}") from error

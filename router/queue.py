@@ -94,7 +94,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
     def resume(self, routed: LocalRequest, cause: WaitCause) -> None:
         """Have a request whose client is being served already wait for its next worker."""
         routed.resumed_for = cause
-        since_ms = routed.waits_since_ms
+        since_ms = routed.timer.waits_since_ms
         self._enter(self._queued(routed, self._clock.monotonic_ms() if since_ms is None else since_ms))
 
     def leave(self, routed: LocalRequest) -> None:
@@ -186,8 +186,8 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         failure = self._place(routed)
         if failure is None:
             routed.queued = None
-            if routed.waits_since_ms is None and not queued.resumed:
-                routed.waits_since_ms = queued.entered_ms  # its worker may refuse it, and the time runs on
+            if routed.timer.waits_since_ms is None and not queued.resumed:
+                routed.timer.waits_since_ms = queued.entered_ms  # its worker may refuse it, and the time runs on
             self._queue.leave(queued, dispatched=True)
             if queued.resumed:
                 self._count_wait(queued.entered_ms, routed.resumed_for)

@@ -21,20 +21,20 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints, shown_peer
 from poolgrid.process.tracing.record import SpanRecord
 from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
-from poolgrid.router.decision_span import tell_decision
+from poolgrid.router.placement import tell_decision
 from poolgrid.router.service import RouterService
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import CallbackSocket, bind
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.hashing import hash_seed, unpack_hashes
+from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.loading import LoadingWorker
@@ -65,7 +65,6 @@ QUESTIONS_QUEUED_MAX = 64
 """Questions of one asker that ZMQ keeps while we are busy; the rest wait at the asker. They may be large."""
 
 EXCLUDED = "excluded by the asker"
-UNSALTED = hash_seed()
 NOT_READY_RETRY_S = 1.0
 
 
@@ -135,12 +134,12 @@ class SelectPlane:
         if isinstance(message, Renew):
             now_ms = self._clock.monotonic_ms()
             for reservation in message.reservations:
-                self._state.apply(Renewed(_key(reservation.worker), reservation.request_id, now_ms))
+                self._state.renew(Renewed(_key(reservation.worker), reservation.request_id, now_ms))
         else:
             self._give_back(message.reservation.worker, message.reservation.request_id)
 
     def _give_back(self, worker: WorkerRank, request_id: str) -> None:
-        self._state.apply(Released(_key(worker), request_id))
+        self._state.release(Released(_key(worker), request_id))
         self._pool.room_changed()
 
     def _select_traced(self, message: Select) -> Selected | SelectRefused:
@@ -176,12 +175,11 @@ class SelectPlane:
             message.priority,
             unpack_hashes(message.media_hashes),
             message.media_kinds,
-            seed=message.seed,
         )
         if not isinstance(decision, Decision):
             return self._refusal(message.ask, decision)
         lease_ms = self._pool.projection.ledger.lease_ms(message.lease_ms)
-        self._state.apply(Booked(decision, path, message.request_id, now_ms, lease_ms))
+        self._state.book(Booked(decision, path, message.request_id, now_ms, lease_ms))
         self._pool.reserved(decision, path)
         if span is not None:
             tell_decision(span, decision)
@@ -195,7 +193,6 @@ class SelectPlane:
             worker.card.block_size,
             decision.reason,
             int(lease_ms),
-            decision.retention,
         )
 
     def probe(self, message: Probe) -> Probed:
@@ -283,7 +280,6 @@ class SelectPlane:
         media: tuple[int, ...] = (),
         media_kinds: tuple[str, ...] = (),
         dry_run: bool = False,
-        seed: int = 0,
     ) -> Found:
         block_size = max(1, self._block_size(model))
         request = RoutingRequest(
@@ -296,7 +292,6 @@ class SelectPlane:
             stage,
             media,
             media_kinds,
-            seed or UNSALTED if self._selector.projection.needs_seeds else 0,
         )
         unavailable = {**self._pool.unreachable, **excluded} if excluded else self._pool.unreachable
         wanted = WorkerWanted(
@@ -308,7 +303,7 @@ class SelectPlane:
             roles=self._roles(model, stage),
             behind_records=self._pool.behind_records,
         )
-        return self._state.preview(wanted) if dry_run else self._state.apply(wanted)
+        return self._state.preview(wanted) if dry_run else self._state.select(wanted)
 
     def _roles(self, model: str, stage: Stage) -> tuple[Role, ...]:
         """Return who can do a stage: workers of that role; an aggregated one can do all but

@@ -31,19 +31,18 @@ from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.router.decision_span import tell_decision
 from poolgrid.router.feeds import JournalFeed
 from poolgrid.router.fleet_links import FIRST_CONTACT_MS, CompatibilityCheck, FleetLinks
 from poolgrid.router.journal_applier import JournalApplier
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure, WaitCause
+from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure, WaitCause, tell_decision
 from poolgrid.router.queue import RouterQueue, queue_span
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.tracker import RouterTracker
-from poolgrid.serving.full_workers import FullWorkers
-from poolgrid.serving.leg_times import LegTimer
+from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegEvent, PlaceNext
 from poolgrid.serving.links import LINKS_MAX, OpenLink
+from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
@@ -178,33 +177,29 @@ class RouterService:
     async def submit(self, request: InferenceRequest) -> TokenDelivery:
         """Choose a worker and dispatch; waits for room if it must. Raises ``Refused``."""
         try:
-            return await self._submit(request)
+            if not self.ready:
+                raise Refused(503, "not_ready", self._not_ready)
+            if request.request_id in self.tracker.requests:
+                raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
+            timer = LegTimer(perf_counter())
+            chooser = self.chooser
+            path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
+            delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
+            routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
+            cause = WaitCause.BEHIND_OTHERS
+            if chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
+                cause = WaitCause.HELD
+            elif not self.queue.has_waiting(request.model):
+                failure = self._place(routed)
+                if failure is None:
+                    return delivery
+                if not failure.busy:
+                    raise self.queue.refusal(failure)
+                cause = failure.wait_cause
+            await self.queue.wait(routed, cause)
         except Refused as refusal:
             self._metrics.refused.labels(refusal.code).inc()
             raise
-
-    async def _submit(self, request: InferenceRequest) -> TokenDelivery:
-        if not self.ready:
-            raise Refused(503, "not_ready", self._not_ready)
-        if request.request_id in self.tracker.requests:
-            raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
-        timer = LegTimer(perf_counter())
-        chooser = self.chooser
-        path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
-        delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
-        routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
-        cause = WaitCause.BEHIND_OTHERS
-        if chooser.plans and chooser.can_be_planned(routed):
-            cause = WaitCause.HELD
-        elif not self.queue.has_waiting(request.model):
-            failure = self._place(routed)
-            if failure is None:
-                return delivery
-            if not failure.busy:
-                raise self.queue.refusal(failure)
-            cause = failure.wait_cause
-        try:
-            await self.queue.wait(routed, cause)
         except asyncio.CancelledError:
             self.tracker.end(routed, LegEvent.CLIENT_LEFT)
             raise
@@ -262,7 +257,6 @@ class RouterService:
             leg.stage,
             chosen.overlap_tokens(),
             expected_prefill_tokens,
-            decision.retention,
         )
         if dispatch is None:
             return False

@@ -28,25 +28,25 @@ class EndpointPickerSettings(Settings):
         None,
         ge=0,
         le=65535,
-        description="Port of the endpoint picker, at which Envoy asks over ext-proc (gRPC) where a request is to go, "
-        "usually 9002; 0 takes any free one, empty = none. Needs poolgrid[ext-proc].",
+        description=(
+            "Serve Envoy's ext-proc requests (gRPC) at this port, usually 9002; 0 = any free port, unset = "
+            "none. Needs poolgrid[ext-proc]."
+        ),
     )
     ext_proc_streams: int = Field(
         4096,
         ge=1,
         le=1_000_000,
-        description="Most requests of gateways at a time, each a gRPC stream until its answer ends. At the limit the "
-        "one that has waited longest for the rest of its request is answered 429; when all have an endpoint, the new "
-        "one is refused, and the gateway's failure mode decides. As many as sixteen engines with 256 requests each. "
-        "Streams and bodies have the times of the HTTP server (http_request_timeout_ms, http_write_timeout_ms).",
+        description=(
+            "Limit the requests of gateways in flight. At the limit the oldest incomplete one gets 429, or "
+            "else the new one is refused."
+        ),
     )
     ext_proc_body_bytes: int = Field(
         256 * 1024 * 1024,
         ge=1024,
         le=2**40,
-        description="Memory for requests that are gathered before the choice, headers and bodies together; beyond it "
-        "the unfinished request that began first is answered 429. Sixteen of the largest bodies (max_body_bytes, above "
-        "which a body is answered 413).",
+        description=("Limit the memory for incomplete requests of gateways; beyond it the oldest one gets 429."),
     )
 
     @model_validator(mode="after")
@@ -68,99 +68,109 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         0,
         ge=0,
         le=65535,
-        description="Port at which global routers ask this pool to select and reserve workers; 0 takes any free one.",
+        description=("Serve selection and reservation for global routers at this port; 0 = any free port."),
     )
     feed_endpoint: ZmqAddress | None = Field(
         None,
-        description="Feed of a consolidator that runs alone (tcp://host:port, with names also "
-        "dyn://namespace.consolidator.feed), with query_endpoint; without them, one runs inside this process.",
+        description=(
+            "Follow the consolidator at this feed (tcp://HOST:PORT or a dyn:// name); needs query_endpoint. "
+            "Unset = run one inside the router."
+        ),
     )
     query_endpoint: ZmqAddress | None = Field(
         None,
-        description="Where that consolidator answers replay and snapshot requests (tcp://host:port, with names also "
-        "dyn://namespace.consolidator.query).",
+        description=(
+            "Request replays and snapshots of that consolidator at this endpoint (tcp://HOST:PORT or a dyn:// name)."
+        ),
     )
     policy: str = Field(
         "kv",
         examples=list(policy_names()),
-        description="How a worker is chosen: " + ", ".join(policy_names()) + ", or module:Class of your own.",
+        description=(
+            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, predicted, "
+            "random, round-robin, or your module:Class."
+        ),
     )
-    prefill_weight: float = Field(1.0, ge=0, le=1000, description="Cost of one block that must be computed.")
     queue_weight: float = Field(
-        0.25, ge=0, le=1000, description="How much prompt tokens that a worker still has to compute for others count."
+        0.25,
+        ge=0,
+        le=1000,
+        description=("Set the cost of prompt tokens that a worker has yet to compute for other requests."),
     )
-    decode_weight: float = Field(0.02, ge=0, le=1000, description="Cost of one KV block of a worker's active requests.")
+    decode_weight: float = Field(
+        0.02, ge=0, le=1000, description=("Set the cost of one KV block of a worker's active requests.")
+    )
     device_weight: float = Field(
-        1.0, ge=0, le=1000, description="Credit for one block in device memory; 0 ignores caches."
+        1.0, ge=0, le=1000, description=("Set the credit for one block cached in device memory; 0 ignores caches.")
     )
-    host_weight: float = Field(0.75, ge=0, le=1000, description="Credit for one block in host memory only.")
-    disk_weight: float = Field(0.25, ge=0, le=1000, description="Credit for one block on disk only.")
+    host_weight: float = Field(
+        0.75, ge=0, le=1000, description=("Set the credit for one block cached in host memory only.")
+    )
+    disk_weight: float = Field(0.25, ge=0, le=1000, description="Set the credit for one block cached on disk only.")
     temperature: float = Field(
-        0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost instead of taking the cheapest."
+        0.0, ge=0, le=1000, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
     )
     approximate_ttl_ms: float = Field(
         APPROXIMATE_TTL_MS,
         gt=0,
-        description="How long the approximate policy believes that a worker holds what it was sent.",
+        description=("Assume with policy approximate that a worker keeps a prompt's blocks for this time."),
     )
     index_budget_bytes: int = Field(
-        4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
+        4 * 1024**3,
+        ge=1024,
+        description=("Limit the memory of the prefix index; beyond it the oldest paths are removed."),
     )
     ledger_budget_bytes: int = Field(
         LEDGER_BYTES,
         ge=65_536,
-        description="Memory the requests in the load ledger may use; a further one is not counted as load.",
+        description=("Limit the memory of the load ledger; further requests do not count as load."),
     )
     router_id: str = Field(
         "router",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="Name of this router among those of its pool; its decisions are kept under it.",
+        description=("Name this router within its pool; its decisions are recorded under that name."),
     )
     record_decisions: bool = Field(
         True,
-        description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
-        "poolgrid replay, what-if and explain; segments and retention are the journal's.",
+        description=("With a data_dir, record every decision and its inputs for poolgrid replay, what-if and explain."),
     )
     worker_queue_factor: float = Field(
         2.0,
         gt=0,
         le=1000,
-        description="Requests a worker is given at a time, as a multiple of its max_batch_size; the rest wait here, "
-        "where they can still go elsewhere.",
+        description=(
+            "Send a worker at most this multiple of its batch size; other requests wait in the router, where "
+            "they can still move."
+        ),
     )
     queue_order: Literal["arrival", "shortest-uncached-work-first"] = Field(
         "arrival",
-        description="Order within a priority and tenant: first come first served, or the fewest prompt tokens to "
-        "compute first, with aging.",
+        description=(
+            "Order requests of one priority and tenant by arrival, or by fewest prompt tokens to compute (with ageing)."
+        ),
     )
     hold_limit_ms: float = Field(
         HOLD_LIMIT_MS,
         ge=0,
         le=600_000,
-        description="With the policy predicted: how long a request may wait here for the worker that is best for it "
-        "to have no prompt to compute; then it goes to a worker as it is. 0 = none waits.",
+        description=("With policy predicted, hold a request for its best worker at most this long; 0 = never."),
     )
     local_prefill_max_tokens: int = Field(
         256,
         ge=0,
         le=4_194_304,
-        description="In a disaggregated pool, a prompt of which at most this many tokens are not cached on a decode "
-        "worker is prefilled there: moving its KV would cost more than computing it.",
+        description=(
+            "In a disaggregated pool, prefill on the decode worker when at most this many prompt tokens are "
+            "not cached there."
+        ),
     )
     reservation_ttl_ms: float = Field(
-        30_000, ge=100, le=3_600_000, description="How long a prediction counts as load when no worker confirms it."
-    )
-
-    retention: Literal["off", "learned"] = Field(
-        "off",
-        description="What engines that take it are told of how long a prompt's blocks should stay: nothing, or what "
-        "this router learns. A request that says so itself goes as it is.",
+        30_000, ge=100, le=3_600_000, description="Expire unconfirmed load predictions after this time."
     )
 
     def cost_weights(self) -> CostWeights:
         """Return the weights of the kv policy."""
         return CostWeights(
-            prefill_weight=self.prefill_weight,
             queue_weight=self.queue_weight,
             decode_weight=self.decode_weight,
             device_weight=self.device_weight,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.service import RouterService
 from poolgrid.serving.admission_queue import queue_metrics
 from poolgrid.wire.identifiers import StreamState
 from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
+
+if TYPE_CHECKING:
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 PREFIX = "poolgrid_router"
 WORKER_STATES = ("ready", "draining", "unreachable")
@@ -45,42 +48,40 @@ class StateCollector(Collector):
         service = self._service
         projection = service.projection
         index, ledger, trust = projection.index, projection.ledger, projection.trust
-        retention = projection.observer("retention")
         yield from queue_metrics(PREFIX, service.counts()[0], service.queue)
         yield _gauge(
             "behind_records",
-            "Records that the pool's journal is known to hold and that are not applied yet. There may be "
-            "more. It is 0 while the router is level with the journal.",
+            "Journal records known to exist and not applied yet. 0 while the router is up to date.",
             service.behind_records,
         )
         yield _gauge(
             "index_blocks",
-            "Blocks in the prefix index. One that some workers hold without its ancestors counts twice.",
+            "Blocks in the prefix index. A block held by some workers without its ancestors counts twice.",
             len(index),
         )
         yield _gauge("ledger_requests", "Requests in the load ledger.", len(ledger))
         yield _gauge("journal_offset", "Next journal offset to apply.", projection.next_offset)
         yield _gauge(
             "journal_trouble",
-            "1 while what the router knows may not be current, because the consolidator is silent or "
-            "cannot write. Alert on it. `/health` and `/v1/pool` say why.",
+            "1 while the router's state may be outdated: the consolidator is silent or cannot write. Alert on "
+            "it. `/health` and `/v1/pool` have the reason.",
             bool(service.trouble),
         )
         yield _gauge(
             "reuse_sketch_bytes",
-            "Bytes that the memory of seen prompts uses, at most 64 MiB. At its bound it forgets, "
-            "and `poolgrid_router_achievable_tokens_total` is a lower bound.",
+            "Memory for the history of prompts, at most 64 MiB. At the limit "
+            "`poolgrid_router_achievable_tokens_total` is a lower bound.",
             service.tracker.sketch.used_bytes,
         )
         yield _gauge(
             "untrusted_workers",
-            "Workers whose overlap is predicted from the router's own choices, because their stream is not trusted.",
+            "Workers whose KV events are not trusted; their overlap comes from the router's own dispatches.",
             len(trust.untrusted),
         )
         yield _counter(
             "index_evicted_blocks",
-            "Blocks cut from the index to stay in its budget. If it grows, raise `index_budget_bytes`, or "
-            "accept that the oldest prefixes are forgotten.",
+            "Blocks evicted from the index to stay in its budget. If it grows, raise `index_budget_bytes`, or "
+            "accept less reuse.",
             index.counters.evicted_blocks,
         )
         yield _counter(
@@ -90,22 +91,9 @@ class StateCollector(Collector):
         )
         yield _counter(
             "expired_reservations",
-            "Predictions that no worker confirmed in time. Events are missing, or `reservation_ttl_ms` is "
+            "Reservations that no worker confirmed in time. Events are missing, or `reservation_ttl_ms` is "
             "shorter than the queues.",
             ledger.expired_reservations,
-        )
-        yield _counter(
-            "retention_gained_tokens",
-            "Reused prompt tokens that the worker's cache would have lost, had it evicted the least recently used "
-            "blocks; of up to 16 workers. Only with `retention`, and workers that take it.",
-            0 if retention is None else retention.gained_tokens,
-        )
-        yield _counter(
-            "retention_lost_tokens",
-            "Prompt tokens that were not reused, and would have been, had the worker's cache evicted the least "
-            "recently used blocks. If it grows faster than `poolgrid_router_retention_gained_tokens_total`, "
-            "what is learned does harm: switch `retention` off.",
-            0 if retention is None else retention.lost_tokens,
         )
         yield from self._of_workers()
 
@@ -114,7 +102,7 @@ class StateCollector(Collector):
         index, trust, unreachable = projection.index, projection.trust, self._service.unreachable
         yield _by_label(
             "overlap_disagreement_ratio",
-            "Share of tokens that the index and the worker disagree about, over its last 64 requests.",
+            "Share of tokens about which index and worker disagree, over its last 64 requests.",
             ["worker"],
             [((str(key),), check.disagreement) for key, check in list(trust.checks.items())],
         )
@@ -138,21 +126,21 @@ class StateCollector(Collector):
             blocks.append(((str(key),), index.held_blocks(key)))
         yield _by_label(
             "role_workers",
-            "Workers of each model and role (`aggregated`, `prefill`, `decode`, `encode`) that are `ready`, `draining` "
-            "or `unreachable`. A role that had workers and has no ready one cannot serve its leg.",
+            "Workers by model, role (`aggregated`, `prefill`, `decode`, `encode`) and state (`ready`, "
+            "`draining`, `unreachable`). A role without ready workers cannot serve its leg.",
             ["model", "role", "state"],
             states.items(),
         )
         yield _by_label(
             "event_lag_seconds",
-            "Age of a worker's last batch when the consolidator recorded it. The wall clocks of two machines "
-            "are compared, and negative values show as 0.",
+            "Age of a worker's last batch when the consolidator recorded it, by the clocks of two machines. "
+            "Negative values show as 0.",
             ["worker"],
             lags,
         )
         yield _by_label(
             "worker_blocks",
-            "Blocks that the index says a worker holds. Compare with `poolgrid_worker_cached_blocks` of that worker.",
+            "Blocks that a worker holds according to the index. Compare with `poolgrid_worker_cached_blocks`.",
             ["worker"],
             blocks,
         )
@@ -196,22 +184,21 @@ class DecisionRecordCollector(Collector):
         recorder = self._recorder
         yield _counter(
             "recorded_decisions",
-            "Decisions written to the decision journal, which exists only with a `data_dir`.",
+            "Decisions written to the decision recording, with a `data_dir`.",
             recorder.counters.written_decisions,
         )
         yield _counter(
             "unrecorded_decisions",
-            "Decisions that the decision journal lacks, which it notes. If it grows, the disk fails or is too slow.",
+            "Decisions missing from the recording. If it grows, the disk fails or is too slow.",
             recorder.counters.lost_decisions,
         )
         yield _gauge(
             "decision_journal_failing",
-            "1 while the decision journal cannot be written. Routing continues, but decisions of that time "
-            "cannot be replayed.",
+            "1 while decisions cannot be recorded. Routing continues; these decisions cannot be replayed.",
             bool(recorder.failing),
         )
         yield _gauge(
             "decision_journal_bytes",
-            "Size of the decision journal, which `retention_bytes` bounds.",
+            "Size of the decision recording, bounded by `retention_bytes`.",
             recorder.segments.sizes()[1],
         )

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
-from poolgrid.router.core.computed_prompts import TOKENS_MIN
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, Placement
-from poolgrid.serving.full_workers import FullWorkers
+from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerOvercommitted, WorkerReported
+from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.serving.request_tracker import Placer, RequestTracker
-from poolgrid.serving.reuse_sketch import ReuseSketch
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of
 from poolgrid.wire.trace_context import TraceContext
+
+if TYPE_CHECKING:
+    from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 DECISIONS_KEPT = 10_000
 """Decisions kept for ``/v1/decisions``, the oldest is forgotten first; their memory is bounded too."""
@@ -68,7 +71,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         The ledger knows the dispatch, not the client's request: a migration is a new entry on another worker.
         """
         decision, leg, plan = chosen.decision, chosen.leg, routed.machine.plan
-        self._state.apply(Booked(decision, routed.path, dispatch_id, chosen.now_ms))
+        self._state.book(Booked(decision, routed.path, dispatch_id, chosen.now_ms))
         self.decisions.add(decision)
         self.requests[plan.request.request_id] = routed
         metrics = self._metrics
@@ -140,7 +143,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         # at once about the same prompt again.
         is_held = report.first and len(machine.request.token_ids) >= TOKEN_BYTES * TOKENS_MIN
         if (is_held or self._plans) and delta.token_ids:
-            computed = self._state.apply(PromptComputed(dispatch.worker, dispatch.id, is_held))
+            computed = self._state.note_prompt(PromptComputed(dispatch.worker, dispatch.id, is_held))
             if computed and self._plans:
                 self._placer.room_changed(soon=True)
         if delta.cached_tokens is not None:
@@ -149,7 +152,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
                 self._metrics.overlap_realised_tokens.value += delta.cached_tokens
 
     def release(self, routed: LocalRequest, dispatch: Dispatch) -> None:
-        self._state.apply(Released(dispatch.worker, dispatch.id))
+        self._state.release(Released(dispatch.worker, dispatch.id))
 
     def avoid(self, routed: LocalRequest, avoid: AvoidWorker) -> None:
         worker = avoid.dispatch.worker
@@ -166,7 +169,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         """Take note of what a worker has promised to others; it holds for a moment, until their events come."""
         self._metrics.crowded.inc()
         now_ms = self._clock.monotonic_ms()
-        self._state.apply(Overcommitted(effect.dispatch.worker, effect.dispatch.id, effect.booked_tokens, now_ms))
+        self._state.overcommit(Overcommitted(effect.dispatch.worker, effect.dispatch.id, effect.booked_tokens, now_ms))
         self._await_overcommit_end(now_ms)
 
     def ended(self, routed: LocalRequest, end: EndRequest) -> None:
@@ -178,7 +181,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
     def expire(self) -> None:
         """Expire the ledger's entries that are due, but for those of legs that this router knows to run."""
         running = {leg.id for routed in self.requests.values() for leg in routed.machine.plan.legs}
-        self._state.apply(Expired(self._clock.monotonic_ms(), running))
+        self._state.expire(Expired(self._clock.monotonic_ms(), running))
 
     def stop(self) -> None:
         """Expire nothing any more."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-import zmq
+import zmq.asyncio
 from hypothesis import HealthCheck, settings
 
 
@@ -40,6 +42,9 @@ def _wake_up_once(server: Any) -> None:
 
 
 asyncio.Server._wakeup = _wake_up_once  # type: ignore[attr-defined]
+
+TEST_TIMEOUT_S = 600
+"""After so long a test that is a coroutine has failed: one that waits for ever is named, and holds up nobody."""
 
 gc.set_threshold(10_000, 20, 10)
 """Tests that look for what is left behind collect by themselves; for all others it is some percent of the CPU."""
@@ -90,3 +95,21 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    """Return a context of ZMQ, whose sockets are closed at the end."""
+    made = zmq.asyncio.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), TEST_TIMEOUT_S))
+    return True

@@ -1,4 +1,4 @@
-"""How many examples are tried where each is dear: a few in CI, many times as many in `make soak`."""
+"""How many examples a property is tried on: a few in CI, many times as many in `make fuzz` and `make soak`."""
 
 from __future__ import annotations
 

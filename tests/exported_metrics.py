@@ -20,11 +20,12 @@ from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.document_file import read_document_file
+from poolgrid.global_router.http_api import register_views as register_pool_views
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.router_link import PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.global_router.state_metrics import register_views as register_pool_views
 from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.nats.connection import foreign_counter
@@ -37,8 +38,7 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
-from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.feeds import EmbeddedFeed
 from poolgrid.router.metrics import RouterMetrics
@@ -135,7 +135,7 @@ async def _registered() -> list[Exported]:
     registry.register(DecisionRecordCollector(recorder))
     pool_metrics = GlobalRouterMetrics(registry)
     configuration = Configuration(read_document_file(GRID), GRID, clock)
-    pools = Pools({}, context, _nowhere, clock, 250, 2000)
+    pools = Pools({}, PoolNetwork(context, _nowhere, clock, 250, 2000))
     links = LinksOnDemand(open_link, 1.0, clock)
     global_settings = GlobalRouterSettings(config=GRID)
     register_pool_views(

@@ -17,7 +17,7 @@ BOUNDED = {
     "httptools": "the HTTP parser's callbacks (src/poolgrid/http/request_parser.py)",
     "jinja2": "contexts and macros (src/poolgrid/frontend/template_sandbox.py)",
     "msgspec": "the words of its validation errors (src/poolgrid/frontend/schema.py)",
-    "pydantic": "the types and words of its validation errors (global_router/core/document/model_validation.py)",
+    "pydantic": "the types and words of its validation errors (global_router/core/document/reader.py)",
 }
 """Libraries of which we use more than they promise, and what."""
 

@@ -26,7 +26,7 @@ def marked(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "installed", "ends_with"),
-    [("run-command", ".", "poolgrid up"), ("test-command", ".[dev]", "python -m pytest -n 2 --dist loadfile")],
+    [("run-command", ".", "poolgrid up"), ("test-command", ".[dev]", "python -m pytest -n 4 --dist loadfile")],
 )
 def test_each_of_the_two_commands_is_one_line_that_sets_up_and_runs(name: str, installed: str, ends_with: str) -> None:
     make, install, run = (shlex.split(part) for part in marked(name).split(" && "))
@@ -80,7 +80,7 @@ def test_ci_runs_the_readmes_test_command(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text().splitlines() == [
         "python3 -m venv .venv",
         "pip install -q -e .[dev]",
-        "python -m pytest -n 2 --dist loadfile",
+        "python -m pytest -n 4 --dist loadfile",
         "python -m ruff check .",
         "python -m ruff format --check .",
         "python -m mypy --num-workers 2",

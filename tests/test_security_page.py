@@ -60,7 +60,7 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 
 def test_every_attacker_is_in_the_list_and_no_other() -> None:
-    listed = [re.sub(r"\[(.*)\]\(.*\)", r"\1", row[0]) for row in _rows("Who attacks")]
+    listed = [re.sub(r"\[(.*)\]\(.*\)", r"\1", row[0]) for row in _rows("Threat model")]
 
     assert listed == [attacker.lower() for attacker in ATTACKERS]
 
@@ -81,7 +81,7 @@ def test_an_attacker_has_a_table_in_which_what_holds_is_shown(attacker: str) -> 
 
 def test_what_listens_where_is_what_the_settings_say() -> None:
     told: dict[str, set[str]] = {process: set() for process in PROCESSES}
-    for process, _, option, default, _ in _rows("What listens where"):
+    for process, _, option, default, _ in _rows("Listening sockets"):
         name = process.split(" (")[0]
         field = option.strip("`-").replace("-", "_")
         fields = PROCESSES[name].model_fields

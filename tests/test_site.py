@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.website import support_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
-from lab.website.plots import DOCS, PLOTS, PLOTTED, first_number, table_rows, times_ours
+from lab.website.plots import DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
+from poolgrid.workers.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
 PLACES = (".", "docs", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
@@ -26,6 +28,16 @@ def test_every_page_has_one_place_on_the_site() -> None:
     assert set(listed) == found, "say in lab/website/navigation.py where a page is"
 
 
+def test_the_index_has_every_page_under_its_group() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    groups = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", index, re.MULTILINE | re.DOTALL))
+
+    assert list(groups) == list(NAVIGATION)
+    for group, pages in NAVIGATION.items():
+        linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+\.md)\)", groups[group])}
+        assert linked == {(ROOT / f"{page}.md").resolve() for page in pages} - {(DOCS / "README.md").resolve()}, group
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_pictures_of_a_page_exist_and_are_described(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -39,37 +51,44 @@ def test_pictures_of_a_page_exist_and_are_described(path: Path) -> None:
 
 
 def test_every_plot_is_drawn_and_shown() -> None:
-    shown = re.findall(r"\]\(plots/(\w+)\.svg\)", (DOCS / "results.md").read_text(encoding="utf-8"))
+    shown = re.findall(r"\]\(plots/(\w+)\.svg\)", (DOCS / PAGE).read_text(encoding="utf-8"))
 
     assert sorted(shown) == sorted(PLOTTED)
     assert sorted(path.stem for path in PLOTS.glob("*.svg")) == sorted(PLOTTED), "run: make plots"
 
 
-@pytest.mark.parametrize(
-    ("plot", "page", "head", "column"),
-    [("routers", "simulate.md", "routers", 1), ("pools", "pool_selection.md", "strategy", 1)],
-)
-def test_a_plot_of_a_table_says_what_the_table_says(plot: str, page: str, head: str, column: int) -> None:
+@pytest.mark.parametrize(("plot", "head", "column"), [("routers", "routers", 1), ("pools", "strategy", 1)])
+def test_a_plot_of_a_table_shows_the_numbers_of_the_table(plot: str, head: str, column: int) -> None:
     drawn = (PLOTS / f"{plot}.svg").read_text(encoding="utf-8")
-    rows = table_rows(page, head)
+    rows = table_rows(PAGE, head)
 
     assert len(rows) >= 5
     for row in rows:
         assert f">{first_number(row[column]):.0f} %<" in drawn, f"run: make plots ({row})"
 
 
-def test_the_plot_of_front_ends_says_what_its_table_says() -> None:
+def test_the_plot_of_front_ends_shows_the_medians_of_its_table() -> None:
     drawn = (PLOTS / "front_ends.svg").read_text(encoding="utf-8")
 
-    for row in table_rows("front_end.md", "test")[:3]:
+    for row in table_rows(PAGE, "test")[:3]:
         for peer in (2, 3):
-            assert f">{times_ours(row[peer]):.1f}<" in drawn, f"run: make plots ({row})"
+            assert f">{ratio_range(row[peer])[0]:.1f}<" in drawn, f"run: make plots ({row})"
 
 
-def test_the_plot_of_event_planes_says_what_its_table_says() -> None:
+def test_the_plot_of_front_ends_does_not_draw_streams_of_mock_servers_that_write_whole_answers() -> None:
+    assert [row[0].partition(",")[0] for row in table_rows(PAGE, "test")[:3]] == ["`short`", "`paced`", "`turns`"]
+
+
+def test_every_plot_has_a_title_and_its_method() -> None:
+    for name in PLOTTED:
+        drawn = (PLOTS / f"{name}.svg").read_text(encoding="utf-8")
+        assert re.search(r">[^<]*(simulated: |measured|vLLM 0)[^<]*<", drawn), f"run: make plots {name}"
+
+
+def test_the_plot_of_event_planes_shows_the_numbers_of_its_table() -> None:
     drawn = (PLOTS / "event_plane.svg").read_text(encoding="utf-8")
 
-    rows = [row for row in table_rows("bench.md", "journal") if row[1] == "all"]
+    rows = [row for row in table_rows(PAGE, "journal") if row[1] == "all"]
     assert len(rows) == 2
     for row in rows:
         assert f">{first_number(row[6]):,.0f}<" in drawn, f"run: make plots ({row})"
@@ -77,4 +96,27 @@ def test_the_plot_of_event_planes_says_what_its_table_says() -> None:
 
 def test_a_table_that_is_gone_is_named() -> None:
     with pytest.raises(ValueError, match="no table whose head begins with 'nothing'"):
-        table_rows("simulate.md", "nothing")
+        table_rows(PAGE, "nothing")
+
+
+def test_the_support_matrix_is_made_of_the_code() -> None:
+    page = (DOCS / "support_matrix.md").read_text(encoding="utf-8")
+
+    assert page == support_page.page(), "run: make docs"
+    assert set(support_page.PROOFS) == set(engines())
+    assert all((ROOT / proof.tests).exists() for proof in support_page.PROOFS.values())
+
+
+def test_versions_of_engines_are_in_the_support_matrix_and_on_benchmark_pages_alone() -> None:
+    """Other pages link to it; two that name a version contradict each other one day."""
+    free = {"docs/support_matrix.md", *(f"{page}.md" for page in NAVIGATION["Benchmarks"])}
+    guides = [f"{page}.md" for group in ("Get started", "Guides") for page in NAVIGATION[group]]
+    since = {version for _, version, _ in support_page.SINCE}
+
+    for name in set(guides) - free:
+        for version in re.findall(
+            r"vLLM (?:from |before |up to )?(\d+\.\d+)", (ROOT / name).read_text(encoding="utf-8")
+        ):
+            assert any(version in each for each in (*since, support_page.PROOFS["vllm"].real)), (
+                f"{name}: vLLM {version}"
+            )

@@ -24,6 +24,7 @@ from poolgrid.process.tracing.opening import open_tracing
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from poolgrid.transport.tls import Tls
 from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
+from poolgrid.wire.leadership import Leader
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.names import COMPONENTS
@@ -232,7 +233,12 @@ def _follow_consolidator(
 ) -> asyncio.Task[None]:
     """Push to whichever consolidator of the pool is active, as the event plane knows."""
     plane = load_plugin(EVENT_PLANES, settings.event_plane)
-    following = plane.follow_consolidator(opened, settings, settings.worker_id, clock, place.move)
+
+    def move(leader: Leader | None) -> None:
+        # A consolidator that is active and has no address yet takes nothing in; the one before it does not either.
+        place.move("" if leader is None else leader.ingest)
+
+    following = plane.follow_consolidator(opened, settings, f"worker {settings.worker_id}", clock, move)
     return cast("asyncio.Task[None]", following)
 
 

@@ -32,26 +32,32 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     engine_name: ClassVar[str] = ""
     """Name of the engine whose settings these are."""
 
-    worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")
+    worker_id: Name = Field("worker-0", description=("Name this worker within its pool. Keep the name over restarts."))
     consolidator: ZmqAddress = Field(
         "tcp://127.0.0.1:5557",
-        description="ZMQ endpoint at which the consolidator takes events in, or with names its name, "
-        "dyn://namespace.consolidator.ingest; with names that of this namespace unless another is given. With "
-        "event_plane nats, NATS says where the active one is.",
+        description=(
+            "Send events to the consolidator at this endpoint (tcp://HOST:PORT or a dyn:// name). With names "
+            "or NATS, it is found by itself."
+        ),
     )
-    host: Name = Field("127.0.0.1", description="Address to bind; loopback unless told otherwise.")
+    host: Name = Field("127.0.0.1", description="Listen on this address.")
     advertise_host: str = Field(
         "",
         max_length=IDENTIFIER_BYTES_MAX,
-        description="Host that routers connect to; empty = the bound one. Needed when host is 0.0.0.0 or ::.",
+        description=(
+            "Register this host for routers to connect to. Unset = the bound address. Needed when host is "
+            "0.0.0.0 or ::."
+        ),
     )
-    request_port: int = Field(0, ge=0, le=65535, description="Port of the request plane; 0 = any free one.")
-    http_port: int = Field(0, ge=0, le=65535, description="Port of health and metrics; 0 = any free one.")
+    request_port: int = Field(
+        0, ge=0, le=65535, description=("Receive requests from routers at this port; 0 = any free port.")
+    )
+    http_port: int = Field(0, ge=0, le=65535, description=("Serve health and metrics at this port; 0 = any free port."))
     peer_lease_ms: int = Field(
-        10_000, ge=100, le=3_600_000, description="A router that is silent this long has its requests cancelled."
+        10_000, ge=100, le=3_600_000, description=("Cancel the requests of a router that is silent for this time.")
     )
     drain_timeout_ms: int = Field(
-        30_000, ge=0, le=86_400_000, description="How long running requests may take to finish after SIGTERM."
+        30_000, ge=0, le=86_400_000, description=("Let running requests finish for this time after SIGTERM.")
     )
     load_interval_ms: ClassVar[float] = 100.0
     """Least time between two load reports while busy; one more when idle."""
@@ -60,37 +66,49 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
 
     reasoning_parser: ReasoningParser = Field(
         "auto",
-        description="Which format's reasoning routers tell apart in this model's answers, unless they were told "
-        "themselves; auto = the routers find out. All workers of a model must agree.",
+        description=(
+            "Announce the format in which this model writes reasoning. auto = routers find it. All workers of "
+            "a model must agree."
+        ),
     )
     tool_call_parser: ToolCallParser = Field(
         "auto",
-        description="In which format routers read this model's tool calls, unless they were told themselves; auto = "
-        "the routers find out. All workers of a model must agree.",
+        description=(
+            "Announce the format in which this model writes tool calls. auto = routers find it. All workers "
+            "of a model must agree."
+        ),
     )
     chat_template: InputFile | None = Field(
         None,
-        description="Jinja file that routers use for this model in place of its own chat template, unless they were "
-        "given one themselves. All workers of a model must agree.",
+        description=(
+            "Announce this Jinja file as the model's chat template; a router's own option wins. All workers "
+            "of a model must agree."
+        ),
     )
     max_file_size_mb: int | None = Field(
         None,
         ge=1,
         le=52,
-        description="Largest medium of this model's requests, in 2^20 bytes; empty = 50, the most that routers "
-        "take. All workers of a model must agree.",
+        description=(
+            "Limit one media file of this model's requests, in MiB. Unset = the router's limit. All workers "
+            "of a model must agree."
+        ),
     )
 
     model_cache_dir: Path | None = Field(
         None,
-        description="Directory of models on this machine (poolgrid model): a model that is no directory here is "
-        "fetched into it, unless it is there, and loaded from it. Empty = that of poolgrid model for ORG/MODEL.",
+        description=(
+            "Fetch the model into this directory (poolgrid model) and load it from there. Unset = that of "
+            "poolgrid model, for ORG/MODEL."
+        ),
     )
     model_source: str = Field(
         "",
         max_length=4096,
-        description="Fetch the model into model_cache_dir from this directory or hub (ORG/MODEL[@REVISION]); empty = "
-        "from what the engine is told to load.",
+        description=(
+            "Fetch the model from this directory or hub repository (ORG/MODEL[@REVISION]). Unset = the model "
+            "that the engine loads."
+        ),
     )
 
     @field_validator("reasoning_parser", "tool_call_parser", mode="before")
@@ -158,12 +176,13 @@ class StepTimesSettings(Settings):
 
     timing: TimingName | None = Field(
         None,
-        description="Step times that the worker's card says, from which routers with the policy predicted begin: "
-        "published are the formulas of the field's simulator, h100-qwen3-8b and h200-qwen3-8b were measured on "
-        "one H100 and one H200; empty = the card says none, and they begin with published.",
+        description=(
+            "Announce these step times, from which policy predicted starts. Unset = routers start with the "
+            "published ones."
+        ),
     )
     timing_table: InputFile | None = Field(
-        None, description="JSON file of measured step times of your own, instead of those that timing names."
+        None, description=("Announce measured step times from this JSON file, instead of timing.")
     )
 
     @model_validator(mode="after")

@@ -395,7 +395,7 @@ async def awaited_bodies(scene: Scene) -> Outcome:
 
 PART = Part(
     "connections",
-    "Bytes before anybody has shown a key",
+    "Unauthenticated bytes",
     (
         Attack("endless header", "Sends one header of 100 MB, then a byte every 5 ms.", endless_header),
         Attack("endless target", "Sends a request line of 100 MB.", endless_target, short=False),
@@ -413,13 +413,13 @@ PART = Part(
         ),
         Attack(
             "unfinished bodies",
-            "Sends 60 bodies of 30 MB without a key, but for their last byte.",
+            "Sends 60 bodies of 30 MB without a key, each short of its last byte.",
             unfinished,
             short=False,
         ),
         Attack(
             "unfinished bodies of a tenant",
-            "Sends 60 bodies of 30 MB with a key, but for their last byte.",
+            "Sends 60 bodies of 30 MB with a key, each short of its last byte.",
             unfinished_with_a_key,
             short=False,
         ),
@@ -427,18 +427,18 @@ PART = Part(
         Attack("empty gzip members", "Sends 400,000 empty gzip members, four times at once.", empty_members),
         Attack("gzip bomb", "Sends 1 MB that inflates to 1 GB, four times at once.", bomb, short=False),
         Attack(
-            "tiny chunks", "Sends bodies in chunks of one byte, as fast as they are taken.", tiny_chunks, short=False
+            "tiny chunks", "Sends bodies in chunks of one byte, as fast as they are accepted.", tiny_chunks, short=False
         ),
-        Attack("resets", "Resets 5,000 connections amid their request.", resets, short=False),
+        Attack("resets", "Resets 5,000 connections during their request.", resets, short=False),
         *(
             Attack(name, does, run, HASTY, short=False, seconds_min=HASTY_S)
             for name, does, run in (
-                ("silent", "Opens 1,100 connections and says nothing.", silent),
+                ("silent", "Opens 1,100 connections and sends nothing.", silent),
                 ("slow headers", "Sends a byte of a header every 250 ms on 200 connections.", slow_headers),
                 ("slow chunks", "Sends a chunk of one byte every 250 ms on 200 connections.", slow_chunks),
                 (
                     "refused and staying",
-                    "Has 50 bodies refused for their chunks, leaves none of the connections and sends on.",
+                    "Sends 50 bodies that are refused for their chunks, keeps the connections open and continues.",
                     refused_and_staying,
                 ),
                 ("awaited bodies", "Opens 500 connections that declare a body and send none.", awaited_bodies),

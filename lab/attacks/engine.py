@@ -75,7 +75,7 @@ def attack(
 
 PART = Part(
     "engine",
-    "What engine servers answer",
+    "Hostile engine servers",
     (
         attack(
             "impossible counts",
@@ -86,7 +86,7 @@ PART = Part(
         ),
         attack(
             "impossible tokens",
-            "Sends token ids that are none, and events that nest 1,000,000 deep.",
+            "Sends invalid token ids, and events nested 1,000,000 deep.",
             (*engine_server.TOKENS, engine_server.nested),
             short=True,
         ),
@@ -100,10 +100,10 @@ PART = Part(
         attack("one big line", "Sends a line of 15 MB in pieces of 1,200 bytes.", (engine_server.big_line,), at_once=1),
         attack(
             "endless headers",
-            "Sends a header and a trailer that do not end, in pieces of 1,200 bytes.",
+            "Sends an endless header and an endless trailer, in pieces of 1,200 bytes.",
             (engine_server.header, engine_server.trailer),
             at_once=1,
         ),
-        attack("an endless error", "Refuses with a body that does not end.", (engine_server.error_body,), at_once=1),
+        attack("an endless error", "Refuses with an endless body.", (engine_server.error_body,), at_once=1),
     ),
 )

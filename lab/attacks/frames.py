@@ -386,7 +386,7 @@ async def misconfigured(scene: Scene) -> Outcome:
 
 PART = Part(
     "frames",
-    "The ZMQ planes, open",
+    "ZMQ planes without CURVE",
     (
         *(
             Attack(
@@ -402,11 +402,13 @@ PART = Part(
             for plane in PLANES
         ),
         Attack("huge frames", "Sends one frame of 500 MB to each plane.", huge, OWN, short=False),
-        Attack("claimed frames", "Claims frames of 2^62 bytes, or greets wrongly, on each plane.", claimed, OWN),
+        Attack(
+            "claimed frames", "Announces frames of 2^62 bytes, or sends a wrong greeting, on each plane.", claimed, OWN
+        ),
         Attack("subscriptions", "Subscribes half a million times to the feed.", subscriptions, OWN, short=False),
         Attack(
             "forged workers",
-            "Joins workers at addresses that are none, while a good one joins.",
+            "Registers workers with invalid addresses while a valid one joins.",
             forged_hello,
             OWN,
             judge_latency=False,
@@ -415,7 +417,7 @@ PART = Part(
         ),
         Attack(
             "misconfigured workers",
-            "Starts workers whose `--advertise-host` is none, while a good one joins.",
+            "Starts workers with an invalid `--advertise-host` while a valid one joins.",
             misconfigured,
             OWN,
             judge_latency=False,
@@ -424,7 +426,7 @@ PART = Part(
         ),
         Attack(
             "crossing identifiers",
-            "Uses request ids that are made from another tenant's.",
+            "Uses request ids derived from another tenant's.",
             identifiers.crossing,
             Shape("disaggregated", router=("--local-prefill-max-tokens", "256")),
             judge_latency=False,

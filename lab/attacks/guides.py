@@ -226,7 +226,7 @@ def _templates(model: str) -> list[Request]:
 
 PART = Part(
     "guides",
-    "What a tenant's request carries for the engine and the template",
+    "Guides, lists and templates in requests",
     (
         Attack("deep references", "Sends a schema 1,000 `$ref` deep as `guided_json`.", sending(_deep_json)),
         Attack(
@@ -235,7 +235,7 @@ PART = Part(
             sending(_deep_elsewhere),
             short=False,
         ),
-        Attack("nested schemas", "Sends schemas of up to 10,000 arrays in each other.", sending(_nested), short=False),
+        Attack("nested schemas", "Sends schemas with up to 10,000 nested arrays.", sending(_nested), short=False),
         Attack(
             "wide schemas", "Sends schemas of many patterns, alternatives and huge counts.", sending(_wide), short=False
         ),

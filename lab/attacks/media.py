@@ -191,7 +191,7 @@ async def refused_networks(scene: Scene) -> Outcome:
 
 PART = Part(
     "media",
-    "Pictures that are not what they look like",
+    "Hostile media",
     (
         Attack("fill bytes", "Names JPEGs of 24 MB of 0xFF, four at once.", fill_bytes, SHAPE, short=False),
         Attack("images", "Names images of huge sides, frames, chunks, and broken ones.", images, SHAPE, short=False),
@@ -199,7 +199,7 @@ PART = Part(
         Attack("inline", "Sends such images inside the request.", inline, SHAPE, short=False),
         Attack(
             "refused networks",
-            "Judges one address of each special-purpose network at the connector; nothing is sent.",
+            "Checks one address of each special-purpose network at the connector; nothing is sent.",
             refused_networks,
             alone=True,
             judge_latency=False,

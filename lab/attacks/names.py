@@ -83,11 +83,11 @@ async def garbage(scene: Scene) -> Outcome:
 
 PART = Part(
     "names",
-    "Names in a directory",
+    "Service discovery in a directory",
     (
         Attack(
             "forged consolidator",
-            "Registers a consolidator of the latest life at an address at which nothing listens; a worker joins.",
+            "Registers a newer consolidator at an address without a listener; a worker joins.",
             forged_consolidator,
             NAMED,
             expiries_max=1,
@@ -96,7 +96,7 @@ PART = Part(
         ),
         Attack(
             "garbage entries",
-            "Writes entries that cannot be read, are too large, under another name, or thousands; a worker joins.",
+            "Writes unreadable, oversized, misnamed and thousands of entries; a worker joins.",
             garbage,
             NAMED,
             expiries_max=1,

@@ -14,7 +14,6 @@ SUBJECTS = (
     "$O.poolgrid-default-snapshots.M.x",
     "$O.poolgrid-default-snapshots.C.x",
     "poolgrid.default.journal.x",
-    "$KV.poolgrid-default.router.x",
     f"$KV.poolgrid-names.{NAMESPACE}.consolidator.x",
     f"$KV.poolgrid-names.{NAMESPACE}.worker.x",
 )
@@ -76,7 +75,7 @@ PART = Part(
     (
         Attack(
             "foreign messages",
-            "Publishes `null`, text and garbage on the subjects of journal, snapshots, positions and names.",
+            "Publishes `null`, text and garbage on the subjects of journal, snapshots and names.",
             foreign,
             ON_NATS,
             short=False,

@@ -1,4 +1,4 @@
-"""Processes that stand still for a while, as after SIGSTOP, a suspended machine or a long stall of its disk."""
+"""Suspended processes for a while, as after SIGSTOP, a suspended machine or a long stall of its disk."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _attack(topology: Topology, name: str, said: str, seconds: int) -> Attack:
     is_worker = "worker" in said
     return Attack(
         f"{said}, {seconds} s, {TITLES[topology]}",
-        f"Stops {said if said.startswith('a ') else f'the {said}'} for {seconds} s.",
+        f"Suspends {said if said.startswith('a ') else f'the {said}'} for {seconds} s.",
         pausing(name, seconds),
         Shape(topology),
         short=False,
@@ -89,7 +89,7 @@ def _attack(topology: Topology, name: str, said: str, seconds: int) -> Attack:
 
 PART = Part(
     "pauses",
-    "Processes that stand still",
+    "Suspended processes",
     tuple(
         _attack(topology, name, said, seconds)
         for topology, processes in WHO.items()

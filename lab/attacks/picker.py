@@ -185,7 +185,7 @@ PART = Part(
                PICKING, short=False, judge_latency=False),
         Attack("slow uploads to the picker", "Sends 4 MiB of a body and stalls; 39 streams.", holding(_slow_upload, 39),
                PICKING, short=False, judge_latency=False),
-        Attack("headers only to the picker", "Opens as many streams as there may be, with headers and nothing more.",
+        Attack("headers only to the picker", "Opens the maximum number of streams, with headers only.",
                holding(_headers_only, STREAMS_MAX), PICKING, short=False, judge_latency=False),
         Attack("messages out of phase", "Sends the headers of a request 30 times on each of 60 streams.",
                holding(_out_of_phase, 60), PICKING, short=False, judge_latency=False),

@@ -1,4 +1,4 @@
-"""A disk that takes its time: writes below the pool's data directory are delayed by a shim in the C library's place.
+"""Slow and failing disks: writes below the pool's data directory are delayed by a shim in the C library's place.
 
 The shim (``slow_disk.c``) is compiled when it is needed and loaded with LD_PRELOAD into the processes that write
 journals. Without a C compiler these attacks are skipped.
@@ -159,4 +159,4 @@ def _attacks() -> tuple[Attack, ...]:
     return tuple(found)
 
 
-PART = Part("slow-disk", "A disk that takes its time", _attacks())
+PART = Part("slow-disk", "Slow and failing disks", _attacks())

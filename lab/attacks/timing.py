@@ -43,6 +43,6 @@ def _attack(cache: str, size: int) -> Attack:
 
 PART = Part(
     "timing",
-    "What a tenant learns of another's requests by timing",
+    "Timing side channels between tenants",
     tuple(_attack(cache, size) for cache in CACHES for size in SIZES_BYTES),
 )

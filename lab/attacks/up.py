@@ -113,7 +113,7 @@ PART = Part(
     (
         Attack(
             "a worker that keeps dying",
-            "Kills one worker whenever it is there.",
+            "Kills one worker after each start.",
             dying("worker", "worker-0"),
             SHAPE,
             short=False,
@@ -123,7 +123,7 @@ PART = Part(
         ),
         Attack(
             "a consolidator that keeps dying",
-            "Kills the consolidator whenever it is there.",
+            "Kills the consolidator after each start.",
             dying("consolidator"),
             SHAPE,
             short=False,

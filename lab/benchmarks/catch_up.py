@@ -43,12 +43,12 @@ from poolgrid.consolidator.settings import ConsolidatorProcessSettings, Consolid
 from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process import garbage, lifecycle
 from poolgrid.process.clock import SystemClock
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.metrics import RouterMetrics

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.policy import Choice
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.tools.simulation.conditions import WorkerSpeeds
 from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload

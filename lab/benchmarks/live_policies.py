@@ -1,15 +1,16 @@
 """Policies on a pool that runs: the same conversations through a router for each policy, one router after the other.
 
     python -m lab.benchmarks.live_policies --feed-endpoint E --query-endpoint E --model-path DIR [--seeds 11,12]
-        [--routers kv,predicted/0,predicted] [--think heavy=2,full=0.8] [--empty http://HOST:PORT,...] [--json OUT]
+        [--routers kv,predicted/0,predicted] [--think heavy=2,full=0.8] [--servers http://HOST:PORT,...] [--json OUT]
 
 The pool is a consolidator, whose ready line says the endpoints, and workers before real engines, or simulated ones.
 Each run starts a router of its own, so what a policy learns it learns anew; asks it some things that are not counted;
 and then plays conversations: each begins with a system prompt that every fourth has in common, and each turn sends the
 turns before again, with other tokens in the place of the answers. Who asks how much and when is drawn from the seed,
 the same for each router. Prompts are token ids, drawn anew for each run, for engines may still hold those of the run
-before. ``policy/0`` is a policy with ``--hold-limit-ms 0``. With ``--empty`` vLLM servers of whose caches nothing is to
-be left are told so before each run (``POST /reset_prefix_cache``).
+before. ``policy/0`` is a policy with ``--hold-limit-ms 0``. With ``--servers``, the vLLM servers behind the workers,
+their caches are emptied before each run (``POST /reset_prefix_cache``), and two more ways can be compared, without a
+router: ``direct`` sends requests to the servers round robin, ``sticky`` each conversation to one server.
 
 TTFTs are wall-clock time, as a client has them. Runs of one seed differ by some hundredths.
 """
@@ -52,6 +53,7 @@ SYSTEM_PROMPTS = 4
 UNCOUNTED = 18
 """Requests before those that count: a policy that learns how fast workers are has seen each of a few workers."""
 UNCOUNTED_TOKENS = (200, 2000, 4000)
+WITHOUT_ROUTER = frozenset(("direct", "sticky"))
 PAUSE_MOST = 3.0
 """Times the mean that a user thinks at most, so that the end of a run is no wait for a single one."""
 
@@ -101,24 +103,31 @@ async def started(policy: str, options: argparse.Namespace, logs: Path) -> Servi
 class Run:
     """One router, one load, one seed."""
 
-    def __init__(self, url: str, model: str, shape: Shape, think_s: float, seed: int, number: int) -> None:
-        """Draw times and lengths from the seed, and tokens from the seed and the number of the run."""
-        self._url = url
+    def __init__(
+        self, urls: Sequence[str], model: str, shape: Shape, think_s: float, seed: int, number: int, *, sticky: bool
+    ) -> None:
+        """Draw times and lengths from the seed, and tokens from the seed and the number of the run.
+
+        Several URLs are servers without a router: requests go to them round robin, or by conversation if sticky.
+        """
+        self._urls = urls
         self._model = model
         self._shape = shape
         self._think_s = think_s
         self._random = random.Random(seed)
         self._tokens_of = random.Random(f"{seed}/{number}")
         self._clock = SystemClock()
-        self._client = HttpClient(Target(url), self._clock, ["Content-Type: application/json"])
+        headers = ["Content-Type: application/json"]
+        self._clients = [HttpClient(Target(url), self._clock, headers) for url in urls]
+        self._sticky = sticky
         self._numbers = 0
-        self._said: list[tuple[int, str, Exchange, float]] = []
+        self._said: list[tuple[int, str, int, Exchange, float]] = []
 
     async def play(self) -> list[Said]:
         """Ask everything, and return what was counted; raises ``RequestFailed`` when a request fails."""
         shape, draw = self._shape, self._random
         try:
-            uncounted = [self._ask(self._tokens(draw.choice(UNCOUNTED_TOKENS)), 8) for _ in range(UNCOUNTED)]
+            uncounted = [self._ask(self._tokens(draw.choice(UNCOUNTED_TOKENS)), 8, each) for each in range(UNCOUNTED)]
             await asyncio.gather(*uncounted)
             systems = [self._tokens(shape.system_tokens) for _ in range(SYSTEM_PROMPTS)]
             plans = []
@@ -127,24 +136,31 @@ class Run:
                 # From the second turn on with other tokens in the place of the answer before.
                 sizes = [shape.turn_tokens + shape.answer_tokens * (turn > 0) for turn in range(shape.turns)]
                 pauses = [min(draw.expovariate(1 / self._think_s), PAUSE_MOST * self._think_s) for _ in sizes]
-                plans.append((first, [self._tokens(size) for size in sizes], pauses))
+                plans.append((number, first, [self._tokens(size) for size in sizes], pauses))
             await asyncio.gather(*(self._converse(*plan) for plan in plans))
         finally:
-            self._client.close()
+            for client in self._clients:
+                client.close()
+        if len(self._urls) > 1:
+            return [
+                Said(turn, exchange, ttft_s, {"worker": f"server-{server}"})
+                for turn, _, server, exchange, ttft_s in self._said
+            ]
         async with plain_client() as http:
             return [
-                Said(turn, exchange, ttft_s, await decision(http, f"{self._url}/v1/decisions/{request_id}"))
-                for turn, request_id, exchange, ttft_s in self._said
+                Said(turn, exchange, ttft_s, await decision(http, f"{self._urls[0]}/v1/decisions/{request_id}"))
+                for turn, request_id, _, exchange, ttft_s in self._said
             ]
 
-    async def _converse(self, prompt: list[int], turns: list[list[int]], pauses: list[float]) -> None:
+    async def _converse(self, number: int, prompt: list[int], turns: list[list[int]], pauses: list[float]) -> None:
         for turn, (added, pause_s) in enumerate(zip(turns, pauses, strict=True)):
             await asyncio.sleep(pause_s)
             prompt = prompt + added
-            request_id, exchange, ttft_s = await self._ask(prompt, self._shape.answer_tokens)
-            self._said.append((turn, request_id, exchange, ttft_s))
+            request_id, server, exchange, ttft_s = await self._ask(prompt, self._shape.answer_tokens, number)
+            self._said.append((turn, request_id, server, exchange, ttft_s))
 
-    async def _ask(self, prompt: list[int], answer_tokens: int) -> tuple[str, Exchange, float]:
+    async def _ask(self, prompt: list[int], answer_tokens: int, conversation: int) -> tuple[str, int, Exchange, float]:
+        server = (conversation if self._sticky else self._numbers) % len(self._clients)
         self._numbers += 1
         request_id = f"live-{self._numbers}"
         body = {
@@ -159,11 +175,11 @@ class Run:
         started_ms = self._clock.monotonic_ms()
         exchange = Exchange()
         named = (f"X-Request-Id: {request_id}",)
-        await self._client.send(
+        await self._clients[server].send(
             "POST", "/v1/completions", msgspec.json.encode(body), exchange, named, timeout_s=ANSWER_TIMEOUT_S
         )
         first_ms = exchange.finished_ms if exchange.first_ms is None else exchange.first_ms
-        return request_id, exchange, (first_ms - started_ms) / 1000
+        return request_id, server, exchange, (first_ms - started_ms) / 1000
 
     def _tokens(self, count: int) -> list[int]:
         draw = self._tokens_of.randrange
@@ -209,11 +225,16 @@ async def empty_caches(servers: Sequence[str]) -> None:
 
 async def played(policy: str, options: argparse.Namespace, shape: Shape, think_s: float, seed: int, number: int) -> Any:
     """Return the figures of one run, with a router of its own."""
-    await empty_caches([server for server in options.empty.split(",") if server])
+    servers = [server for server in options.servers.split(",") if server]
+    await empty_caches(servers)
+    if policy in WITHOUT_ROUTER:
+        run = Run(servers, options.model_name, shape, think_s, seed, number, sticky=policy == "sticky")
+        return figures(await run.play())
     with TemporaryDirectory(prefix="poolgrid-live-") as logs:
         router = await started(policy, options, Path(logs))
         try:
-            return figures(await Run(router.url, options.model_name, shape, think_s, seed, number).play())
+            run = Run([router.url], options.model_name, shape, think_s, seed, number, sticky=False)
+            return figures(await run.play())
         finally:
             await router.stop()
 
@@ -246,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turn-tokens", type=int, default=600)
     parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=150_000, help="token ids are below it")
-    parser.add_argument("--empty", default="", help="vLLM servers whose caches are emptied before each run")
+    parser.add_argument("--servers", default="", help="vLLM servers: caches emptied before each run; direct, sticky")
     parser.add_argument("--json", type=Path, help="write a line for each run there")
     options = parser.parse_args(arguments)
     shape = Shape(
@@ -261,6 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if shape.vocabulary <= LEAST_TOKEN_ID or min(shape[:-1]) < 1:
         parser.error(f"--vocabulary has to be above {LEAST_TOKEN_ID}, and all other numbers of conversations 1 or more")
     policies = options.routers.split(",")
+    if WITHOUT_ROUTER.intersection(policies) and "," not in options.servers:
+        parser.error("direct and sticky take two servers or more: --servers")
     seeds = [int(seed) for seed in options.seeds.split(",")]
     table = Table(*COLUMNS, box=None, caption="ms, and of each run how many requests each worker computed")
     table.columns[COLUMNS.index("router")].no_wrap = True

@@ -2,8 +2,8 @@
 
     python -m lab.benchmarks.pool_selection TRACE [--requests N] [--speed X] [--only NAME,...] [--json OUT]
 
-The fleet, its prices, the mix of targets and the grid are the constants below; docs/pool_selection.md says how they
-were come to and what the table shows.
+The fleet, its prices, the mix of targets and the grid are the constants below; docs/benchmarks.md (Choosing a pool)
+explains them and has the results.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def _met(title: str, target: str) -> Panel:
         "percentunit",
         (Query(share(rate(_judged(target, "met")), rate(_judged(target))), "met"),),
         f"Sequences whose {title.split()[0]} was within the target, as a share of all. The objective is 99 %.",
-        "Below 99 %: look which leg takes the time on the Routing board, and whether requests queue.",
+        "Below 99 %: find the leg that takes the time on the Routing dashboard, and check the queue.",
         "latency-objective",
         kind="stat",
         width=4,
@@ -55,7 +55,7 @@ def _met(title: str, target: str) -> Panel:
 OVERVIEW = Board(
     "poolgrid-overview",
     "poolgrid: Overview",
-    "What clients get: latencies against their targets, errors, refusals, throughput.",
+    "Latencies against targets, errors, refusals and throughput.",
     (NAMESPACES, MODELS),
     (
         Row(
@@ -102,9 +102,8 @@ OVERVIEW = Board(
                     "In flight",
                     "short",
                     (Query(f"sum(poolgrid_frontend_in_flight_requests{{{NAMESPACE}}})", "requests"),),
-                    "Requests being served now, those that wait included. Behind a global router its own front end has "
-                    "them.",
-                    "If it grows while the rate of requests does not, answers have become slower: see the latencies.",
+                    "Requests being served, waiting ones included. Behind a global router its front end counts them.",
+                    "If it grows at a constant request rate, answers are slower: see the latencies.",
                     "queue-filling",
                     kind="stat",
                     width=4,
@@ -115,7 +114,7 @@ OVERVIEW = Board(
                     "short",
                     (Query(f'sum(poolgrid_router_workers{{{NAMESPACE}, state="ready"}})', "workers"),),
                     "Workers of all pools that take requests.",
-                    "If some are missing, the Workers board says which, and `poolgrid top` why.",
+                    "If some are missing, find them on the Workers dashboard, and the reason with `poolgrid top`.",
                     "no-worker-of-a-role",
                     kind="stat",
                     width=4,
@@ -132,17 +131,17 @@ OVERVIEW = Board(
                     "Time to first token",
                     TTFT,
                     "ttft",
-                    "From the arrival of a request to its first token, by model, waiting included.",
-                    "If p50 grows too, everybody waits: see Legs of a request on the Routing board. If only p99 does, "
-                    "look for long prompts and for one slow worker.",
+                    "From arrival to first token, by model, waiting included.",
+                    "If p50 grows too, all requests wait: see Legs of a request on the Routing dashboard. If only "
+                    "p99 grows, look for long prompts and a slow worker.",
                 ),
                 _latencies(
                     "Time between tokens",
                     ITL,
                     "itl",
-                    "Between two arrivals of tokens of a sequence, for each token, by model.",
-                    "It grows with the batch: compare Requests in the batch on the Workers board. Prefills between "
-                    "decode steps show as p99 alone: decode workers of their own mend that.",
+                    "Time between arrivals of tokens, per token, by model.",
+                    "It grows with the batch: compare Requests in the batch on the Workers dashboard. Prefills "
+                    "between decode steps raise only p99: use separate decode workers.",
                 ),
             ),
         ),
@@ -153,8 +152,8 @@ OVERVIEW = Board(
                     "Requests by status",
                     "reqps",
                     (Query(rate(REQUESTS, ["status"]), "{{status}}"),),
-                    "Answers per second by HTTP status. 499 is a client that left, 500 also a stream that broke.",
-                    "Many 499: clients time out before their answer, often while they queue. 5xx: see the logs.",
+                    "Answers per second by HTTP status. 499: the client disconnected. 500 includes broken streams.",
+                    "Many 499: clients time out, often while their requests queue. 5xx: see the logs.",
                     "error-objective",
                     stacked=True,
                 ),
@@ -162,14 +161,14 @@ OVERVIEW = Board(
                     "Refusals by code",
                     "reqps",
                     (Query(rate(f"poolgrid_frontend_refusals_total{{{NAMESPACE}}}", ["code"]), "{{code}}"),),
-                    "Requests that were not served, by reason code.",
-                    "`busy`: more workers, or lower load. `rate_limited`: the Tenants board. `no_worker`: nobody "
-                    "serves that model.",
+                    "Refused requests, by reason code.",
+                    "`busy`: add workers, or reduce load. `rate_limited`: see the Tenants dashboard. `no_worker`: "
+                    "no worker serves that model.",
                     "queue-filling",
                     no_value="no request was refused",
                 ),
                 Panel(
-                    "Clients that left",
+                    "Disconnected clients",
                     "reqps",
                     (
                         Query(
@@ -177,7 +176,7 @@ OVERVIEW = Board(
                             "left before the end",
                         ),
                     ),
-                    "Clients that closed their connection before their answer was complete.",
+                    "Clients that disconnected before their answer was complete.",
                     "Compare their timeouts with the queue and TTFT above.",
                     "latency-objective",
                 ),
@@ -189,8 +188,9 @@ OVERVIEW = Board(
                         Query(rate(f"poolgrid_frontend_cached_tokens_total{{{NAMESPACE}}}"), "of them reused/s"),
                         Query(rate(f"poolgrid_frontend_output_tokens_total{{{NAMESPACE}}}"), "output tokens/s"),
                     ),
-                    "Tokens per second that went to workers, were reused from caches, and came back.",
-                    "If output falls while requests do not, sequences are shorter or workers slower: see OSL and ITL.",
+                    "Tokens per second sent to workers, reused from caches, and generated.",
+                    "If output falls at a constant request rate, sequences are shorter or workers slower: see OSL "
+                    "and ITL.",
                     "cache-thrashing",
                 ),
                 Panel(
@@ -205,7 +205,7 @@ OVERVIEW = Board(
                         for q in (0.5, 0.95)
                     ),
                     "Tokens of a prompt and of an answer.",
-                    "A shift here explains a shift of latencies: it is the clients that changed, not the fleet.",
+                    "A shift here explains a shift of latencies: the clients changed, not the fleet.",
                     "latency-objective",
                 ),
                 Panel(
@@ -218,8 +218,8 @@ OVERVIEW = Board(
                         )
                         for q in (0.5, 0.95, 0.99)
                     ),
-                    "Time to make token ids of a prompt, a wait for a tokenizer thread included. It is part of TTFT.",
-                    "If it grows: more `tokenizer_threads`, the `fast` extra, or more `http_workers`.",
+                    "Time to tokenize a prompt, waiting for a tokenizer thread included. Part of TTFT.",
+                    "If it grows: raise `tokenizer_threads` or `http_workers`, and check that `fastokens` is used.",
                     "latency-objective",
                 ),
             ),
@@ -236,8 +236,8 @@ OVERVIEW = Board(
                             "poolgrid {{version}}, Python {{python}}",
                         ),
                     ),
-                    "Processes by what they run.",
-                    "Two versions at a time: an upgrade is under way, or was left half done.",
+                    "Processes by version.",
+                    "Two versions: an upgrade is in progress, or incomplete.",
                     "target-down",
                     kind="bargauge",
                     no_value="nothing is scraped",
@@ -252,8 +252,7 @@ OVERVIEW = Board(
                             "{{component}}",
                         ),
                     ),
-                    "Cores that the processes of each kind use. A router uses one at most, for each of its "
-                    "`http_workers`.",
+                    "Cores used by the processes of each kind. A router uses at most one per `http_workers`.",
                     "A router near one core adds to every latency: raise `http_workers`.",
                     "latency-objective",
                     no_value="nothing is scraped",
@@ -267,8 +266,8 @@ OVERVIEW = Board(
                             "{{component}}",
                         ),
                     ),
-                    "Resident memory. Every store has a bound: docs/operations.md, Memory of a router.",
-                    "If it grows without end, report it, with `poolgrid_event_loop_tasks`.",
+                    "Resident memory. Every store is bounded: docs/operations.md, Memory of a router.",
+                    "If it grows without limit, report it with `poolgrid_event_loop_tasks`.",
                     "target-down",
                     no_value="nothing is scraped",
                 ),

@@ -42,8 +42,7 @@ FIRST, SECOND = "prefill|aggregated", "decode"
 POOLS_BOARD = Board(
     "poolgrid-pools",
     "poolgrid: Pools",
-    "What the global router does: which cells requests fall into, whether their targets are met, and which pools "
-    "cannot take them.",
+    "Requests and met targets by cell of the grid, and the state of the pools.",
     (NAMESPACES, GLOBAL_POOLS),
     (
         Row(
@@ -53,10 +52,9 @@ POOLS_BOARD = Board(
                     "Share of requests: prefill or aggregated",
                     FIRST,
                     SHARE,
-                    "Where requests fell, over the time that is shown: rows and columns are the last two axes of the "
-                    "grid.",
-                    "If nearly all fall into one cell, the axes' ranges do not fit the traffic: "
-                    "`poolgrid config build` makes a grid from profiles.",
+                    "Requests by cell in the shown time: rows and columns are the last two axes of the grid.",
+                    "If nearly all are in one cell, the ranges do not fit the traffic: build a grid from profiles "
+                    "with `poolgrid config build`.",
                     SHARE_COLORS,
                 ),
                 _grid(
@@ -64,8 +62,8 @@ POOLS_BOARD = Board(
                     FIRST,
                     MET,
                     "Share of the judged requests of a cell that met its target.",
-                    "A red cell: its pool is too slow for it, or too small. Give the cell to a faster pool, or let the "
-                    "closed loop (`adapt`) spill.",
+                    "A red cell: its pool is too slow or too small. Assign a faster pool, or enable the closed "
+                    "loop (`adapt`).",
                     MET_COLORS,
                 ),
                 _grid(
@@ -81,7 +79,7 @@ POOLS_BOARD = Board(
                     SECOND,
                     MET,
                     "The same for ITL targets.",
-                    "A red cell: larger batches than its target allows. More workers, or a faster pool.",
+                    "A red cell: batches are too large for its target. Add workers, or assign a faster pool.",
                     MET_COLORS,
                 ),
             ),
@@ -97,8 +95,8 @@ POOLS_BOARD = Board(
                             f"max by (pool, state) (poolgrid_global_router_pools{{{POOL}}}) == 1", "{{pool}}: {{state}}"
                         ),
                     ),
-                    "The state that each pool is in; each state is a line of its own.",
-                    "`down`: its router cannot be reached. `breaker-open`: its workers failed requests. `saturated`: "
+                    "State of each pool, one line per state.",
+                    "`down`: its router is unreachable. `breaker-open`: its workers failed requests. `saturated`: "
                     "it is full.",
                     "pool-unreachable",
                     no_value="no global router is scraped",
@@ -123,17 +121,17 @@ POOLS_BOARD = Board(
                         ),
                     ),
                     "Requests that met the target for which their pool was chosen.",
-                    "One pool alone: it is too slow or too small. All: the targets that clients ask for are too tight.",
+                    "One pool: it is too slow or too small. All: the clients' targets are too tight.",
                     "pool-grid",
                     maximum=1,
                     needs=GLOBAL,
                 ),
                 Panel(
-                    "Dispatches under way",
+                    "Dispatches in flight",
                     "short",
                     (Query(f"sum by (pool) (poolgrid_global_router_in_flight{{{POOL}}})", "{{pool}}"),),
                     "Requests on each pool's workers.",
-                    "A pool that holds far more than its share for its size is the bottleneck.",
+                    "A pool with far more than its share is the bottleneck.",
                     "pool-grid",
                     stacked=True,
                     no_value="no global router is scraped",
@@ -148,15 +146,14 @@ POOLS_BOARD = Board(
                             "{{pool}}: {{how}}",
                         ),
                     ),
-                    "`grid` is the rule; `spill` is the closed loop, `fallback` a pool that could not be used, `retry` "
-                    "a worker that was lost.",
-                    "Much `fallback`: see Pools passed over. Much `spill`: a cell misses its target.",
+                    "`grid` is normal; `spill` is the closed loop, `fallback` an unusable pool, `retry` a lost worker.",
+                    "Much `fallback`: see Skipped pools. Much `spill`: a cell misses its target.",
                     "pool-grid",
                     stacked=True,
                     needs=GLOBAL,
                 ),
                 Panel(
-                    "Pools passed over",
+                    "Skipped pools",
                     "reqps",
                     (
                         Query(
@@ -164,8 +161,8 @@ POOLS_BOARD = Board(
                             "{{pool}}: {{state}}",
                         ),
                     ),
-                    "Times a pool was wanted and could not be used.",
-                    "`saturated`: more workers there. `down`, `breaker-open`: its router and workers.",
+                    "Times that a pool could not be used.",
+                    "`saturated`: add workers there. `down`, `breaker-open`: check its router and workers.",
                     "pool-unreachable",
                     no_value="none was passed over",
                     needs=GLOBAL,
@@ -186,7 +183,7 @@ POOLS_BOARD = Board(
                         ),
                     ),
                     "Steps of circuit breakers and of the closed loop in each interval.",
-                    "A breaker that opens again and again: its pool answers probes and fails requests.",
+                    "A breaker that reopens repeatedly: its pool answers probes and fails requests.",
                     "breaker-open",
                     no_value="no breaker and no loop moved",
                     needs=GLOBAL,
@@ -201,8 +198,8 @@ POOLS_BOARD = Board(
                         )
                         for q in (0.5, 0.99)
                     ),
-                    "One question to a pool's router, there and back: what the global router adds to TTFT.",
-                    "Milliseconds within a host, a round trip beyond. If it grows, a pool's router is short of CPU.",
+                    "Round trip to a pool's router: the TTFT that the global router adds.",
+                    "Milliseconds on one host, a network round trip otherwise. If it grows, a pool's router lacks CPU.",
                     "pool-unreachable",
                     needs=GLOBAL,
                 ),
@@ -213,8 +210,8 @@ POOLS_BOARD = Board(
                         Query(f"sum(poolgrid_global_router_queued_requests{{{NAMESPACE}}})", "requests"),
                         Query(rate(f"poolgrid_global_router_queue_evictions_total{{{NAMESPACE}}}"), "gave way/s"),
                     ),
-                    "Requests for which no pool has room.",
-                    "More workers; or let lower priorities be refused sooner (`queue_limit`).",
+                    "Requests for which no pool has capacity.",
+                    "Add workers, or refuse low priorities sooner (`queue_limit`).",
                     "queue-filling",
                     no_value="no global router is scraped",
                     needs=GLOBAL,
@@ -226,8 +223,8 @@ POOLS_BOARD = Board(
                         Query(f"max(poolgrid_global_router_revision{{{NAMESPACE}}})", "newest revision"),
                         Query(f"min(poolgrid_global_router_revision{{{NAMESPACE}}})", "oldest revision"),
                     ),
-                    "Revision of the pool-grid document, the newest and the oldest among global routers.",
-                    "If they differ, one has not reloaded: its log says why.",
+                    "Newest and oldest revision of the pool-grid document among global routers.",
+                    "If they differ, one has not reloaded; its log has the reason.",
                     "pool-grid",
                     kind="stat",
                     no_value="no global router is scraped",

@@ -24,7 +24,7 @@ WAITS = (
 ROUTING = Board(
     "poolgrid-routing",
     "poolgrid: Routing",
-    "What the pools' routers reuse, of what could be reused, and why they choose as they do.",
+    "Cache reuse of the pools' routers, and the reasons of their decisions.",
     (NAMESPACES, POOLS),
     (
         Row(
@@ -38,10 +38,11 @@ ROUTING = Board(
                         Query(_of_prompts("overlap_found_tokens"), "found"),
                         Query(_of_prompts("overlap_realised_tokens"), "reused"),
                     ),
-                    "Achievable: what one cache without end, shared by all workers, would have reused. Found: what the "
-                    "index said of the chosen workers. Reused: what these then did reuse.",
-                    "Achievable well above found: blocks are evicted (Workers board) or lie on workers that were not "
-                    "chosen (Spread, below). Found above reused: events are late, or blocks go while requests queue.",
+                    "Achievable: reuse of one infinite cache shared by all workers. Found: reuse predicted by the "
+                    "index for the chosen workers. Reused: real reuse.",
+                    "Achievable well above found: blocks are evicted (Workers dashboard), or are on other workers "
+                    "(Spread, below). Found above reused: events are late, or blocks are evicted while requests "
+                    "queue.",
                     "cache-thrashing",
                     width=12,
                     maximum=1,
@@ -58,9 +59,9 @@ ROUTING = Board(
                             "reused / achievable",
                         ),
                     ),
-                    "1 is perfect routing into caches that are large enough.",
-                    "Below 0.7 over hours: `poolgrid what-if` on the recorded decisions says which weights would do "
-                    "better; if none, the caches are too small.",
+                    "1 is perfect routing into large enough caches.",
+                    "Below 0.7 for hours: run `poolgrid what-if` on the recorded decisions to find better "
+                    "weights; if there are none, the caches are too small.",
                     "cache-thrashing",
                     kind="stat",
                     width=4,
@@ -87,23 +88,10 @@ ROUTING = Board(
                         )
                         for word in ("less", "more")
                     ),
-                    "How far what a worker reused was from what it was chosen for, as a share of the prompt.",
-                    "Less than predicted: caches too small, or late events. More: events are missing; see the Events "
-                    "board for gaps.",
+                    "Difference between predicted and real reuse, as a share of the prompt.",
+                    "Less than predicted: small caches, or late events. More: missing events; see gaps on the "
+                    "Events dashboard.",
                     "index-untrusted",
-                ),
-                Panel(
-                    "Kept for reuse, and lost by it",
-                    "percentunit",
-                    (
-                        Query(_of_prompts("retention_gained_tokens"), "reused, that LRU would have lost"),
-                        Query(_of_prompts("retention_lost_tokens"), "lost, that LRU would have kept"),
-                    ),
-                    "What it brings to tell engines how long blocks should stay, as a share of prompt tokens; of up to "
-                    "16 workers of each router. 0 without `retention`.",
-                    "Lost above gained for an hour: requests come again otherwise than before; switch `retention` off.",
-                    "cache-thrashing",
-                    maximum=1,
                 ),
             ),
         ),
@@ -114,9 +102,9 @@ ROUTING = Board(
                     "Decisions by reason",
                     "reqps",
                     (Query(rate(f"poolgrid_router_decisions_total{{{POOL}}}", ["reason"]), "{{reason}}"),),
-                    "Why the chosen workers won. `-predicted`: the chosen worker's stream is not believed. `-behind`: "
-                    "the router was catching up.",
-                    "Mostly `tie`: caches are cold or prompts short. `-predicted`, `-behind` for long: see Staleness.",
+                    "Reasons of choices. `-predicted`: the worker's events are untrusted. `-behind`: the router "
+                    "was catching up.",
+                    "Mostly `tie`: cold caches or short prompts. `-predicted`, `-behind` for long: see Staleness.",
                     "index-untrusted",
                     stacked=True,
                 ),
@@ -128,7 +116,7 @@ ROUTING = Board(
                             rate(f"poolgrid_router_legs_total{{{POOL}}}", ["stage", "reason"]), "{{stage}}: {{reason}}"
                         ),
                     ),
-                    "What workers were asked to do by their own pool's router. Behind a global router see its board.",
+                    "Dispatched stages of a pool's router. Behind a global router see the Pools dashboard.",
                     "`no_prefill_worker`: prefill workers are missing.",
                     "no-worker-of-a-role",
                     stacked=True,
@@ -143,26 +131,26 @@ ROUTING = Board(
                         for q in (0.5, 0.99)
                     ),
                     "From hashing the prompt to the send.",
-                    "Milliseconds: very long prompts, hundreds of workers, or a router without a core to itself.",
+                    "Several ms: very long prompts, hundreds of workers, or a router that shares its core.",
                     "latency-objective",
                 ),
                 Panel(
                     "Legs of a request, p95",
                     "s",
                     (Query(LEGS, "{{leg}}"),),
-                    "Where the time of requests goes: waiting, computing the prompt, moving KV, generating.",
-                    "The leg that grew is the place: queue → more workers; prefill → more prefill workers or reuse; "
-                    "transfer → the network between workers; decode → batch size.",
+                    "Time of waiting, prefill, KV transfer and decode.",
+                    "Find the leg that grew: queue: add workers; prefill: prefill workers or reuse; transfer: the "
+                    "network between workers; decode: batch size.",
                     "latency-objective",
                 ),
                 Panel(
                     "Waiting by cause, p95",
                     "s",
                     (Query(WAITS, "{{cause}}"),),
-                    "How long requests waited that had to wait, and for what.",
-                    "`workers_full`, `pools_full`: more workers. `unreachable`: the network, or workers that hang. "
-                    "`worker_lost`: workers die. `held`: nothing, they wait for the worker that is best for them; near "
-                    "`hold_limit_ms` it is load.",
+                    "Wait of requests that had to wait, by cause.",
+                    "`workers_full`, `pools_full`: add workers. `unreachable`: network, or hanging workers. "
+                    "`worker_lost`: crashes. `held`: normal, requests wait for the best worker; near "
+                    "`hold_limit_ms` it means overload.",
                     "queue-filling",
                     no_value="nobody waited",
                 ),
@@ -174,8 +162,8 @@ ROUTING = Board(
                         Query(rate(f"poolgrid_router_crowded_choices_total{{{POOL}}}"), "chosen anew: crowded"),
                         Query(rate(f"poolgrid_router_poison_requests_total{{{POOL}}}"), "ended: workers lost twice"),
                     ),
-                    "Requests that lost their worker, before or amid their output. Each costs a prefill.",
-                    "A steady rate: workers die or refuse; the consolidator's lease expiries say which.",
+                    "Requests that lost their worker, before or during their output. Each costs a prefill.",
+                    "A steady rate: workers die or refuse; see the consolidator's lease expiries.",
                     "stream-broken",
                     no_value="none moved",
                 ),
@@ -188,8 +176,8 @@ ROUTING = Board(
                     "Behind the journal",
                     "short",
                     (Query(f"max by (pool) (poolgrid_router_behind_records{{{POOL}}})", "records {{pool}}"),),
-                    "Records that the pool's journal holds and the router has not applied. 0 is level.",
-                    "Above 0 for a minute: the router has no CPU, or the feed is slow.",
+                    "Journal records that the router has not applied. 0 is up to date.",
+                    "Above 0 for a minute: the router lacks CPU, or the feed is slow.",
                     "journal-trouble",
                     no_value="no router is scraped",
                 ),
@@ -197,17 +185,17 @@ ROUTING = Board(
                     "Age of events by worker",
                     "s",
                     (Query(f"poolgrid_router_event_lag_seconds{{{POOL}}}", "{{worker}}"),),
-                    "How old a worker's last events were when they were recorded.",
-                    "One worker above the others: its host's clock (see Clocks) or network. All: the consolidator.",
+                    "Age of a worker's last events when they were recorded.",
+                    "One worker: its host's clock (see Clocks) or network. All: the consolidator.",
                     "clock-skew",
                     no_value="no worker is known",
                 ),
                 Panel(
-                    "Workers that are not believed",
+                    "Untrusted workers",
                     "short",
                     (Query(f"max by (pool) (poolgrid_router_untrusted_workers{{{POOL}}})", "{{pool}}"),),
-                    "Workers whose caches are guessed from the router's own choices, as their events cannot be right.",
-                    "Anything above 0: see Disagreement, and the worker's and consolidator's logs.",
+                    "Workers whose events contradict their reported reuse; the router uses its own dispatches instead.",
+                    "Above 0: see Disagreement, and the logs of worker and consolidator.",
                     "index-untrusted",
                     no_value="no router is scraped",
                 ),
@@ -216,7 +204,7 @@ ROUTING = Board(
                     "percentunit",
                     (Query(f"poolgrid_router_overlap_disagreement_ratio{{{POOL}}}", "{{worker}}"),),
                     "Share of tokens, over a worker's last 64 requests, about which index and worker disagree.",
-                    "A worker that is far above the others has lost or late events.",
+                    "A worker far above the others has lost or late events.",
                     "index-untrusted",
                     maximum=1,
                 ),
@@ -230,8 +218,8 @@ ROUTING = Board(
                             "{{pool}} {{role}}",
                         ),
                     ),
-                    "Requests of the fullest worker of a role, as a multiple of the mean. 1 is even.",
-                    "Above 3 for long: raise `queue_weight` or set a `temperature`; `poolgrid tune` finds values.",
+                    "Requests of the busiest worker of a role, as a multiple of the mean. 1 is even.",
+                    "Above 3 for long: raise `queue_weight` or set a `temperature`; see `poolgrid what-if`.",
                     "spread",
                     no_value="idle",
                 ),
@@ -239,8 +227,8 @@ ROUTING = Board(
                     "Blocks in the index by worker",
                     "short",
                     (Query(f"poolgrid_router_worker_blocks{{{POOL}}}", "{{worker}}"),),
-                    "Blocks that the index says a worker holds.",
-                    "0 for a worker that works: it sends no events. Compare with its own on the Workers board.",
+                    "Blocks that a worker holds according to the index.",
+                    "0 for a busy worker: it sends no events. Compare with its own count on the Workers dashboard.",
                     "stream-broken",
                     no_value="no worker is known",
                 ),
@@ -256,20 +244,19 @@ ROUTING = Board(
                         Query(rate(f"poolgrid_router_gateway_requests_total{{{POOL}}}", ["outcome"]), "{{outcome}}"),
                         Query(rate(f"poolgrid_router_gateway_served_elsewhere_total{{{POOL}}}"), "served elsewhere"),
                     ),
-                    "What a gateway that asks over ext-proc was told: `picked`, or the error that its client got; and "
-                    "requests that it then sent to another endpoint than the first it was told.",
-                    "`busy`: more workers. `not_ready`, `no_worker`: engines are away. Served elsewhere: pods that the "
-                    "gateway does not reach, and the router does.",
+                    "Answers to gateways over ext-proc: `picked`, or the client's error; and requests sent to "
+                    "another endpoint than the first choice.",
+                    "`busy`: add workers. `not_ready`, `no_worker`: engines are missing. Served elsewhere: pods "
+                    "that the router reaches and the gateway does not.",
                     "queue-filling",
                     no_value="no gateway asks",
                 ),
                 Panel(
-                    "What picks could go by",
+                    "Picks by known input",
                     "reqps",
                     (Query(rate(f"poolgrid_router_gateway_prompts_total{{{POOL}}}", ["known"]), "{{known}}"),),
-                    "`tokens`: the prompt was known, and so the workers that hold its beginning. Anything else says "
-                    "why only load counted.",
-                    "`no_body`: the gateway does not send bodies; set `request_body_mode` as in deploy/envoy.",
+                    "`tokens`: the prompt was known. Other values are the reason why only load counted.",
+                    "`no_body`: the gateway sends no bodies; set `request_body_mode` as in deploy/envoy.",
                     "index-untrusted",
                     no_value="no gateway asks",
                 ),
@@ -284,17 +271,17 @@ ROUTING = Board(
                         for q in (0.5, 0.99)
                     ),
                     "From the last byte of a request's body to the answer, tokenization included.",
-                    "Above the gateway's message_timeout it goes on without a pick: a core for the router, or a fast "
-                    "tokenizer.",
+                    "Above message_timeout the gateway continues without a pick: give the router a core, or use "
+                    "`fastokens`.",
                     "latency-objective",
                     no_value="no gateway asks",
                 ),
                 Panel(
-                    "Requests of gateways under way",
+                    "Requests of gateways in flight",
                     "short",
                     (Query(f"sum by (pool) (poolgrid_router_gateway_in_flight{{{POOL}}})", "requests {{pool}}"),),
-                    "Requests that have an endpoint and no end yet; each is load on the books.",
-                    "It grows while clients are few: the gateway does not tell ends, see `response_header_mode` in "
+                    "Requests that have an endpoint and have not ended; each counts as load.",
+                    "It grows with few clients: the gateway does not report ends; see `response_header_mode` in "
                     "deploy/envoy.",
                     "queue-filling",
                     no_value="no router is scraped",

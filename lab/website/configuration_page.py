@@ -1,4 +1,4 @@
-"""Writes what the pages say of settings: ``docs/configuration.md``, and the marked tables of other pages.
+"""Writes the settings tables of pages: ``docs/configuration.md``, and the marked tables of other pages.
 
 ``python -m lab.website.configuration_page`` writes them; a test fails while a committed page differs. A table stands
 between ``<!-- settings: Model OtherModel -->`` and ``<!-- /settings -->``, and holds the settings that these models
@@ -30,7 +30,7 @@ from poolgrid.router.settings import EndpointPickerSettings, RouterSettings
 from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
-from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
+from poolgrid.tools.simulation.settings import EngineSettings, SimulationSettings, WhatIfSettings
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
 from poolgrid.workers.settings import WorkerProcessSettings
@@ -74,50 +74,49 @@ SECTIONS = (
         "Router",
         "router",
         (ServerSettings, ServingSettings, RouterSettings),
-        "How workers are chosen, how requests wait, and where the server listens.",
+        "Selection of workers, admission queue, and listening addresses.",
     ),
     Section(
         "Endpoint picker",
         "router",
         (EndpointPickerSettings,),
-        "For an Envoy gateway in front of stock engines ([operations](operations.md#behind-an-envoy-gateway)).",
+        "For an Envoy gateway in front of engine servers: [endpoint picker](gateway.md).",
     ),
     Section(
         "HTTP API",
         "router",
         (FrontendSettings,),
-        "Options of `poolgrid router` and `poolgrid global-router`. What they do: [HTTP API](http_api.md).",
+        "Options of `poolgrid router` and `poolgrid global-router`: [HTTP API](http_api.md).",
     ),
     Section(
         "Media of chat messages",
         "router",
         (MediaSettings,),
-        "Options of `poolgrid router` and `poolgrid global-router`. What they guard against: [media](multimodal.md).",
+        "Options of `poolgrid router` and `poolgrid global-router`: [media](multimodal.md).",
     ),
     Section(
         "Global router",
         "global-router",
         (ServerSettings, ServingSettings, GlobalRouterSettings),
-        "`--config` names a document: [pool grids](pool_grids.md). The options of the HTTP API are options here too.",
+        "`--config` names a document: [pool grids](pool_grids.md). The options of the HTTP API apply too.",
     ),
     Section(
         "Consolidator",
         "consolidator",
         (ConsolidatorSettings, ConsolidatorProcessSettings),
-        "All but the last four are also options of `poolgrid router`. They are for the consolidator that runs inside "
-        "it when there is no `--feed-endpoint`; `--host` is then the router's own.",
+        "All but the last four are also options of `poolgrid router`, for its embedded consolidator (without "
+        "`--feed-endpoint`); `--host` is then the router's own.",
     ),
     Section(
         "Worker",
         "worker",
         (EngineChoice, WorkerProcessSettings),
-        "Every worker has these. The engine decides which of the tables below applies besides. An option of another "
-        "engine is an error, and its variable is ignored. An option of several engines may differ in default and "
-        "range.",
+        "Options of every worker. One of the tables below applies in addition, by engine. An option of another engine "
+        "is an error; its variable is ignored. Defaults and ranges may differ between engines.",
     ),
     *map(_engine_section, engines()),
     Section(
-        "Closing the sockets",
+        "Security",
         "router",
         (SecuritySettings,),
         "`router`, `global-router`, `worker` and `consolidator` have the same options: [security](security.md).",
@@ -126,44 +125,43 @@ SECTIONS = (
         "Event plane on NATS",
         "router",
         (EventPlaneSettings, NatsSettings),
-        "`router`, `worker`, `consolidator` and `up` have the same options; they must agree for all processes of a "
-        "pool. `global-router` has those of the connection, for names: [a pool on NATS](operations.md#a-pool-on-nats).",
+        "`router`, `worker`, `consolidator` and `up` have the same options, which must agree within a pool. "
+        "`global-router` has the connection options only: [a pool on NATS](nats.md).",
     ),
     Section(
-        "Names instead of addresses",
+        "Service discovery",
         "router",
         (DiscoverySettings,),
         "`router`, `worker`, `consolidator` and `global-router` have the same options: "
-        "[names](operations.md#names-instead-of-addresses).",
+        "[service discovery](operations.md#service-discovery).",
     ),
     Section(
         "Traces",
         "router",
         (TraceSettings,),
-        "The same options of `router`, `global-router` and `worker`: [traces_and_logs.md](traces_and_logs.md#traces).",
+        "`router`, `global-router` and `worker` have the same options: [traces](traces_and_logs.md#traces).",
     ),
     Section(
-        "What HTTP takes from anybody",
+        "HTTP connection limits",
         "router",
         (HttpSettings,),
-        "`router`, `global-router`, `worker` and `consolidator` have the same options, which hold for one process: "
-        "[security](security.md#before-a-request-is-whole).",
+        "`router`, `global-router`, `worker` and `consolidator` have the same options, which apply per process: "
+        "[security](security.md#http-connection-limits).",
     ),
-    Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench](bench.md)."),
+    Section("Load generator", "bench", (BenchSettings,), "Modes and report: [bench](bench.md)."),
     Section(
         "Check of an engine server",
         "engine-check",
         (EngineCheckSettings,),
-        "What it compares, and what the findings mean: [engine check](engine_check.md).",
+        "Checks and findings: [engine check](engine_check.md).",
     ),
-    Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate](simulate.md)."),
+    Section("Simulator", "simulate", (SimulationSettings,), "Procedure and output: [simulate](simulate.md)."),
     Section(
-        "Recorded traffic under other settings",
+        "Recorded traffic with other settings",
         "what-if",
         (EngineSettings, WhatIfSettings),
-        "How it works: [what-if](what_if.md).",
+        "Procedure: [what-if](what_if.md).",
     ),
-    Section("Search for weights", "tune", (EngineSettings, TuneSettings), "How it works: [tune](what_if.md#tune)."),
 )
 
 MODELS: Mapping[str, type[Settings]] = {model.__name__: model for section in SECTIONS for model in section.models}
@@ -173,23 +171,21 @@ HEAD = """\
 
 <!-- Generated: python -m lab.website.configuration_page -->
 
-These are the settings of every command, made from the code that reads them. `poolgrid COMMAND --help` lists the same
-options.
+The settings of every command, generated from the code. `poolgrid COMMAND --help` lists the same options.
 
-**Where a value comes from.** Each setting has an option and an environment variable. The command line wins over the
-environment, and the environment wins over the default. `poolgrid router` also takes `--settings-file` (TOML, settings
-by name), which wins over the default alone; `poolgrid up` hands one on to its routers.
+**Precedence.** Command line, environment variable, `--settings-file` (TOML; `poolgrid router`, and `poolgrid up` for
+its routers), default.
 
-**Environment variables.** A variable is `POOLGRID_` and the option's name in capitals. It is the same for every command
-that has the setting. So set `POOLGRID_HOST` for one process, not for a machine.
+**Environment variables.** `POOLGRID_` and the option's name in capitals, the same for every command with that option.
+Set `POOLGRID_HOST` and similar variables per process, not per machine.
 
-**Wrong values.** A value out of range ends the command with exit status 2 and a line that names the option.
+**Invalid values** end the command with exit status 2 and a line that names the option.
 
-**What services write.** `up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with
-`ready` to standard output once they answer, and their log to standard error. Each has `--log-level`
+**Output of services.** `up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with
+`ready` to standard output when they answer, and their log to standard error. Each has `--log-level`
 (`POOLGRID_LOG_LEVEL`: debug, info, warning, error, and others for some loggers, as in `info,router=debug`) and
 `--log-format` (`POOLGRID_LOG_FORMAT`: text, json). The default level is info, and warning for `up`.
-[Logs](traces_and_logs.md#logs) says more.
+See [logs](traces_and_logs.md#logs).
 """
 
 
@@ -215,9 +211,9 @@ def table(names: list[str]) -> str:
     for name in names:
         for field_name, field in declared(MODELS[name]).items():
             fields.setdefault(field_name, field)
-    lines = ["| setting | default | what it is |", "|---|---|---|"]
+    lines = ["| setting | default | description |", "|---|---|---|"]
     for name, field in fields.items():
-        lines.append(f"| `{name}` | {shown_default(field)} | {_cell(field.description)} |")
+        lines.append(f"| `{name}` | {shown_default(field)} | {description_cell(field.description)} |")
     return "\n".join([*lines, ""])
 
 
@@ -230,9 +226,10 @@ def _section(section: Section) -> str:
     options = command_options(section.command)
     lines = [
         f"## {section.title}: `poolgrid {section.command}`",
+        "",
         section.text,
         "",
-        "| option | environment | default | range | what it is |",
+        "| option | environment | default | range | description |",
         "|---|---|---|---|---|",
     ]
     fields: dict[str, FieldInfo] = {}
@@ -244,7 +241,7 @@ def _section(section: Section) -> str:
             f"`{environment_name(name)}`",
             shown_default(field),
             shown_range(field),
-            _cell(field.description),
+            description_cell(field.description),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -257,15 +254,16 @@ def declared(model: type[Settings]) -> dict[str, FieldInfo]:
     return {name: field for name, field in model.model_fields.items() if name not in inherited or name in own}
 
 
-def _cell(text: str | None) -> str:
-    return (text or "").replace("|", "\\|")
+def description_cell(text: str | None) -> str:
+    """Return the description of a setting as a cell of a table, with its URLs quoted."""
+    return re.sub(r"(?<!`)https?://[^\s,;)]*[^\s,;).]", lambda url: f"`{url[0]}`", (text or "").replace("|", "\\|"))
 
 
 def _top() -> str:
     lines = [
         "## Live view: `poolgrid top`",
         "",
-        "| option | environment | default | what it is |",
+        "| option | environment | default | description |",
         "|---|---|---|---|",
     ]
     for parameter in _parameters("top"):

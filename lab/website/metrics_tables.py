@@ -19,21 +19,21 @@ DOCS = Path(__file__).parents[2] / "docs"
 EVERY_METRIC = "metrics.md"
 """The page that has a table for each metric; other pages show the metrics of one process."""
 
-PAGES = (EVERY_METRIC, "consolidator.md", "global_router.md", "http_api.md", "worker.md")
+PAGES = (EVERY_METRIC,)
 
 FURTHER = {
-    "poolgrid_consolidator_source_state": "[States](consolidator.md#the-health-of-a-stream).",
+    "poolgrid_consolidator_source_state": "[States](consolidator.md#stream-states).",
     "poolgrid_frontend_media_refused_total": "[Codes](multimodal.md).",
     "poolgrid_frontend_refusals_total": "[Codes](http_api.md#refusals).",
     "poolgrid_http_certificate_stale": "[TLS](security.md#tls).",
-    "poolgrid_http_refused_total": "[Reasons](security.md#before-a-request-is-whole).",
+    "poolgrid_http_refused_total": "[Reasons](security.md#http-connection-limits).",
     "poolgrid_plane_refused_peers_total": "[CURVE](security.md#curve).",
-    "poolgrid_router_further_sources": "[Further sources](consolidator.md#a-further-source-of-a-worker-that-pushes).",
+    "poolgrid_router_further_sources": "[Further sources](consolidator.md#further-sources-of-a-worker).",
     "poolgrid_router_recorded_decisions_total": "[Decision journal](replay.md).",
 }
 """Where more is said of a metric: a help is plain text, which has no links."""
 
-HEAD = "| metric | type | labels | what it is, and when to look at it |\n|---|---|---|---|\n"
+HEAD = "| metric | type | labels | description |\n|---|---|---|---|\n"
 
 _TABLE = re.compile(r"(<!-- metrics: ([a-z_ ]+) -->\n)(.*?)(<!-- /metrics -->)", re.DOTALL)
 _NAME = re.compile(r"^\| `(poolgrid_\w+)` \|", re.MULTILINE)

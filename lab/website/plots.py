@@ -1,8 +1,7 @@
-"""The plots of ``docs/results.md``, drawn anew by ``make plots``: from the simulator, and from tables on the pages.
+"""Draw the plots of ``docs/benchmarks.md`` (``make plots``): from the simulator, or from the tables of that page.
 
-What the simulator finds is run here, on the trace that is in the repository; it is the same each time. What was
-measured on some machine at some hour is read from the page that tells of it, so that a plot never says anything else
-than its table.
+Simulated figures are computed here, on the trace in the repository, and are the same each time. Measured figures are
+read from the page, so that a plot and its table never differ.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poolgrid.router.core.candidates import Candidates
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import Choice
-from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.policies.predicted.engine_times import Engines
 from poolgrid.router.policies.predicted.policy import Predicted
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
@@ -39,10 +38,13 @@ CACHE_TOKENS = (131_072, 262_144, 524_288, 1_048_576, 2_097_152)
 """KV tokens that fit on one worker."""
 
 BLOCK_SIZE = 64
+PAGE = "benchmarks.md"
+GREY = "#777777"
+SIMULATED = "simulated: 1,000 requests of the conversation trace, 8 workers"
 
 
 def simulated(policy: str, *, speed: float = 1.0, cache_tokens: int | None = None) -> dict[str, Any]:
-    """Return the figures of one policy on the trace, as ``poolgrid simulate`` finds them."""
+    """Return the figures of one policy on the trace, as ``poolgrid simulate`` reports them."""
     workload = build_workload(read_trace(TRACE, None), speed, BLOCK_SIZE)
     count = len(workload.requests)
     roomy = workload.total_tokens // BLOCK_SIZE + 2 * count + 1
@@ -59,7 +61,7 @@ def simulated(policy: str, *, speed: float = 1.0, cache_tokens: int | None = Non
 
 
 class Watched(Predicted):
-    """The policy, and what it believed of each worker's pace at each choice."""
+    """The policy, with the learned slowdown of each worker at each choice."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, list[float]]] = []
@@ -67,7 +69,7 @@ class Watched(Predicted):
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
         """Choose as the policy does."""
-        assert candidates.engines is not None
+        assert isinstance(candidates.engines, Engines)
         self.seen.append((request.request_id, candidates.engines.paces.tolist()))
         return super().choose(request, candidates)
 
@@ -92,30 +94,34 @@ def unlike_run() -> tuple[Watched, RunResult, Mapping[str, float]]:
 
 
 def draw_paces(axes: Any) -> None:
-    """What is believed of three workers' paces over time, and what they are."""
+    """Draw the learned slowdown of three workers over time, and the true one."""
     policy, _, arrival_ms = unlike_run()
     seconds = [arrival_ms[request_id] / 1000 for request_id, _ in policy.seen]
     for number, label, ink in (
-        (0, "slows down to a quarter", INK["round-robin"]),
+        (0, "a quarter of its speed from 100 to 200 s", INK["round-robin"]),
         (7, "three times slower", INK["kv"]),
-        (3, "as its card says", INK["least-loaded"]),
+        (3, "as fast as its card states", INK["least-loaded"]),
     ):
         axes.plot(seconds, [paces[number] for _, paces in policy.seen], color=ink, label=label)
         moments = sorted({0.0, 99.999, 100.0, 199.999, 200.0, seconds[-1]})
         truth = [1 / UNLIKE.at(number, 1000 * moment) for moment in moments]
         axes.plot(moments, truth, color=ink, linestyle=":", linewidth=1)
-    axes.set(xlabel="time, s", ylabel="times slower than the card says", ylim=(0, 6))
+    axes.plot([], [], color=GREY, linestyle=":", linewidth=1, label="true slowdown")
+    axes.set(xlabel="time, s", ylabel="slowdown against the card, times", ylim=(0, 6))
+    titled(axes, "Learned slowdown of three workers", f"policy predicted, {SIMULATED}")
     axes.legend(frameon=False)
 
 
 def draw_expected(axes: Any) -> None:
-    """What was expected of each first token, and when it came."""
+    """Draw the expected and the real TTFT of each request."""
     _, result, _ = unlike_run()
-    for chosen, label, ink in ((True, "worker 0", INK["round-robin"]), (False, "the others", INK["kv"])):
+    slowed, others = "worker that slows down to a quarter for 100 s", "other workers"
+    for chosen, label, ink in ((True, slowed, INK["round-robin"]), (False, others, INK["kv"])):
         points = [(expected, real) for _, worker, expected, real in result.predicted if (worker == 0) is chosen]
         axes.plot(*zip(*points, strict=True), marker=".", markersize=3, linestyle="", color=ink, label=label)
     axes.axline((10, 10), (10_000, 10_000), color="#333333", linewidth=0.8)
-    axes.set(xlabel="TTFT expected, ms", ylabel="TTFT, ms", xscale="log", yscale="log")
+    axes.set(xlabel="expected TTFT, ms", ylabel="real TTFT, ms", xscale="log", yscale="log")
+    titled(axes, "Expected and real TTFT of each request", f"policy predicted, {SIMULATED}")
     axes.legend(frameon=False)
 
 
@@ -141,90 +147,129 @@ def first_number(cell: str) -> float:
     return float(found[0].replace(",", ""))
 
 
-def times_ours(cell: str) -> float:
-    """Return the ratio in a cell such as ``537: 2.17 times ours (1.75 to 2.31)``, or ``188: 0.71 (0.60 to 0.79)``."""
-    return first_number(cell.partition(": ")[2])
+def ratio_range(cell: str) -> tuple[float, float, float]:
+    """Return median, lowest and highest of a cell such as ``0.59 (0.47 to 0.79)``."""
+    found = re.fullmatch(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", cell)
+    if found is None:
+        raise ValueError(f"a cell of a table has no range: {cell!r}")
+    return float(found[1]), float(found[2]), float(found[3])
+
+
+def titled(axes: Any, title: str, method: str) -> None:
+    """Write the title, and below it how the figures were found."""
+    axes.set_title(f"{title}\n", loc="left", fontsize=11, fontweight="bold")
+    axes.text(0, 1.03, method, transform=axes.transAxes, fontsize=8, color="#555555")
 
 
 def draw_load(axes: Any) -> None:
-    """TTFT p99 over the load, by policy."""
+    """Draw TTFT p99 over the arrival rate, by policy."""
     for policy in POLICIES:
         found = [simulated(policy, speed=speed)["ttft_ms"]["p99"] / 1000 for speed in SPEEDS]
         axes.plot(SPEEDS, found, marker="o", color=INK[policy], label=policy)
-    axes.set(xlabel="load: how much faster than recorded", ylabel="TTFT p99, s", ylim=(0, None))
+    axes.set(xlabel="arrival rate, times the recorded rate", ylabel="TTFT p99, s", ylim=(0, None))
+    titled(axes, "TTFT under load", SIMULATED)
     axes.legend(frameon=False)
 
 
 def draw_caches(axes: Any) -> None:
-    """Reuse over the size of the workers' caches, by policy."""
+    """Draw the reuse over the size of the workers' caches, by policy, and the ideal."""
     for policy in POLICIES:
         found = [100 * simulated(policy, cache_tokens=tokens)["cached_token_ratio"] for tokens in CACHE_TOKENS]
         axes.plot(CACHE_TOKENS, found, marker="o", color=INK[policy], label=policy)
-    axes.set(xlabel="KV tokens that fit on one worker", ylabel="prompt tokens reused, %", xscale="log", ylim=(0, None))
+    ideal = 100 * build_workload(read_trace(TRACE, None), 1.0, BLOCK_SIZE).ideal_cached_token_ratio
+    axes.axhline(ideal, color="#333333", linestyle=":", linewidth=1, label=f"ideal: one infinite cache ({ideal:.1f} %)")
+    axes.set(xlabel="KV cache of one worker, tokens", ylabel="prompt tokens reused, %", xscale="log", ylim=(0, None))
     axes.set_xticks(CACHE_TOKENS, [f"{tokens // 1024}k" for tokens in CACHE_TOKENS])
     axes.minorticks_off()
+    titled(axes, "Reuse by cache size", SIMULATED)
     axes.legend(frameon=False)
 
 
 def draw_routers(axes: Any) -> None:
-    """What several routers reuse that share a stream of events, and what they do without."""
-    rows = table_rows("simulate.md", "routers")
+    """Draw the cache hit rate of several routers that share the events, and of separate ones."""
+    rows = table_rows(PAGE, "routers")
     names = [row[0].partition(" (")[0] for row in rows]
     shares = [first_number(row[1]) for row in rows]
     bars = axes.bar(names, shares, color=[INK["round-robin"] if "separate" in name else INK["kv"] for name in names])
     axes.bar_label(bars, fmt="%.0f %%")
-    axes.set(xlabel="routers", ylabel="reused, of what is possible, %", ylim=(0, 110))
+    axes.set(xlabel="routers", ylabel="cache hit rate, % of the ideal", ylim=(0, 110))
+    titled(axes, "Several routers of one pool", "simulated: 12,031 requests of the conversation trace, 8 workers")
 
 
 def draw_pools(axes: Any) -> None:
-    """Requests that met their targets, by the way in which a pool is chosen."""
-    rows = table_rows("pool_selection.md", "strategy")
+    """Draw the requests that met their targets, by the way in which a pool is chosen."""
+    rows = table_rows(PAGE, "strategy")
     names, shares = [row[0] for row in rows], [first_number(row[1]) for row in rows]
-    bars = axes.barh(names, shares, color=[INK["kv"] if name[0] in "cde" else INK["least-loaded"] for name in names])
+    bars = axes.barh(names, shares, color=[INK["kv"] if "grid" in name else INK["least-loaded"] for name in names])
     axes.bar_label(bars, fmt="%.0f %%", padding=3)
     axes.invert_yaxis()
-    axes.set(xlabel="requests that met both targets, %", xlim=(0, 110))
+    axes.set(xlabel="requests that met both latency targets, %", xlim=(0, 110))
+    titled(
+        axes,
+        "Choosing a pool, fleets of equal cost",
+        "simulated: 12,031 requests of the conversation trace at 12 times its rate (41 requests/s)",
+    )
 
 
 def draw_front_ends(axes: Any) -> None:
-    """CPU of the front end and its peers, each test relative to ours."""
-    rows = table_rows("front_end.md", "test")[:3]
-    names = [re.sub(r"[`]", "", row[0]).partition(",")[0] for row in rows]
-    peers = {"poolgrid": 1, "Dynamo, fast tokenizer": 2, "smg": 3}
+    """Draw the CPU of other front ends relative to poolgrid's: the median over machines, with the range."""
+    rows = table_rows(PAGE, "test")[:3]
+    peers = {"poolgrid": 1, "Dynamo 1.6, fast tokenizer": 2, "smg 1.13": 3}
     for place, (peer, column) in enumerate(peers.items()):
-        ratios = [1.0 if column == 1 else times_ours(row[column]) for row in rows]
+        ratios = [(1.0, 1.0, 1.0) if column == 1 else ratio_range(row[column]) for row in rows]
+        medians = [median for median, _, _ in ratios]
         places = [number + 0.27 * (place - 1) for number in range(len(rows))]
         ink = (INK["kv"], INK["round-robin"], INK["least-loaded"])[place]
-        axes.bar_label(axes.bar(places, ratios, 0.25, color=ink, label=peer), fmt="%.1f", padding=2)
-    axes.set_xticks(range(len(rows)), names)
-    axes.set(ylabel="CPU, times poolgrid's", ylim=(0, None))
+        bars = axes.bar(places, medians, 0.25, color=ink, label=peer)
+        if column != 1:
+            below = [median - low for median, low, _ in ratios]
+            above = [high - median for median, _, high in ratios]
+            axes.errorbar(places, medians, [below, above], linestyle="", color="#333333", linewidth=1, capsize=3)
+        axes.bar_label(bars, [f"{median:.1f}" for median in medians], label_type="center", color="white")
+    machines = [
+        f"{re.sub('`', '', row[0]).replace(', ', ' ')}\n{row[5]} machine{'s' * (row[5] != '1')}" for row in rows
+    ]
+    axes.set_xticks(range(len(rows)), machines)
+    axes.set(ylabel="CPU, times poolgrid's (less is better)", ylim=(0, None))
+    titled(
+        axes,
+        "CPU of HTTP front ends",
+        "measured in November 2026: medians and ranges over machines, five rounds each",
+    )
     axes.legend(frameon=False)
 
 
 def draw_gpu(axes: Any) -> None:
-    """TTFT of the heavy load on a real GPU, by who chooses the server; the first seed has all four ways."""
-    rows = table_rows("stock_engines.md", "load, seed")
+    """Draw the TTFT of the heavy load on a GPU, by the way in which a server is chosen, for the first seed."""
+    rows = table_rows(PAGE, "load, seed")
     begin = next(number for number, row in enumerate(rows) if row[0].startswith("heavy"))
     ways = [[cell.strip("*` ").replace("`", "").replace("**", "") for cell in row] for row in rows[begin : begin + 4]]
-    for place, (column, label, ink) in enumerate(((3, "p99", INK["least-loaded"]), (2, "mean", INK["kv"]))):
-        places = [number + 0.2 - 0.4 * place for number in range(len(ways))]
+    for place, (column, label, ink) in enumerate(((2, "mean", INK["kv"]), (3, "p99", INK["least-loaded"]))):
+        places = [number - 0.2 + 0.4 * place for number in range(len(ways))]
         bars = axes.barh(places, [first_number(way[column]) for way in ways], 0.38, color=ink, label=label)
         axes.bar_label(bars, fmt="%.0f ms", padding=3)
-    axes.set_yticks(range(len(ways)), [f"{way[1]}\n{way[4]} reused" for way in ways])
+    axes.set_yticks(range(len(ways)), [f"{way[1]}\n{way[4]} of prompt tokens reused" for way in ways])
     axes.invert_yaxis()
-    axes.set(xlabel="TTFT, ms", xlim=(0, 600))
-    axes.legend(frameon=False, loc=(0.8, 0.5))
+    axes.set(xlabel="TTFT, ms", xlim=(0, 640))
+    titled(
+        axes,
+        "TTFT of conversations on vLLM",
+        "3 vLLM 0.25.0 servers, one H200, Qwen3-4B shape, 168 requests, seed 11, Nov 2026",
+    )
+    axes.legend(frameon=False, loc="center right")
 
 
 def draw_event_plane(axes: Any) -> None:
-    """Records a second that one core of a consolidator carries, by where its journal is."""
-    rows = [row for row in table_rows("bench.md", "journal") if row[1] == "all"]
+    """Draw the records a second that one core of a consolidator carries, by the place of its journal."""
+    rows = [row for row in table_rows(PAGE, "journal") if row[1] == "all"]
     names, carried = [row[0] for row in rows], [first_number(row[6]) for row in rows]
     bars = axes.barh(names, carried, 0.5, color=INK["kv"])
     axes.bar_label(bars, fmt="{:,.0f}", padding=3)
-    axes.axvline(10_000, color="#333333", linestyle=":", linewidth=1)
+    axes.axvline(10_000, color="#333333", linestyle=":", linewidth=1, label="1,000 workers, 10 records a second each")
     axes.invert_yaxis()
-    axes.set(xlabel="records a second per core of the consolidator", xlim=(0, 1.2 * max(carried)))
+    axes.set(xlabel="records a second per core of the consolidator", ylabel="journal", xlim=(0, 1.3 * max(carried)))
+    titled(axes, "Capacity of one consolidator", "measured: 1,000 sources, two shared cores, 10 s")
+    axes.legend(frameon=False)
 
 
 PLOTTED: Mapping[str, Callable[[Any], None]] = {
@@ -242,7 +287,7 @@ PLOTTED: Mapping[str, Callable[[Any], None]] = {
 
 
 def main(names: Sequence[str] = ()) -> None:
-    """Draw the plots, or those that are named."""
+    """Draw all plots, or the named ones."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -252,7 +297,7 @@ def main(names: Sequence[str] = ()) -> None:
 
     PLOTS.mkdir(exist_ok=True)
     for name in names or PLOTTED:
-        figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(7.5, 4), layout="constrained")
         axes.spines[["top", "right"]].set_visible(False)
         PLOTTED[name](axes)
         figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None, "Creator": None}, facecolor="white")

@@ -11,19 +11,19 @@ from poolgrid.serving import request_machine
 from poolgrid.serving.legs import LegEvent, LegState
 from poolgrid.serving.request_machine import ANY, LEGS, ROWS, Step
 
-HEAD = """# The life of a request
+HEAD = """# Request life cycle
 
-What happens to a request on its workers, and what follows. Router and global router go by this table and nothing else:
-it is `ROWS` in `src/poolgrid/serving/request_machine.py`, which this page is made from (`make docs`).
+What happens to a request on its workers, and how the router reacts. Routers and global routers follow this table only:
+it is `ROWS` in `src/poolgrid/serving/request_machine.py`, from which this page is generated (`make docs`).
 
-A request is served in *legs*: whole on one worker, or prefill and decode on two, with its images encoded before. Search
-it by what you saw: a lost worker is the rows *worker lost*, a drain *refused: draining*, fail over the step *move*.
+A request is served in *legs*: whole on one worker, or prefill and decode on two, with its images encoded first. Search
+for what you saw: a lost worker is *worker lost*, a drain *refused: draining*, fail-over the step *move*.
 """
 
 TAIL = """
-*Move* ends the request instead when its output is complete, when it has moved `migration_limit` times, or when {limit}
-workers were lost with it before its first token: then it may be what ended them, and the client is told so. Up to
-{drains} moves away from workers that drain are not counted.
+*Move* ends the request instead if its output is complete, or if it has moved `migration_limit` times. It also ends the
+request if {limit} workers were lost with it before its first token: the request may be the cause, and the client is
+informed. Up to {drains} moves away from draining workers are not counted.
 """
 
 
@@ -39,20 +39,20 @@ def _step(step: Step) -> str:
 
 def page() -> str:
     """Return the whole page."""
-    lines = [HEAD, "| the leg is | what happens | what follows, in this order | why |", "|---|---|---|---|"]
+    lines = [HEAD, "| leg | event | steps, in this order | reason |", "|---|---|---|---|"]
     for row in ROWS:
-        states = "any" if row.states == ANY else "any leg under way" if row.states == LEGS else ""
+        states = "any" if row.states == ANY else "any leg in flight" if row.states == LEGS else ""
         names = states or ", ".join(state.value for state in row.states)
         lines.append(f"| {names} | {row.event.value} | {', '.join(map(_step, row.steps))} | {row.why} |")
     lines += [
         "",
-        "What is in no row cannot happen, or has no effect: the late end of a leg, output after the request's end.",
+        "Anything else cannot happen or has no effect, such as output after the end of a request.",
     ]
-    for title, members in (("Where a leg stands", LegState), ("What happens", LegEvent)):
+    for title, members in (("Leg states", LegState), ("Events", LegEvent)):
         source = inspect.getsource(members)
         lines += ["", f"## {title}", "", "| | |", "|---|---|"]
         lines += [f"| {member.value} | {text} |" for member in members if (text := _text(member, source))]
-    lines += ["", "## What follows", "", "| | |", "|---|---|"]
+    lines += ["", "## Steps", "", "| | |", "|---|---|"]
     steps = dict.fromkeys(step for row in ROWS for step in row.steps)
     lines += [f"| {_step(step)} | {inspect.getdoc(step)} |" for step in steps]
     return "\n".join(lines) + "\n" + TAIL.format(limit=request_machine.LOSSES_MAX, drains=request_machine.DRAINS_MAX)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from poolgrid.router.core.routing_request import RoutingRequest
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import Stage, WorkerKey
+from poolgrid.wire.request_ids import name_of
 
 __all__ = ["EXPECTED_MS", "Candidates", "Choice", "Column", "FloatArray", "IndexArray", "RoutingRequest"]
 """With the request, since policies look at both."""
@@ -25,7 +25,8 @@ Column = FloatArray | Sequence[float]
 class Candidates(msgspec.Struct, frozen=True, eq=False):
     """Columns of equal length, one row per worker, in the order of worker keys.
 
-    They are arrays for every policy but ``KvAware``, which compares few workers as sequences of floats (``is_plain``).
+    They are arrays for every policy but ``KvAware``, which compares few workers as sequences of floats: walking a few
+    of them costs less than an array.
     """
 
     workers: tuple[WorkerKey, ...]
@@ -39,15 +40,10 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
     """Leading blocks of the prompt already in device memory."""
     host_overlap: FloatArray
     disk_overlap: FloatArray
-    engines: Any = None
+    engines: object = None
     """What the policy's observer knows of the workers (``Observer.describe``)."""
     behind: FloatArray | None = None
     """Requests that wait at the router and will be computed behind this one, by worker; ``None`` = none anywhere."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Tell whether the columns are sequences of plain numbers: walking a few of them costs less than an array."""
-        return not isinstance(self.prefill_tokens, np.ndarray)
 
     def __len__(self) -> int:
         """Return the number of candidates (at least 1 when a policy is asked)."""
@@ -74,3 +70,34 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
     def terms(self) -> Mapping[str, Column]:
         given = self.given_terms
         return given() if callable(given) else given
+
+
+class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a policy may know of a request; the decision journal stores it as it is, by the names of the fields."""
+
+    request_id: str
+    model: str
+    isl: int
+    """Prompt tokens."""
+    block_size: int
+    blocks: int
+    """Blocks of the prompt, a partial last one included."""
+    priority: int = 0
+    stage: Stage = Stage.WHOLE
+    """What the chosen worker will be asked to do."""
+    media: tuple[int, ...] = ()
+    """u64 hashes of its media, in order."""
+    media_kinds: tuple[str, ...] = ()
+    """Kinds of media that the worker must take."""
+    ttft_target_ms: float = 0.0
+    """The client's target for its first token; 0 = none."""
+
+    @property
+    def drawn_by(self) -> str:
+        """Return what samples are drawn by: the name that the client chose, the same in every process and run."""
+        return name_of(self.request_id)
+
+    @property
+    def tie_key(self) -> str:
+        """Return what ties are broken by: the name, or the media, so that equal media meet among equal workers."""
+        return " ".join(map(str, self.media)) if self.media else name_of(self.request_id)

@@ -20,8 +20,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Column, FloatArray
-from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.candidates import Candidates, Column, FloatArray, RoutingRequest
 from poolgrid.wire.identifiers import Stage
 
 TERMS: Final = ("overlap_credit", "adjusted_prefill", "potential_decode_blocks")
@@ -86,7 +85,7 @@ def cost_columns(request: RoutingRequest, candidates: Candidates, weights: CostW
         isl = 0
         queued = device = host = disk = np.zeros(len(candidates))
     columns = (queued, candidates.active_blocks, device, host, disk)
-    if candidates.is_plain:
+    if not isinstance(candidates.prefill_tokens, np.ndarray):
         rows = costs_of(zip(*columns, strict=True), weights, isl, request.block_size, request.blocks)
         return tuple(zip(*rows, strict=True))
     [terms] = costs_of([columns], weights, isl, request.block_size, request.blocks)

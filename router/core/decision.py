@@ -6,23 +6,22 @@ the policy's arrays and turns them into readable rows only when somebody asks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
-from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice
-from poolgrid.router.core.routing_request import RoutingRequest
+from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, RoutingRequest
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
     DecisionRow,
     MediaRow,
-    RetainedRow,
     RetentionRow,
 )
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerId, WorkerKey
@@ -70,7 +69,7 @@ class Decision(msgspec.Struct, eq=False):
     queued_ms: float = 0.0
     """How long the request waited for a worker with room before this decision could be carried out."""
     retention: KvRetention | None = None
-    """How long the prompt's blocks should stay, as far as that was learned; ``None`` = as long as others."""
+    """How long the prompt's blocks should stay, of a decision that was recorded when that was learned."""
     realised_cached_tokens: int | None = None
     """What the worker then really reused."""
     realised_ttft_ms: float | None = None
@@ -101,16 +100,15 @@ class Decision(msgspec.Struct, eq=False):
     def prefill_tokens(self) -> int:
         return int(self.candidates.prefill_tokens[self.choice.row])
 
-    @property
     def size_bytes(self) -> int:
         """Return about how much memory the record takes: its columns, and what is measured for the rest."""
         # Six columns, the cost and the terms where they are kept: all as long as there are candidates.
-        choice, rows = self.choice, len(self.candidates)
+        choice, rows = self.choice, len(self.candidates.workers)
         columns = 6 + (choice.costs is not None)
         if not callable(choice.given_terms):
             columns += len(choice.given_terms)
-        is_plain = self.candidates.is_plain
-        column_bytes = LIST_BYTES + LIST_VALUE_BYTES * rows if is_plain else ARRAY_BYTES + 8 * rows
+        is_array = isinstance(self.candidates.prefill_tokens, np.ndarray)
+        column_bytes = ARRAY_BYTES + 8 * rows if is_array else LIST_BYTES + LIST_VALUE_BYTES * rows
         others = len(self.filtered) + len(self.untrusted)
         return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * others
 
@@ -192,16 +190,7 @@ class Decision(msgspec.Struct, eq=False):
     def _retention(self) -> RetentionRow | UnsetType:
         """Return how long the prompt's blocks should stay, where that was learned."""
         said = self.retention
-        if said is None:
-            return UNSET
-        return RetentionRow(
-            ranges=[
-                RetainedRow(start=each.start, end=each.end, priority=each.priority, duration_ms=each.duration_ms)
-                for each in said.ranges
-            ],
-            decode_priority=said.decode_priority,
-            decode_duration_ms=said.decode_duration_ms,
-        )
+        return UNSET if said is None else msgspec.convert(said, RetentionRow, from_attributes=True)
 
     def _media(self) -> MediaRow | UnsetType:
         """Return how far the prompt was compared, where it has media."""
@@ -229,11 +218,8 @@ class DecisionLog:
         self._budget_bytes = budget_bytes
         self.size_bytes = 0
         """What the kept decisions take, about."""
-        self._decisions: dict[tuple[str, int], Decision] = {}
-        self._by_age: deque[tuple[str, int]] = deque()
-        """Their keys, oldest first. A key whose decision another one has replaced is there again for that."""
-        self._replaced: dict[tuple[str, int], int] = {}
-        """How many places of a key are of decisions that are gone: the oldest ones."""
+        self._decisions: OrderedDict[tuple[str, int], Decision] = OrderedDict()
+        """Oldest first."""
         self._latest: dict[str, str] = {}
         """The latest request that clients called by a name; none of those whose id is the name."""
         self.added = 0
@@ -246,40 +232,29 @@ class DecisionLog:
         self.added += 1
         request = decision.request
         if request.stage is not Stage.DECODE:
-            found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
-            first = decision.attempt == 0
-            self.seconds.add(
-                decision.time_ms, first, request.isl if first else 0, found_tokens if first else 0, not first
-            )
+            if decision.attempt:
+                self.seconds.add(decision.time_ms, 0, 0, 0, moves=1)
+            else:
+                found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
+                self.seconds.add(decision.time_ms, 1, request.isl, found_tokens)
         decisions = self._decisions
         request_id = decision.request.request_id
         key = (request_id, decision.attempt)
         replaced = decisions.pop(key, None)
         if replaced is not None:
             self.size_bytes -= replaced.kept_bytes
-            self._replaced[key] = self._replaced.get(key, 0) + 1
         decisions[key] = decision
-        self._by_age.append(key)
         name = name_of(request_id)
         if name != request_id:
             self._latest[name] = request_id
-        decision.kept_bytes = kept_bytes = decision.size_bytes
+        decision.kept_bytes = kept_bytes = decision.size_bytes()
         self.size_bytes += kept_bytes
         while len(decisions) > self._capacity or (self.size_bytes > self._budget_bytes and len(decisions) > 1):
-            self._forget(self._by_age.popleft())
-        if len(self._by_age) > 2 * self._capacity:
-            # A dict has its entries in the order in which they came.
-            self._by_age = deque(decisions)
-            self._replaced.clear()
+            self._forget_oldest()
 
-    def _forget(self, oldest: tuple[str, int]) -> None:
-        places = self._replaced.pop(oldest, 0)
-        if places:
-            if places > 1:
-                self._replaced[oldest] = places - 1
-            return
-        self.size_bytes -= self._decisions.pop(oldest).kept_bytes
-        request_id, attempt = oldest
+    def _forget_oldest(self) -> None:
+        (request_id, attempt), forgotten = self._decisions.popitem(last=False)
+        self.size_bytes -= forgotten.kept_bytes
         name = name_of(request_id)
         # What comes later of the same request is younger, and still there.
         if (

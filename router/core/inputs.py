@@ -1,6 +1,6 @@
 """The inputs of a router's state: all that its decisions depend on.
 
-Each input is a value. ``RouterState.apply`` is the one place where they take effect, the decision journal records them,
+Each input is a value. ``RouterState`` is the one place where they take effect, the decision journal records them,
 and a replay applies them again: with the policy's settings, the same inputs in the same order give the same decisions,
 bit for bit. Clocks are in the inputs; nothing that handles one reads a clock.
 """
@@ -12,9 +12,9 @@ from typing import Final
 
 import msgspec
 
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.projection import SnapshotLoad
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.identifiers import Role, WorkerKey
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,8 +61,7 @@ GONE: Final = -1
 """Slot of an entry that the ledger has forgotten."""
 
 
-@dataclass(slots=True)
-class LoadEntry:
+class LoadEntry(msgspec.Struct):
     """One request on one worker."""
 
     slot: int

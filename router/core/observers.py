@@ -23,8 +23,6 @@ class Observer:
 
     name: ClassVar[str]
     """A projection has one observer of a name; its state is under this name in checkpoints."""
-    needs_seeds: ClassVar[bool] = False
-    """Whether requests must come with the seed of their hashes."""
     report_ttft: Callable[[str, float, float], None] | None = None
     """Told the dispatch, the expected and the real time to its first token in milliseconds, where that is predicted;
     changes nothing."""
@@ -34,11 +32,8 @@ class Observer:
     def advance(self, now_ms: float) -> None:
         """Let time pass; called before each choice."""
 
-    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Any:
+    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> object:
         """Return what its policy finds in ``Candidates.engines``, for the ``rows`` of some workers."""
-
-    def on_decided(self, decision: Decision, card: WorkerCard, path: Sequence[int], now_ms: float) -> None:
-        """May add to a decision, of a dry run too, and changes nothing else."""
 
     def on_chosen(
         self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float

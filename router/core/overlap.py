@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from poolgrid.router.core.candidates import FloatArray
 from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.worker_groups import WorkerGroup
@@ -17,11 +16,8 @@ from poolgrid.wire.identifiers import WorkerKey
 FEW_HOLDERS: Final = 48
 """Up to this many holders of a path are filled in one by one; beyond, their masks are unpacked at once."""
 
-Filled = list[float] | FloatArray
-"""A column that is still to be filled in, of few workers or of many."""
-
 Columns = tuple[Any, Any, Any]
-"""Leading blocks on device, host and disk: each a ``Filled``."""
+"""Leading blocks on device, host and disk: each a list of floats for few workers, an array for many."""
 
 
 def overlap_columns(
@@ -33,7 +29,12 @@ def overlap_columns(
     as_numbers: bool = False,
 ) -> Columns:
     """Return the leading blocks of a path that the workers of a group hold; as lists where ``as_numbers``."""
-    columns = (_zeros(group, as_numbers), _zeros(group, as_numbers), _zeros(group, as_numbers))
+    size = len(group.workers)
+    columns: Columns
+    if as_numbers:
+        columns = [0.0] * size, [0.0] * size, [0.0] * size
+    else:
+        columns = np.zeros(size), np.zeros(size), np.zeros(size)
     if path:
         found = projection.index.find(path)
         if found:
@@ -49,10 +50,6 @@ def overlap_columns(
     return columns
 
 
-def _zeros(group: WorkerGroup, as_numbers: bool) -> Filled:
-    return [0.0] * len(group.workers) if as_numbers else np.zeros(len(group.workers))
-
-
 def _set(columns: Columns, row: int, device: int, host: int = 0, disk: int = 0) -> None:
     columns[0][row], columns[1][row], columns[2][row] = float(device), float(host), float(disk)
 
@@ -62,7 +59,7 @@ def _fill(
 ) -> None:
     """Fill in what ``PrefixIndex.find`` found. No worker is in two of its masks."""
     device = columns[0]
-    if index.uses_lower_tiers:
+    if index.lower.in_use:
         for depth, mask in found:
             for slot in slots_of(mask):
                 row = group.row_of_slot.get(slot)

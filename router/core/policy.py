@@ -12,6 +12,7 @@ A policy of your own is a class with ``name``, ``needs_overlap`` and ``choose``;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,10 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Column
+from poolgrid.router.core.candidates import Candidates, Column, RoutingRequest
 from poolgrid.router.core.candidates import Choice as Choice  # policies of operators have it from here
 from poolgrid.router.core.cost import TERMS, CostWeights, cost_columns, softmax_weights
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Role, WorkerKey
 
@@ -102,14 +102,14 @@ HOLD_LIMIT_MS: Final = 4000.0
 does anybody wait that long; and then long prompts would wait without end for shorter ones."""
 
 
-def lowest(costs: Column, tie_key: str) -> tuple[int, str]:
-    """Return the row of the lowest cost and ``cheapest``, or a tie broken by ``tie_key`` and ``tie``."""
+def lowest(costs: Column, request: RoutingRequest) -> tuple[int, str]:
+    """Return the row of the lowest cost and ``cheapest``, or a tie broken by the request's key and ``tie``."""
     values: Sequence[float] = costs.tolist() if isinstance(costs, np.ndarray) else costs
     least = min(values)
     row, equal = values.index(least), values.count(least)
     if equal == 1:
         return row, "cheapest" if len(values) > 1 else "only"
-    for _ in range(stable_u64(tie_key, _TIE_SEED) % equal):
+    for _ in range(stable_u64(request.tie_key, _TIE_SEED) % equal):
         row = values.index(least, row + 1)
     return row, "tie"
 
@@ -139,10 +139,43 @@ class KvAware:
             point = stable_u64(request.drawn_by, _SAMPLE_SEED) / 2**64
             row = min(int(np.searchsorted(shares, point, side="right")), len(costs) - 1)
             return Choice(row, "sampled", costs, terms)
-        row, reason = lowest(costs, request.tie_key)
+        row, reason = lowest(costs, request)
         return Choice(row, reason, costs, terms)
 
 
 def _terms(request: RoutingRequest, candidates: Candidates, weights: CostWeights) -> dict[str, Column]:
     """Return the terms of a choice, worked out again: they are rarely asked for, and are half of what it takes."""
     return dict(zip(TERMS, cost_columns(request, candidates, weights), strict=False))
+
+
+LOAD_BOUND = 1.25
+"""A worker is passed over above this multiple of the average load; the paper's own choice for video servers."""
+
+
+class MediaAffinity:
+    """Which encode worker computes the embeddings of a request: the one that had the same media before, unless it is
+    busy.
+
+    Rendezvous hashing of the request's first medium over the workers gives every medium an order of preference that
+    needs no memory, is the same in every router, and changes for few media when a worker comes or goes. The first
+    worker in that order is taken whose load is within ``LOAD_BOUND`` of the average: equal media meet, and a popular
+    picture does not pile up (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam 2016). The
+    first medium counts, because a conversation sends its earlier ones again with every turn.
+    """
+
+    name = "media-affinity"
+    needs_overlap = False
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the first worker in the medium's order that is not above its share of the load."""
+        key = str(request.media[0]) if request.media else request.drawn_by
+        order = sorted(
+            range(len(candidates)), key=lambda row: stable_u64(f"{key} {candidates.workers[row]}"), reverse=True
+        )
+        requests = candidates.requests
+        most = math.ceil(LOAD_BOUND * (float(requests.sum()) + 1) / len(candidates))
+        place = next(place for place, row in enumerate(order) if requests[row] < most)
+        rank = np.zeros(len(candidates))
+        rank[order] = np.arange(len(candidates))
+        reason = "only" if len(candidates) == 1 else "affinity" if place == 0 else "affinity-busy"
+        return Choice(order[place], reason, None, {"requests": requests, "affinity_rank": rank})

@@ -12,7 +12,7 @@ Rules
        ``_orphans``; that does not count as overlap until the missing ancestor is stored, and then it does.
     2. All blocks of a run have the same holders and only its last block has children. A store or remove that would
        break this splits the run first. A run without holders does not exist. None grows beyond ``RUN_BLOCKS_MAX``.
-    3. A block is *held* while it lies on any tier. ``_lower`` says who holds it on the host, on disk, and only there;
+    3. A block is *held* while it lies on any tier. ``lower`` says who holds it on the host, on disk, and only there;
        it is empty in a pool without lower tiers.
     4. A worker owns one bit. Dropping it clears the bit from ``_live`` at once; the masks are swept a slice at a time
        during later calls, newest run first, and the bit is given out again only after that.
@@ -123,7 +123,7 @@ class PrefixIndex:
         self._max_blocks = sys.maxsize if budget_bytes is None else budget_bytes // BYTES_PER_BLOCK
         self._reach = RunMap(shard_entries, first_depth)
         self._orphans = Orphans(min(shard_entries, SHARD_ENTRIES))
-        self._lower = LowerTiers(min(shard_entries, SHARD_ENTRIES))
+        self.lower = LowerTiers(min(shard_entries, SHARD_ENTRIES))
         self._slots: dict[WorkerKey, int] = {}
         self._workers: list[WorkerKey | None] = []
         self._held: list[int] = []
@@ -188,8 +188,8 @@ class PrefixIndex:
         bit = 1 << slot
         if tier is not DEVICE:
             self._store_lower(slot, bit, hashes, tier)
-        elif self._lower.off_device.entries:
-            self._lower.onboard(bit, hashes)
+        elif self.lower.off_device.entries:
+            self.lower.onboard(bit, hashes)
         if type(hashes) is not array:
             hashes = array("Q", hashes)
         edges, orphans = self._reach.edges, self._orphans
@@ -261,7 +261,7 @@ class PrefixIndex:
             self.counters.unknown_removes += len(hashes)
             return
         bit = 1 << slot
-        lower = self._lower
+        lower = self.lower
         if tier is not DEVICE or lower.host.entries or lower.disk.entries:
             hashes, lowered, unknown = lower.take_off(bit, hashes, tier)
             self._lower_blocks[slot] -= lowered
@@ -356,7 +356,7 @@ class PrefixIndex:
 
         Freed at once, a million blocks keep everybody waiting for a tenth of a second.
         """
-        for each in (self._lower, self._reach, self._orphans):
+        for each in (self.lower, self._reach, self._orphans):
             entries = each.discard(entries)
         return entries <= 0
 
@@ -379,15 +379,11 @@ class PrefixIndex:
                 return self.by_tier(path, slot, depth)
         return TierOverlap(0)
 
-    @property
-    def uses_lower_tiers(self) -> bool:
-        return self._lower.in_use
-
     def by_tier(self, path: Sequence[int], slot: int, depth: int) -> TierOverlap:
         """Split a depth that ``find`` returned by tier; walks the path only for workers that use lower tiers."""
         if not self._lower_blocks[slot]:
             return TierOverlap(depth)
-        host, disk = self._lower.count(islice(path, depth), 1 << slot)
+        host, disk = self.lower.count(islice(path, depth), 1 << slot)
         return TierOverlap(depth - host - disk, host, disk)
 
     def held_blocks(self, worker: WorkerKey) -> int:
@@ -413,9 +409,9 @@ class PrefixIndex:
             held = [h for h, run in zip(blocks, runs, strict=True) if h >= first and run.mask & bit]
             looked = self._orphans.held_between(bit, first, end, held)
             held.sort()
-            if self._lower.in_use:
+            if self.lower.in_use:
                 for h in held:
-                    found.extend((h, tier) for tier in self._lower.tiers_of(h, bit))
+                    found.extend((h, tier) for tier in self.lower.tiers_of(h, bit))
             else:
                 found.extend((h, Tier.DEVICE) for h in held)
             entries -= len(blocks) + looked + 1
@@ -434,7 +430,7 @@ class PrefixIndex:
     def size_bytes(self) -> int:
         """Return a close estimate: the maps exactly, 40 bytes a block for its key and place in its run."""
         orphans = self._orphans.size_bytes() + 32 * self._orphans.entries
-        return self._reach.size_bytes() + orphans + self._lower.size_bytes()
+        return self._reach.size_bytes() + orphans + self.lower.size_bytes()
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
@@ -599,7 +595,7 @@ class PrefixIndex:
     # -- lower tiers -----------------------------------------------------------------------------------------------
 
     def _store_lower(self, slot: int, bit: int, hashes: Sequence[int], tier: Tier) -> None:
-        lower = self._lower
+        lower = self.lower
         where = lower.tier(tier)
         run: Run | None = None
         position = 0
@@ -643,7 +639,7 @@ class PrefixIndex:
             # Newest first: a run must not go before those that continue it. What is new meanwhile has no dead holder.
             ages.begin_walk()
             self._orphans.begin_sweep()
-            self._lower.begin_sweep()
+            self.lower.begin_sweep()
         dead = self._sweeping
         while left > 0 and (run := ages.step()) is not None:
             left -= 1
@@ -653,7 +649,7 @@ class PrefixIndex:
                     left -= len(run.blocks)
                     self._reach.delete(run)
         left = self._orphans.sweep(dead, left)
-        left = self._lower.sweep(dead, left)
+        left = self.lower.sweep(dead, left)
         self._swept_too_far = max(0, -left)
         if left > 0:
             self._free_slots.extend(slots_of(dead))
@@ -687,9 +683,9 @@ class PrefixIndex:
     def _forget_evicted(self, blocks: Sequence[int], mask: int) -> None:
         for slot in slots_of(mask & self._live):
             self._held[slot] -= len(blocks)
-        if self._lower.in_use:
+        if self.lower.in_use:
             for block in blocks:
-                for lower in self._lower.forget(block, mask):
+                for lower in self.lower.forget(block, mask):
                     for slot in slots_of(lower & self._live):
                         self._lower_blocks[slot] -= 1
         self.counters.evicted_blocks += len(blocks)
@@ -698,7 +694,7 @@ class PrefixIndex:
 _CONTENTS = (
     "_reach",
     "_orphans",
-    "_lower",
+    "lower",
     "_slots",
     "_workers",
     "_held",

@@ -125,10 +125,6 @@ class Projection:
         """Return the observer of a name, or ``None``."""
         return next((observer for observer in self.observers if observer.name == name), None)
 
-    @property
-    def needs_seeds(self) -> bool:
-        return any(observer.needs_seeds for observer in self.observers)
-
     def expect(self, offset: int) -> None:
         """Raise ``Hole`` unless the record at an offset is the next."""
         if offset != self.next_offset:
@@ -237,7 +233,7 @@ class Projection:
 
     def release(self, key: WorkerKey, request_id: str) -> bool:
         """Take a request that is over for this router off a worker; return whether it was known."""
-        blocks = self.ledger.blocks_of(key, request_id)
+        blocks = self.ledger.blocks_of(key, request_id) if self.observers else None
         if not self.ledger.finished(key, request_id):
             return False
         for observer in self.observers:

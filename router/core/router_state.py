@@ -1,7 +1,7 @@
 """The state of a router, which inputs change and nothing else does: projection, ledger, trust, and the policy's count.
 
 Rules
-    1. ``apply`` is the only door. It takes one input (``poolgrid.router.core.inputs``) and returns what came of it.
+    1. Only inputs change it (``poolgrid.router.core.inputs``): each kind has a method, and ``apply`` takes any of them.
     2. What changed something is noted in ``log``, in order, as an input whose effect on the same state is the same. So
        the state after any run is that of another one that was given the log: a replay needs no rules of its own.
     3. Views are read from ``projection`` and ``selector``; ``preview`` leaves no trace.
@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol, overload
+from typing import Any, Final, Protocol
 
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
@@ -45,59 +45,45 @@ class RouterState:
         self.selector = selector
         self.log: InputLog | None = None
 
-    @overload
-    def apply(self, given: WorkerWanted) -> Found: ...
-    @overload
-    def apply(self, given: Renewed | PromptComputed | Released) -> bool: ...
-    @overload
-    def apply(self, given: RecordsArrived | SnapshotArrived | Booked | Overcommitted | Expired) -> None: ...
-    @overload
-    def apply(self, given: Input) -> Found | bool | None: ...
-
     def apply(self, given: Input) -> Any:
-        """Let an input take effect.
-
-        Returns the decision for ``WorkerWanted``, or why there is none, and nothing changed; for ``Renewed``,
-        ``PromptComputed`` and ``Released`` whether that changed something; else ``None``. Raises ``Hole`` for records
-        that are not the next.
-        """
+        """Let an input take effect, as the method for its kind does."""
         return _EFFECTS[type(given)](self, given)
 
-    def _note(self, given: Input) -> None:
-        if self.log is not None:
-            self.log.note(given)
-
-    def _select(self, given: WorkerWanted) -> Found:
+    def select(self, given: WorkerWanted) -> Found:
+        """Return the decision for a request, or why there is none, and nothing changed."""
         found = self.selector.select(given)
         if self.log is not None and isinstance(found, Decision):
             self.log.note(given, found)
         return found
 
-    def _book(self, given: Booked) -> None:
+    def book(self, given: Booked) -> None:
         self.selector.book(given.decision, given.path, given.now_ms, given.dispatch_id, given.lease_ms)
-        self._note(given)
+        if self.log is not None:
+            self.log.note(given)
 
-    def _release(self, given: Released) -> bool:
+    def release(self, given: Released) -> bool:
+        """Return whether that changed something, as ``renew`` and ``note_prompt`` do."""
         is_known = self.projection.release(given.worker, given.dispatch_id)
-        if is_known:
-            self._note(given)
+        if is_known and self.log is not None:
+            self.log.note(given)
         return is_known
 
-    def _renew(self, given: Renewed) -> bool:
+    def renew(self, given: Renewed) -> bool:
         is_open = self.projection.ledger.renew(given.worker, given.dispatch_id, given.now_ms)
-        if is_open:
-            self._note(given)
+        if is_open and self.log is not None:
+            self.log.note(given)
         return is_open
 
-    def _see_prompt(self, given: PromptComputed) -> bool:
+    def note_prompt(self, given: PromptComputed) -> bool:
         is_news = self.projection.ledger.prompt_seen(given.worker, given.dispatch_id)
         if given.is_held and self.projection.trust.prompt_computed(given.worker, given.dispatch_id):
             is_news = True
-        if is_news:
-            self._note(given)
+        if is_news and self.log is not None:
+            self.log.note(given)
         return is_news
 
-    def _take_records(self, given: RecordsArrived) -> None:
+    def take_records(self, given: RecordsArrived) -> None:
+        """Raises ``Hole`` for records that are not the next."""
         if self.log is not None and given.records:
             self.projection.expect(given.records[0].offset)  # what is not applied must not be noted
             self.log.note(given)
@@ -105,20 +91,22 @@ class RouterState:
         for record in given.records:
             apply(record, now_ms)
 
-    def _expire(self, given: Expired) -> None:
+    def expire(self, given: Expired) -> None:
         expired, renewed = self.projection.expire(given.now_ms, given.held)
-        if expired or renewed:
+        if self.log is not None and (expired or renewed):
             # Of all that is held, only what was due made a difference.
-            self._note(Expired(given.now_ms, renewed))
+            self.log.note(Expired(given.now_ms, renewed))
 
-    def _overcommit(self, given: Overcommitted) -> None:
+    def overcommit(self, given: Overcommitted) -> None:
         slot = self.projection.index.slot(given.worker)
         self.projection.ledger.crowded(given.worker, slot, given.dispatch_id, given.booked_tokens, given.now_ms)
-        self._note(given)
+        if self.log is not None:
+            self.log.note(given)
 
-    def _adopt(self, given: SnapshotArrived) -> None:
+    def adopt(self, given: SnapshotArrived) -> None:
         self.projection.adopt(given.load, given.now_ms)
-        self._note(given)
+        if self.log is not None:
+            self.log.note(given)
 
     def preview(self, wanted: WorkerWanted) -> Found:
         """Return what ``apply`` would return for a request now; nothing is changed, counted or noted."""
@@ -126,13 +114,13 @@ class RouterState:
 
 
 _EFFECTS: Final[Mapping[type[Input], Callable[[RouterState, Any], Any]]] = {
-    WorkerWanted: RouterState._select,
-    Booked: RouterState._book,
-    Released: RouterState._release,
-    Renewed: RouterState._renew,
-    PromptComputed: RouterState._see_prompt,
-    RecordsArrived: RouterState._take_records,
-    SnapshotArrived: RouterState._adopt,
-    Overcommitted: RouterState._overcommit,
-    Expired: RouterState._expire,
+    WorkerWanted: RouterState.select,
+    Booked: RouterState.book,
+    Released: RouterState.release,
+    Renewed: RouterState.renew,
+    PromptComputed: RouterState.note_prompt,
+    RecordsArrived: RouterState.take_records,
+    SnapshotArrived: RouterState.adopt,
+    Overcommitted: RouterState.overcommit,
+    Expired: RouterState.expire,
 }

@@ -18,10 +18,9 @@ import numpy as np
 from poolgrid.router.core.candidates import Candidates, IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.media_affinity import MediaAffinity
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.overlap import Columns, overlap_columns
-from poolgrid.router.core.policy import KvAware, Planner, Policy
+from poolgrid.router.core.policy import KvAware, MediaAffinity, Planner, Policy
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.worker_groups import BUSY, WorkerGroup, WorkerGroups
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
@@ -113,11 +112,11 @@ class Selector:
             choice = policy.choose(request, candidates)
         except Exception as error:
             return PolicyFailed(policy.name, f"raised {type(error).__name__}: {error}", error)
-        if not 0 <= choice.row < len(candidates):
-            return PolicyFailed(policy.name, f"chose row {choice.row} of {len(candidates)} candidates")
+        if not 0 <= choice.row < len(candidates.workers):
+            return PolicyFailed(policy.name, f"chose row {choice.row} of {len(candidates.workers)} candidates")
         if untrusted:
             untrusted = {worker: why for worker, why in untrusted.items() if worker in group.row_of_worker}
-        decision = Decision(
+        return Decision(
             request,
             wanted.time_ms,
             policy.name,
@@ -131,9 +130,6 @@ class Selector:
             len(path) if request.media else None,
             wanted.queued_ms,
         )
-        for observer in projection.observers:
-            observer.on_decided(decision, group.members[int(rows[choice.row])].card, path, wanted.now_ms)
-        return decision
 
     def _few_candidates(self, group: WorkerGroup, rows: IndexArray, overlap: Columns) -> Candidates:
         """Return the rows of a small group as plain numbers."""
@@ -218,16 +214,15 @@ class Selector:
         request, worker, projection = decision.request, decision.worker, self.projection
         dispatch_id = dispatch_id or request.request_id
         uncached, blocks = max(0, request.isl - decision.overlap_blocks * request.block_size), request.blocks
-        if request.stage is Stage.DECODE:
+        if request.stage not in PROMPT_STAGES:
             uncached = 0
-        elif request.stage is Stage.ENCODE:
-            # No prompt is computed there and no KV block taken: a request is its only load.
-            uncached = blocks = 0
+            if request.stage is Stage.ENCODE:
+                blocks = 0  # no KV block is taken there: a request is its only load
         slot = projection.index.slot(worker)
         projection.ledger.reserve(worker, slot, dispatch_id, uncached, blocks, now_ms, lease_ms)
-        if projection.follows_blocks and request.stage is not Stage.ENCODE:
+        if projection.follows_blocks and request.stage in PROMPT_STAGES:
             is_known = self.policy.needs_overlap and worker not in decision.untrusted
             held = decision.overlap_blocks if is_known else None
-            projection.trust.chosen(worker, dispatch_id, path, request.block_size, request.stage, now_ms, held)
+            projection.trust.chosen(worker, dispatch_id, path, request.block_size, now_ms, held)
         for observer in projection.observers:
             observer.on_chosen(decision, projection.fleet.workers[worker].card, dispatch_id, path, now_ms)

@@ -14,19 +14,18 @@ Rules
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 import msgspec
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.computed_prompts import ComputedPrompts
 from poolgrid.router.core.lower_tiers import TierOverlap
-from poolgrid.router.core.overlap_check import OverlapCheck
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.wire.feed import SourceStream
-from poolgrid.wire.identifiers import Stage, StreamState, WorkerKey
+from poolgrid.wire.identifiers import StreamState, WorkerKey
 from poolgrid.wire.streams import own_stream
 
 PENDING_MAX: Final = 16_384
@@ -136,7 +135,6 @@ class StreamHealth:
         request_id: str,
         path: Sequence[int],
         block_size: int,
-        stage: Stage,
         now_ms: float,
         blocks: int | None = None,
     ) -> None:
@@ -144,7 +142,7 @@ class StreamHealth:
 
         ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
         """
-        if not path or stage in (Stage.DECODE, Stage.ENCODE):
+        if not path:
             return
         self._pending[(worker, request_id)] = _Pending(
             path, block_size, self._index.overlap(path, worker).blocks if blocks is None else blocks
@@ -207,3 +205,186 @@ class StreamHealth:
     @property
     def checks(self) -> Mapping[WorkerKey, OverlapCheck]:
         return self._checks
+
+
+WINDOW: Final = 64
+"""Requests that count: a few seconds of a busy worker, so that the verdict follows a stream that breaks or heals."""
+
+LEAST_REQUESTS: Final = 16
+"""Fewer could be chance: a burst of equal prompts, an eviction under way."""
+
+SUSPECT_ABOVE: Final = 0.5
+"""More wrong than right. Evictions between choice and start, the usual disagreement, stay far below."""
+
+TRUSTED_BELOW: Final = 0.25
+
+
+class OverlapCheck:
+    """A live cross-check of one worker's event stream: what the index says it holds against what it really reuses.
+
+    Rules
+        1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the
+           index said of the prompt between the choice and the start, whichever is nearest. A block more or less is no
+           disagreement, because engines compute the last tokens anew.
+        2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
+        3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
+           suspect; it stays so until the share falls below ``TRUSTED_BELOW``.
+
+    This is how a stream that never fills is found: the engine reuses what the index has never heard of.
+    """
+
+    __slots__ = ("_window", "disagreeing_tokens", "is_suspect", "predicted_tokens", "realised_tokens", "weight_tokens")
+
+    def __init__(self, window: Iterable[tuple[int, int, int]] = (), is_suspect: bool = False) -> None:
+        self._window: deque[tuple[int, int, int]] = deque()
+        self.predicted_tokens = 0
+        """Sum over the window."""
+        self.realised_tokens = 0
+        self.disagreeing_tokens = 0
+        self.weight_tokens = 0
+        self.is_suspect = is_suspect
+        for predicted, realised, disagreeing in window:
+            self._enter(predicted, realised, disagreeing)
+
+    def window(self) -> list[tuple[int, int, int]]:
+        """Return what counts: predicted, realised and disagreeing tokens of each request, oldest first."""
+        return list(self._window)
+
+    def __len__(self) -> int:
+        return len(self._window)
+
+    @property
+    def disagreement(self) -> float:
+        """Return the share of tokens that the index and the worker disagree about, 0 to 1."""
+        return self.disagreeing_tokens / self.weight_tokens if self.weight_tokens else 0.0
+
+    def add(self, predicted_tokens: int, realised_tokens: int, block_size: int) -> bool:
+        """Count a request; return whether the verdict changed."""
+        if predicted_tokens == 0 and realised_tokens == 0:
+            return False
+        difference = abs(predicted_tokens - realised_tokens)
+        self._enter(predicted_tokens, realised_tokens, 0 if difference <= block_size else difference)
+        if len(self._window) < LEAST_REQUESTS:
+            return False
+        before = self.is_suspect
+        disagreement = self.disagreement
+        if disagreement > SUSPECT_ABOVE:
+            self.is_suspect = True
+        elif disagreement < TRUSTED_BELOW:
+            self.is_suspect = False
+        return self.is_suspect is not before
+
+    def _enter(self, predicted: int, realised: int, disagreeing: int) -> None:
+        window = self._window
+        window.append((predicted, realised, disagreeing))
+        self.predicted_tokens += predicted
+        self.realised_tokens += realised
+        self.disagreeing_tokens += disagreeing
+        self.weight_tokens += predicted if predicted > realised else realised
+        if len(window) > WINDOW:
+            predicted, realised, disagreeing = window.popleft()
+            self.predicted_tokens -= predicted
+            self.realised_tokens -= realised
+            self.disagreeing_tokens -= disagreeing
+            self.weight_tokens -= predicted if predicted > realised else realised
+
+    def says(self) -> str:
+        return (
+            f"over {len(self._window)} requests the index predicted {self.predicted_tokens} cached tokens and the "
+            f"worker reused {self.realised_tokens}; they disagree about {self.disagreement:.0%}"
+        )
+
+
+PROMPTS_MAX: Final = 1024
+"""Streams are milliseconds behind, in which a busy router sees some ten first tokens. More only come together while a
+stream is away; the last second is then as much as anybody knows."""
+
+SAME_BEGINNING_MAX: Final = 32
+"""Prompts of one system prompt that are compared, a third of a microsecond each."""
+
+TOKENS_MIN: Final = 512
+"""A shorter prompt is not worth it: it is computed anew in some milliseconds, and requests of that size are many."""
+
+_Key = tuple[WorkerKey, str]
+
+
+class ComputedPrompts:
+    """Prompts that workers have computed and have not told of: a first token is sooner with a router than the events.
+
+    An answer of a few tokens is over before the consolidator's stream says what it left in the worker's cache. Who
+    asks again at once, with the answer or with another question about the same text, would be sent to a worker that
+    has nothing.
+
+    Rules
+        1. A prompt is here from its first token until its worker's stream tells of the request, or the worker's cache
+           is emptied, or the worker leaves. Then the index says what the worker holds, and nothing else does.
+        2. A path's sequence hashes name all that is before them, so two paths that agree at a place agree up to there:
+           how far they do is found by halving.
+        3. At most ``PROMPTS_MAX``, the newest; of those that begin with the same block the newest
+           ``SAME_BEGINNING_MAX`` are looked at.
+    """
+
+    def __init__(self) -> None:
+        self._first_block: dict[_Key, int] = {}
+        self._of_first: dict[int, dict[_Key, Sequence[int]]] = {}
+
+    def add(self, worker: WorkerKey, request_id: str, path: Sequence[int]) -> bool:
+        """Take note of a prompt whose first token was seen; ``False`` where it is known. A path is never empty."""
+        key = (worker, request_id)
+        if key in self._first_block:
+            return False
+        first = path[0]
+        self._first_block[key] = first
+        self._of_first.setdefault(first, {})[key] = path
+        if len(self._first_block) > PROMPTS_MAX:
+            self.drop(*next(iter(self._first_block)))
+        return True
+
+    def drop(self, worker: WorkerKey, request_id: str) -> None:
+        """Forget a prompt, if it is known."""
+        key = (worker, request_id)
+        first = self._first_block.pop(key, None)
+        if first is not None:
+            same = self._of_first[first]
+            del same[key]
+            if not same:
+                del self._of_first[first]
+
+    def drop_all_of(self, worker: WorkerKey) -> None:
+        """Forget all prompts of a worker."""
+        for key in [key for key in self._first_block if key[0] == worker]:
+            self.drop(*key)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._first_block.clear()
+        self._of_first.clear()
+
+    def overlaps(self, path: Sequence[int]) -> list[tuple[WorkerKey, int]]:
+        """Return how many leading blocks of a path such prompts have, with their workers, of which some come twice."""
+        same = self._of_first.get(path[0]) if path else None
+        if same is None:
+            return []
+        newest = islice(reversed(same.items()), SAME_BEGINNING_MAX)
+        return [(key[0], _shared_blocks(path, other)) for key, other in newest]
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self._first_block)
+
+    def __len__(self) -> int:
+        return len(self._first_block)
+
+
+def _shared_blocks(path: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading blocks two paths share that begin with the same one."""
+    low, high = 1, min(len(path), len(other))
+    if path[high - 1] == other[high - 1]:
+        return high
+    high -= 1
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if path[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -10,11 +10,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from poolgrid.router.core.candidates import FloatArray, IndexArray
+from poolgrid.router.core.candidates import FloatArray, IndexArray, RoutingRequest
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.load_ledger import LoadLedger, Pick
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.identifiers import Role, WorkerKey
 
 FEW_CANDIDATES: Final = 16

@@ -22,8 +22,8 @@ from poolgrid.router.decision_journal.entries import (
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
-SPEEDS, RETENTION = "paces", "retention"
-"""Observers whose state has a field of its own in a checkpoint."""
+SPEEDS = "paces"
+"""The observer whose state has a field of its own in a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class Draft:
             ],
             beliefs,
             self.observers.get(SPEEDS),
-            self.observers.get(RETENTION),
-            {name: state for name, state in self.observers.items() if name not in (SPEEDS, RETENTION)},
+            None,
+            {name: state for name, state in self.observers.items() if name != SPEEDS},
         )
 
 
@@ -132,7 +132,7 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
     )  # fmt: skip
     if beliefs is not None:
         projection.predictions.restore_beliefs(believed_chains(beliefs), beliefs.exact_from_ms, checkpoint.now_ms)
-    known = {SPEEDS: checkpoint.paces, RETENTION: checkpoint.retention, **checkpoint.observers}
+    known = {SPEEDS: checkpoint.paces, **checkpoint.observers}
     for observer in projection.observers:
         if known.get(observer.name) is not None:
             observer.restore(known[observer.name])

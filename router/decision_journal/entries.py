@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 
 from poolgrid.consolidator.journal.stored_records import SegmentKind
-from poolgrid.router.core.candidates import Candidates, Choice
+from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerKey
@@ -142,7 +141,7 @@ class Checkpoint(JournalEntry, frozen=True):
     paces: Any = None
     """What the observer of that name knows, which is given when the policy learns how fast workers are."""
     retention: Any = None
-    """The same, given when it is learned how long blocks should stay."""
+    """Written by versions that learned how long blocks should stay."""
     observers: dict[str, Any] = {}
     """What other observers know, by their names."""
 
@@ -206,7 +205,7 @@ class DecisionMade(JournalEntry, frozen=True):
     behind_records: int = 0
     """Records that the pool's journal was known to hold beyond ``offset``."""
     retention: KvRetention | None = None
-    """How long the prompt's blocks should stay, as far as that was learned."""
+    """How long the prompt's blocks should stay; of versions that learned it."""
     behind: list[tuple[int, int]] = []
     """Workers, and how many requests waited at the router that were to be computed behind this one there."""
     queued_ms: float = 0.0

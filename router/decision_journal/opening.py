@@ -13,8 +13,7 @@ from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import RouterSettingsNoted
 from poolgrid.router.decision_journal.reader import DIRECTORY
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
-from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
 
@@ -22,7 +21,6 @@ log = logging.getLogger(__name__)
 
 DECIDING_SETTINGS = (
     "policy",
-    "prefill_weight",
     "queue_weight",
     "decode_weight",
     "device_weight",
@@ -34,7 +32,6 @@ DECIDING_SETTINGS = (
     "ledger_budget_bytes",
     "worker_queue_factor",
     "reservation_ttl_ms",
-    "retention",
 )
 """Settings that a decision depends on, besides its inputs."""
 

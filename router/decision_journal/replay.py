@@ -53,6 +53,9 @@ from poolgrid.wire.identifiers import WorkerKey
 
 PROGRESS_EVERY_ENTRIES = 200
 
+FORMER_SETTINGS = {"prefill_weight": 1.0, "retention": "off"}
+"""Settings that decisions depended on, with the value that is left of each."""
+
 MakePolicy = Callable[[RouterSettingsNoted], Policy]
 
 
@@ -148,6 +151,12 @@ class DecisionReplay:
                 f"poolgrid {metadata.version('poolgrid')}, which knows versions up to {INPUTS_VERSION}: replay it with "
                 "the one that wrote it, or a later one"
             )
+        for name, only in FORMER_SETTINGS.items():
+            if (value := noted.settings.get(name, only)) != only:
+                self._refused = self._blind = (
+                    f"it was written by poolgrid {noted.poolgrid} with {name} {value}, which this version does not "
+                    "have: replay it with the one that wrote it"
+                )
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -15,22 +15,22 @@ class PickerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.picks = Counter(
             "poolgrid_router_gateway_requests_total",
-            "Requests that gateways asked about over ext-proc, by what they were told: `picked`, or the code of the "
-            "error that the client got (`busy`, `no_worker`, `not_ready`, `head_too_large`, `body_too_large`, "
-            "`bodies_full`, `body_timeout`, `streams_full`, `policy_failed`).",
+            "Requests of gateways over ext-proc, by answer: `picked`, or the code of the error (`busy`, "
+            "`no_worker`, `not_ready`, `head_too_large`, `body_too_large`, `bodies_full`, `body_timeout`, "
+            "`streams_full`, `policy_failed`).",
             ["outcome"],
             registry=registry,
         )
         self.read = Counter(
             "poolgrid_router_gateway_prompts_total",
-            "What was known of the prompts of picked requests: `tokens`, by which the cache counts, or why only load "
-            "counted (`no_body`, `streamed`, `another API`, `media`, the code of an error in the body, …).",
+            "Picked requests by what was known of the prompt: `tokens`, or why only load counted (`no_body`, "
+            "`streamed`, `another API`, `media`, an error code, …).",
             ["known"],
             registry=registry,
         )
         self.elsewhere = Counter(
             "poolgrid_router_gateway_served_elsewhere_total",
-            "Requests that the gateway sent to another endpoint than the first it was told: a pod did not answer.",
+            "Requests that the gateway sent to another endpoint than the first choice: a pod did not answer.",
             registry=registry,
         )
         self.seconds = Histogram(
@@ -41,32 +41,30 @@ class PickerMetrics:
         )
         self.in_flight = Gauge(
             "poolgrid_router_gateway_in_flight",
-            "Requests of gateways that have an endpoint and no end yet; each is load on the books.",
+            "Requests of gateways that have an endpoint and have not ended.",
             registry=registry,
         )
         self.bookings_lost = Counter(
             "poolgrid_router_gateway_bookings_lost_total",
-            "Bookings that no open stream of a gateway held, a fault of the endpoint picker. Each was ended at the "
-            "next renewal and logged.",
+            "Reservations without an open gateway stream, a bug of the endpoint picker. Each was released and logged.",
             registry=registry,
         )
         self.streams = Gauge(
             "poolgrid_router_gateway_streams",
-            "Open streams of gateways, one for each of their requests. The limit is `ext_proc_streams`.",
+            "Open streams of gateways, one per request. Limit: `ext_proc_streams`.",
             registry=registry,
         )
         self.streams_ended = Counter(
             "poolgrid_router_gateway_streams_ended_total",
-            "Streams that the endpoint picker ended without an answer for the client, by reason: `refused` (as many as "
-            "`ext_proc_streams` have a request in work), `silent` (no request came, or the gateway did not end the "
-            "stream after its answer), `protocol` (a message that cannot be read, or not at this place), "
-            "`write_timeout` (the gateway took nothing of an answer).",
+            "Streams ended by the endpoint picker without an answer, by reason: `refused` (at "
+            "`ext_proc_streams`), `silent` (no request, or no end after the answer), `protocol` (an "
+            "undecodable or misplaced message), `write_timeout` (the gateway read nothing).",
             ["reason"],
             registry=registry,
         )
         self.body_bytes = Gauge(
             "poolgrid_router_gateway_body_bytes",
-            "Bytes of requests without an endpoint, headers and bodies. The limit is `ext_proc_body_bytes`.",
+            "Bytes of requests without an endpoint, headers and bodies. Limit: `ext_proc_body_bytes`.",
             registry=registry,
         )
         for outcome in ("picked", "busy", "no_worker", "not_ready"):

@@ -22,14 +22,14 @@ import msgspec
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
-from poolgrid.router.core.computed_prompts import TOKENS_MIN
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
+from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
 from poolgrid.router.service import RouterService
@@ -211,7 +211,7 @@ class Picker:
 
     def _find(self, wanted: WorkerWanted, books: bool) -> Found:
         """Choose among the reachable, then among all; a choice that is not booked leaves no trace."""
-        choose = self._state.apply if books else self._state.preview
+        choose = self._state.select if books else self._state.preview
         reachable = msgspec.structs.replace(wanted, unavailable={**self._router.unreachable, **wanted.unavailable})
         found: Found = choose(reachable)
         if isinstance(found, NoWorker) and not found.busy and self._router.unreachable:
@@ -255,7 +255,7 @@ class Picker:
 
     def _book(self, decision: Decision, wanted: WorkerWanted, request_id: str) -> Booking:
         name = dispatch_id(request_id, decision.attempt)
-        self._state.apply(Booked(decision, wanted.path, name, wanted.now_ms))
+        self._state.book(Booked(decision, wanted.path, name, wanted.now_ms))
         self._router.reserved(decision, wanted.path)
         booking = Booking(decision.worker, name, wanted)
         self._bookings.add(booking)
@@ -295,18 +295,18 @@ class Picker:
         others = {key: SERVED_BY_ANOTHER for key in self._router.projection.fleet.workers if key not in workers}
         now_ms = self._clock.monotonic_ms()
         again = msgspec.structs.replace(before, unavailable=others, attempt=before.attempt + 1, now_ms=now_ms)
-        found = self._state.apply(again)
+        found = self._state.select(again)
         if isinstance(found, Decision):
             self._release(booking)
             booking.worker, booking.dispatch_id = found.worker, dispatch_id(found.request.request_id, found.attempt)
-            self._state.apply(Booked(found, again.path, booking.dispatch_id, again.now_ms))
+            self._state.book(Booked(found, again.path, booking.dispatch_id, again.now_ms))
             self._router.reserved(found, again.path)
 
     def answer_began(self, booking: Booking) -> None:
         """Count the prompt as computed."""
         wanted = booking.wanted
         is_held = wanted is not None and wanted.request.isl >= TOKENS_MIN
-        if self._state.apply(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
+        if self._state.note_prompt(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
             self._router.room_changed()
 
     def ended(self, booking: Booking, cached_tokens: int | None) -> None:
@@ -317,7 +317,7 @@ class Picker:
         self._release(booking)
 
     def _release(self, booking: Booking) -> None:
-        self._state.apply(Released(booking.worker, booking.dispatch_id))
+        self._state.release(Released(booking.worker, booking.dispatch_id))
         self._router.room_changed()
 
     def renew(self, held: Iterable[Booking]) -> None:
@@ -326,7 +326,7 @@ class Picker:
         lost = set(self._bookings)
         for booking in held:
             lost.discard(booking)
-            self._state.apply(Renewed(booking.worker, booking.dispatch_id, now_ms))
+            self._state.renew(Renewed(booking.worker, booking.dispatch_id, now_ms))
         for booking in lost:
             self._metrics.bookings_lost.inc()
             log.error(

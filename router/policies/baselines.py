@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Choice
+from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import KvAware, PolicyOptions, lowest
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.hashing import stable_u64
 
 FIELD_WEIGHTS = CostWeights(queue_weight=1.0, decode_weight=1.0)
@@ -42,7 +41,7 @@ class Lmetric:
         new = np.maximum(0.0, request.isl - held * request.block_size) + candidates.prefill_tokens
         batch = candidates.requests + 1.0
         costs = new * batch
-        row, reason = lowest(costs, request.tie_key)
+        row, reason = lowest(costs, request)
         return Choice(row, reason, costs, {"new_tokens": new, "batch": batch})
 
 
@@ -56,7 +55,7 @@ class LeastLoaded:
         """Choose the worker with the fewest requests."""
         queued = candidates.prefill_tokens
         costs = candidates.requests + queued / (1.0 + queued.max())
-        row, reason = lowest(costs, request.tie_key)
+        row, reason = lowest(costs, request)
         return Choice(row, reason, costs, {"requests": candidates.requests})
 
 

@@ -126,10 +126,6 @@ class TestWhatIsCounted:
         assert result.duration_s >= 0.1
         assert not result.interrupted
 
-    def test_windows_line_ends_are_understood(self) -> None:
-        with serving(FakeEndpoint(line_end=b"\r\n")) as endpoint:
-            assert drive(endpoint, requests(2), concurrency=1).measured.succeeded == 2
-
     def test_an_answer_without_usage_counts_what_was_asked_and_seen(self) -> None:
         with serving(FakeEndpoint(fault=lambda _: "no-usage")) as endpoint:
             measured = drive(endpoint, requests(1, isl=7, osl=3), concurrency=1).measured
@@ -145,14 +141,6 @@ class TestWhatIsCounted:
             bad = drive(endpoint, requests(8), concurrency=4, verify=lambda request, _text: request.index != 3)
 
         assert (good.measured.wrong_texts, bad.measured.wrong_texts) == (0, 1)
-
-    def test_progress_is_told_after_every_request(self) -> None:
-        told: list[int] = []
-
-        with serving(FakeEndpoint()) as endpoint:
-            drive(endpoint, requests(3), concurrency=1, progress=lambda measured: told.append(measured.requests))
-
-        assert told == [1, 2, 3]
 
 
 def conversations(count: int, **shape: Any) -> list[PlannedConversation]:
@@ -353,12 +341,6 @@ class TestFaults:
             measured = drive(endpoint, requests(3), concurrency=1).measured
 
         assert (measured.succeeded, measured.errors, endpoint.connections) == (3, 0, 2)
-
-    def test_a_connection_closed_after_an_answer_costs_nothing(self) -> None:
-        with serving(FakeEndpoint(fault=lambda _: "close-after")) as endpoint:
-            measured = drive(endpoint, requests(5), concurrency=1).measured
-
-        assert (measured.succeeded, measured.errors) == (5, 0)
 
     def test_a_fault_of_our_own_is_not_swallowed(self) -> None:
         def broken(_request: PlannedRequest, _text: str) -> bool:

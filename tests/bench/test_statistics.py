@@ -34,11 +34,6 @@ def outcome(worker: str | None = "w0", prompt: int = 100, cached: int = 40) -> O
 
 
 class TestDistribution:
-    def test_without_values_there_is_nothing_to_say(self) -> None:
-        summary = Distribution().summary()
-
-        assert (summary.mean, summary.p50, summary.p90, summary.p99) == (None, None, None, None)
-
     @given(items=values, percent=st.floats(0, 100))
     def test_a_percentile_is_within_half_a_bucket_of_the_nearest_rank(self, items: list[float], percent: float) -> None:
         rank = max(1, math.ceil(percent / 100 * len(items)))
@@ -47,13 +42,6 @@ class TestDistribution:
         found = distribution(items).percentile(percent)
 
         assert found == pytest.approx(exact, rel=(GROWTH - 1) / 2 * 1.01, abs=1e-6)
-
-    @given(items=values)
-    def test_mean_count_and_extremes_are_exact(self, items: list[float]) -> None:
-        found = distribution(items)
-
-        assert (found.count, found.smallest, found.largest) == (len(items), min(items), max(items))
-        assert found.mean == pytest.approx(sum(items) / len(items))
 
     @given(one=values, other=values, percent=st.floats(0, 100))
     def test_merging_equals_measuring_together(self, one: list[float], other: list[float], percent: float) -> None:
@@ -64,12 +52,6 @@ class TestDistribution:
         assert merged.percentile(percent) == together.percentile(percent)
         assert (merged.count, merged.smallest, merged.largest) == (together.count, together.smallest, together.largest)
         assert merged.total == pytest.approx(together.total)
-
-    def test_a_count_is_as_good_as_repetition(self) -> None:
-        at_once = Distribution()
-        at_once.add(5.0, 3)
-
-        assert at_once.summary() == distribution([5.0, 5.0, 5.0]).summary()
 
     def test_memory_does_not_grow_with_the_number_of_values(self) -> None:
         found = distribution([1.0 + number % 1000 / 100 for number in range(100_000)])

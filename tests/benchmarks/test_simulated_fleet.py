@@ -12,22 +12,18 @@ from lab.benchmarks.simulated_fleet import (
     FleetResult,
     GridPools,
     MakeChooser,
-    RequestOutcome,
     SimulatedFleet,
     TargetClass,
     Targets,
     WorkerClass,
     assert_equal_cost,
     by_grid,
-    class_of,
     fleet_report,
     round_robin,
 )
 from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
-from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.workers.core.timing import TableTiming
 from tests.simulation.builders import CONVERSATION, limits, row
@@ -97,16 +93,6 @@ def test_every_request_ends_once_and_a_run_repeats_itself(conversations: Workloa
     assert again == result
 
 
-def test_a_fleet_of_one_pool_is_that_pool(conversations: Workload) -> None:
-    _, result = play(conversations, round_robin, [FleetPool("all", (CHEAP,) * 3)])
-
-    alone = SimulatedPool(conversations, make_policy("kv"), 3, limits(conversations)).run()
-
-    assert sorted(outcome.ttft_ms for outcome in result.outcomes) == sorted(alone.ttft_ms)
-    assert (result.cached_tokens, result.span_ms) == (alone.cached_tokens, alone.span_ms)
-    assert result.busy_cost == pytest.approx(alone.busy_ms / 3_600_000)
-
-
 def test_a_long_prompt_that_is_mostly_cached_goes_where_a_short_one_goes() -> None:
     """A conversation grows from 3,072 tokens to 4,096: nearly all of it is cached by then, in the cheap pool."""
     beginning = tuple(range(6))
@@ -164,27 +150,10 @@ def test_attainment_and_costs_of_a_run_worked_out_by_hand() -> None:
     assert report(99.0, 19.0)[1] == 0.0
 
 
-def test_both_targets_count_and_meeting_one_exactly_is_meeting_it() -> None:
-    def attained(ttft_ms: float, itl_ms: float | None) -> bool:
-        return RequestOutcome("r", "fast", HURRIED, ttft_ms, itl_ms, 5).attained
-
-    assert attained(300.0, 15.0)
-    assert attained(1.0, None)
-    assert not attained(300.1, 1.0)
-    assert not attained(1.0, 15.1)
-
-
 def test_only_fleets_of_equal_cost_are_compared() -> None:
     assert assert_equal_cost([FLEET, [FleetPool("all", (CHEAP,) * 5)]]) == 5.0
     with pytest.raises(ValueError, match=r"costs per hour are \[5.0, 4.0\], they must be equal"):
         assert_equal_cost([FLEET, [FleetPool("all", (CHEAP,) * 4)]])
-
-
-def test_the_kinds_of_requests_follow_from_their_ids_in_the_stated_shares() -> None:
-    names = [class_of(f"trace-{number}", MIX).name for number in range(4000)]
-
-    assert names.count("hurried") / len(names) == pytest.approx(0.3, abs=0.03)
-    assert names == [class_of(f"trace-{number}", MIX).name for number in range(4000)]
 
 
 def test_what_cannot_be_simulated_is_refused(conversations: Workload) -> None:

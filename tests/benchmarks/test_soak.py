@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
@@ -78,35 +77,32 @@ def test_wrong_answers_and_a_load_that_was_none_are_faults() -> None:
     assert "status 500" in found
 
 
-def test_a_process_that_answers_late_is_asked_again_and_one_that_hangs_or_is_gone_ends_the_soak() -> None:
-    async def scenario() -> None:
-        patience = Patience()
-        answers: list[Exception | None] = []
+async def test_a_process_that_answers_late_is_asked_again_and_one_that_hangs_or_is_gone_ends_the_soak() -> None:
+    patience = Patience()
+    answers: list[Exception | None] = []
 
-        async def ask() -> str:
-            answer = answers.pop(0)
-            if answer is not None:
-                raise answer
-            return "answered"
+    async def ask() -> str:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+        return "answered"
 
-        late = LateAnswer("late")
-        for _ in range(2):
-            answers += [late] * (LATE_ANSWERS_MAX - 1) + [None]
-            assert await patience.asked(ask) == "answered"
-        assert patience.late == 2 * (LATE_ANSWERS_MAX - 1), "only those in a row are too many"
-        answers += [late] * LATE_ANSWERS_MAX
-        with pytest.raises(LateAnswer):
-            await patience.asked(ask)
-        answers += [PoolFailed("gone"), None]
-        with pytest.raises(PoolFailed, match="gone"):
-            await patience.asked(ask)
+    late = LateAnswer("late")
+    for _ in range(2):
+        answers += [late] * (LATE_ANSWERS_MAX - 1) + [None]
+        assert await patience.asked(ask) == "answered"
+    assert patience.late == 2 * (LATE_ANSWERS_MAX - 1), "only those in a row are too many"
+    answers += [late] * LATE_ANSWERS_MAX
+    with pytest.raises(LateAnswer):
+        await patience.asked(ask)
+    answers += [PoolFailed("gone"), None]
+    with pytest.raises(PoolFailed, match="gone"):
+        await patience.asked(ask)
 
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            async with httpx.AsyncClient(timeout=0.05, trust_env=False) as client:
-                with pytest.raises(LateAnswer, match="ReadTimeout"):
-                    await get(client, f"http://127.0.0.1:{silent.getsockname()[1]}/metrics")
-
-    asyncio.run(scenario())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with httpx.AsyncClient(timeout=0.05, trust_env=False) as client:
+            with pytest.raises(LateAnswer, match="ReadTimeout"):
+                await get(client, f"http://127.0.0.1:{silent.getsockname()[1]}/metrics")
 
 
 def test_samples_of_a_metric_add_up() -> None:

@@ -50,7 +50,3 @@ def test_one_that_is_divided_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert not row.told_apart
     assert 0.4 < row.area < 0.6
-
-
-def test_one_tenant_finds_its_own_in_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured(monkeypatch, shared=False, one_tenant=True).told_apart

@@ -13,10 +13,6 @@ from click.testing import CliRunner
 
 from poolgrid.cli.commands.completion import COMPLETE_VARIABLE, HOW_TO_KEEP
 from poolgrid.cli.main import PROGRAM, app
-from poolgrid.process.plugins import policy_names
-from poolgrid.router.settings import RouterSettings
-from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings, WhatIfSettings
 
 LINES = {
     "rou": {"router"},
@@ -52,13 +48,6 @@ def test_bash_runs_the_script(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "--norc", "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True)
 
     assert done.stdout == "router\n"
-
-
-def test_the_policies_that_are_completed_are_those_that_there_are() -> None:
-    for settings, field in ((RouterSettings, "policy"), (BenchSettings, "policies")):
-        assert tuple(settings.model_fields[field].examples or ()) == policy_names()
-    for model in (SimulationSettings, WhatIfSettings):
-        assert tuple(model.model_fields["policy"].examples or ()) == SIMULATED_POLICIES
 
 
 @pytest.mark.parametrize("shell", HOW_TO_KEEP)

@@ -54,11 +54,6 @@ def test_workers_get_gpus_in_order_and_named_ones_first() -> None:
     assert assign(needs, EIGHT[:4]) == {"a": ("1", "2"), "b": ("0",), "c": ("3",)}
 
 
-def test_workers_share_a_gpu_that_is_named_for_both() -> None:
-    needs = [Need("a", 1, "TP 1 x PP 1", ("0",)), Need("b", 1, "TP 1 x PP 1", ("0",))]
-    assert assign(needs, ("0",)) == {"a": ("0",), "b": ("0",)}
-
-
 @pytest.mark.parametrize(
     ("needs", "usable", "words"),
     [

@@ -253,24 +253,10 @@ def test_what_a_worker_would_refuse_is_refused_before_anything_starts(option: st
         made(8, workers=1, part_option=(f"worker.{option}",))
 
 
-def test_options_that_override_a_file_count() -> None:
-    (worker,) = made(
-        8, **files("qwen3", workers=1), part_option=('worker.override-engine-args={"tensor_parallel_size": 4}',)
-    )
-    assert worker.gpus == ("0", "1", "2", "3")
-
-
 def test_the_environment_counts_as_workers_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POOLGRID_TENSOR_PARALLEL_SIZE", "2")
     (worker,) = made(8, workers=1)
     assert worker.gpus == ("0", "1")
-
-
-def test_pipeline_stages_and_context_parallelism_multiply() -> None:
-    sizes = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "context_parallel_size": 2}'
-    (worker,) = made(8, workers=1, part_option=(f"worker.override-engine-args={sizes}",))
-    assert worker.gpus == tuple(str(at) for at in range(8))
-    assert worker.made_of == "TP 2 x PP 2 x CP 2"
 
 
 def test_options_become_arguments_and_settings() -> None:

@@ -114,33 +114,29 @@ async def _listen_as_soon_as_it_can(port: int) -> socket.socket:
             await asyncio.sleep(0.005)
 
 
-def test_a_part_that_does_not_start_the_first_time_is_an_error() -> None:
-    async def scenario() -> None:
-        with socket.socket() as listener:
-            listener.bind((HOST, 0))
-            listener.listen()
-            port = listener.getsockname()[1]
-            part = Part("consolidator", ["consolidator", "--ingest-port", str(port)], part_environment())
-            with pytest.raises(PartFailed, match="ended with status 1 before it was ready"):
-                await part.start()
-            await stop_parts([part])
-
-    asyncio.run(scenario())
+async def test_a_part_that_does_not_start_the_first_time_is_an_error() -> None:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        part = Part("consolidator", ["consolidator", "--ingest-port", str(port)], part_environment())
+        with pytest.raises(PartFailed, match="ended with status 1 before it was ready"):
+            await part.start()
+        await stop_parts([part])
 
 
-def test_a_part_that_died_more_often_than_its_bound_is_given_up_and_its_words_are_in_its_log(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        log_file = tmp_path / "c.log"
-        arguments = ["consolidator", "--ingest-port", "0", "--log-level", "info"]
-        part = Part("c", arguments, part_environment(), log_file=log_file, restarts_max=0)
-        try:
-            async with asyncio.timeout(60):
-                await part.start()
-                part.watch()
-                part.signal(signal.SIGKILL)
-                assert await part.given_up() == f"c has ended with status -9; its own words are in {log_file}"
-        finally:
-            await stop_parts([part])
-        assert "consolidator" in log_file.read_text()
-
-    asyncio.run(scenario())
+async def test_a_part_that_died_more_often_than_its_bound_is_given_up_and_its_words_are_in_its_log(
+    tmp_path: Path,
+) -> None:
+    log_file = tmp_path / "c.log"
+    arguments = ["consolidator", "--ingest-port", "0", "--log-level", "info"]
+    part = Part("c", arguments, part_environment(), log_file=log_file, restarts_max=0)
+    try:
+        async with asyncio.timeout(60):
+            await part.start()
+            part.watch()
+            part.signal(signal.SIGKILL)
+            assert await part.given_up() == f"c has ended with status -9; its own words are in {log_file}"
+    finally:
+        await stop_parts([part])
+    assert "consolidator" in log_file.read_text()

@@ -53,15 +53,6 @@ def test_the_json_has_the_keys_that_scripts_read(tmp_path: Path) -> None:
     assert (found["requests"], found["workers"], found["speed"], found["trace"]) == (60, 3, 1.0, CONVERSATION.name)
 
 
-def test_the_same_command_writes_the_same_json(tmp_path: Path) -> None:
-    arguments = ("--requests", "150", "--workers", "4", "--policy", "kv,random", "--temperature", "0.2", "--speed", "3")
-
-    report(tmp_path, *arguments, name="first.json")
-    report(tmp_path, *arguments, name="second.json")
-
-    assert (tmp_path / "first.json").read_bytes() == (tmp_path / "second.json").read_bytes()
-
-
 def test_kv_reuses_more_than_round_robin_and_answers_sooner(tmp_path: Path) -> None:
     policies = report(tmp_path, "--requests", "500", "--policy", "kv,round-robin")["policies"]
 
@@ -92,14 +83,6 @@ def test_a_policy_of_ones_own_is_named_as_the_router_takes_it(tmp_path: Path) ->
 
     assert list(policies) == [own, "least-loaded"]
     assert policies[own] == policies["least-loaded"]
-
-
-def test_the_fields_policy_is_kv_with_the_fields_weights(tmp_path: Path) -> None:
-    given = ("--requests", "150", "--workers", "4", "--speed", "3")
-    field = report(tmp_path, *given, "--policy", "field", "--queue-weight", "0.1")["policies"]["field"]
-    spelled = report(tmp_path, *given, "--policy", "kv", "--queue-weight", "1", "--decode-weight", "1")["policies"]
-
-    assert field == spelled["kv"]
 
 
 def test_the_table_names_every_policy() -> None:

@@ -17,13 +17,11 @@ from poolgrid.cli.commands.top import (
     WORKERS_SHOWN_MAX,
     Frame,
     fetch,
-    queue_line,
     stream_cell,
     usage_bar,
     view,
     watch,
 )
-from poolgrid.process.figures import milliseconds
 from poolgrid.wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
 from tests.cli.json_server import Answer, serving
 
@@ -170,12 +168,6 @@ class TestView:
         doubted = msgspec.structs.replace(row, state="syncing", trusted=False, disagreement=0.5)
         assert stream_cell(doubted).plain == "suspect 50%"
 
-    def test_who_is_told_to_come_back_is_said_while_somebody_waits_only(self) -> None:
-        queue = msgspec.convert(QUEUE, QueueRow)
-
-        assert "come back after 7 s" in queue_line(queue).plain
-        assert "come back" not in queue_line(msgspec.structs.replace(queue, requests=0)).plain
-
     @pytest.mark.parametrize("width", [80, 60])
     def test_long_names_are_whole_and_cost_lines_instead(self, width: int) -> None:
         pod, request = "trtllm-decode-6f9c7d5b44-x2x9q", f"{'conversation-' * 4}17~r0123456789ab1f"
@@ -224,12 +216,6 @@ class TestView:
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text
 
-    def test_an_empty_pool_is_drawn(self) -> None:
-        assert "workers: none" in drawn(Frame("http://h", workers(), DecisionList(data=[])))
-
-    def test_a_router_that_never_answered_is_drawn(self) -> None:
-        assert "http://h does not answer: refused" in drawn(Frame("http://h", fault="refused"))
-
     def test_many_workers_are_counted_instead_of_drawn(self) -> None:
         with serving(good) as url:
             known = look(url)
@@ -256,12 +242,6 @@ class TestView:
     )
     def test_bars(self, used: int, total: int, text: str) -> None:
         assert usage_bar(used, total).plain == text
-
-    @pytest.mark.parametrize(
-        ("value", "text"), [(None, "–"), (0, "0 ms"), (999.4, "999 ms"), (1500, "1.5 s"), (600_000, "10 min")]
-    )
-    def test_durations(self, value: float | None, text: str) -> None:
-        assert milliseconds(value) == text
 
 
 class TestGlobalRouter:
@@ -368,13 +348,6 @@ class TestFetch:
 
 
 class TestTop:
-    def test_once_prints_one_frame(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with serving(good) as url:
-            code = watch(url + "/v1/", 1.0, once=True)
-
-        assert code == 0
-        assert "journal offset 1,234" in " ".join(capsys.readouterr().out.split())
-
     def test_once_prints_the_answers_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         with serving(good) as url:
             code = watch(url, 1.0, once=True, as_json=True)

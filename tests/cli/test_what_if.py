@@ -1,4 +1,4 @@
-"""`poolgrid what-if`, `poolgrid tune` and the settings file that it writes, on recorded traffic and on a trace."""
+"""`poolgrid what-if` on recorded traffic, and the settings file of a router."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.router.recorded_router import NAMES, RecordedRouter
 TRACE = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 
 
-def recorded(directory: Path, simulated_speedup: float = 0.0, retention: str = "off") -> Path:
+def recorded(directory: Path, simulated_speedup: float = 0.0) -> Path:
     """A data_dir with some hundred recorded requests."""
 
     async def record() -> RecordedRouter:
-        router = RecordedRouter(seed=21, queue_weight=0.5, retention=retention)
+        router = RecordedRouter(seed=21, queue_weight=0.5)
         router.simulated_speedup = simulated_speedup
         for name in NAMES:
             router.join(name)
@@ -65,7 +65,6 @@ def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulat
     assert ratio["recorded"] > ratio["kv overlap-weight=0"]
     assert report["measured"]["requests"] == report["requests"]
     assert "recorded" in table
-    assert report["retention"] == report["policies"]["recorded"]["settings"]["retention"] == "off"
 
 
 def test_simulated_engines_are_played_as_fast_as_they_were_when_they_were_recorded(
@@ -94,22 +93,10 @@ def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
 
 
-def test_what_if_tries_how_long_blocks_stay_beside_what_was_recorded_of_it(tmp_path: Path) -> None:
-    learned = recorded(tmp_path, retention="learned")
-
-    run("what-if", learned, "--retention", "off,learned", "--out", tmp_path / "out.json")
-
-    report = json.loads((tmp_path / "out.json").read_text())
-    told = {name: each["settings"]["retention"] for name, each in report["policies"].items()}
-    assert told == {"recorded": "learned", "kv retention=off": "off"}
-    assert report["retention"] == "learned"
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--policy", "clever"], "'clever' is unknown"),
-        (["--retention", "off,ever"], "'ever' is unknown, allowed are off, learned"),
         (["--temperature", "hot"], "'hot', allowed are numbers"),
         (["--out", "/nowhere/x"], "cannot be written"),
         (["--overlap-weight", ",".join(map(str, range(100)))], "100 combinations"),
@@ -125,31 +112,6 @@ def test_a_directory_without_decisions_is_refused(recording: Path, tmp_path: Pat
 
     assert "no decisions in" in run("what-if", tmp_path, status=2)
     assert "no decisions in" in run("replay", tmp_path, status=2)
-
-
-def test_tune_searches_one_part_and_justifies_on_the_other(tmp_path: Path) -> None:
-    said = run("tune", TRACE, "--requests", 120, "--trials", 4, "--workers", 3, "--objective", "goodput",
-               "--ttft-target-ms", 400, "--itl-target-ms", 10, "--out", tmp_path / "out.json", "--config",
-               tmp_path / "tuned.toml")  # fmt: skip
-    report = json.loads((tmp_path / "out.json").read_text())
-    tuned = report["tune"]
-
-    assert report["requests"] == 48  # what is held back
-    assert len(tuned["trials"]) == 4
-    assert tuned["trials"][0]["settings"]["queue_weight"] == 0.25
-    assert tuned["accepted"] == (tuned["gain_held_back"] >= 0.01)
-    assert ("Keep the defaults" in tuned["verdict"]) != tuned["accepted"]
-    assert tuned["verdict"].split(":")[0] in " ".join(said.split())
-    written = (tmp_path / "tuned.toml").read_text()
-    assert tuned["verdict"] in written
-    expected = tuned["best"] if tuned["accepted"] else tuned["trials"][0]["settings"]
-    assert router_settings("--settings-file", str(tmp_path / "tuned.toml")).queue_weight == expected["queue_weight"]
-
-
-def test_tune_works_on_recorded_traffic_and_refuses_too_little_of_it(recording: Path) -> None:
-    assert "defaults" in run("tune", recording, "--trials", 2)
-    assert "both parts need at least 20" in run("tune", recording, "--requests", 30, status=2)
-    assert "nothing was sent" in run("tune", recording / "absent.jsonl", status=2)
 
 
 # -- the settings file -------------------------------------------------------------------------------------------------

@@ -55,12 +55,6 @@ def test_the_engine_decides_which_settings_there_are(chosen: list[Settings]) -> 
     assert (simulated.max_batch_size, trtllm.max_batch_size) == (9, 2048), "each has a default of its own"
 
 
-def test_what_both_share_is_one_option_of_both(chosen: list[Settings]) -> None:
-    for engine in ("simulated", "trtllm"):
-        worker("--engine", engine, "--worker-id", "w7", "--max-num-tokens", "4096")
-    assert [(each.worker_id, each.max_num_tokens) for each in chosen] == [("w7", 4096)] * 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -155,16 +149,6 @@ def test_an_address_that_nobody_could_connect_to_ends_the_start(
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
     assert not chosen
-
-
-def test_the_environment_may_serve_both(chosen: list[Settings]) -> None:
-    variables = {"POOLGRID_SPEEDUP": "3", "POOLGRID_MODEL_PATH": "m", "POOLGRID_ENGINE": "trtllm"}
-    assert worker(**variables).exit_code == 0
-    assert worker("--engine", "simulated", **variables).exit_code == 0
-    trtllm, simulated = chosen
-    assert isinstance(trtllm, TrtllmWorkerSettings)
-    assert isinstance(simulated, SimulatedWorkerSettings)
-    assert (trtllm.model_path, simulated.speedup) == ("m", 3.0)
 
 
 def test_engine_arguments_are_printed_with_their_sources_and_nothing_is_started(

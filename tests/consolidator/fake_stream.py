@@ -19,7 +19,6 @@ class FakeStream:
         self.first = 1
         self.last = 0
         self.objects: dict[Anchor, bytes] = {}
-        self.router_positions: list[int] = []
         self.down = False
         self.answers_lost_after: int | None = None
         """How many messages of the next append are stored before its answers are lost."""
@@ -93,9 +92,6 @@ class FakeStream:
         for at in range(self.first, sequence):
             del self.messages[at]
         self.first = sequence
-
-    def positions(self) -> list[int]:
-        return self.router_positions
 
     def snapshots(self) -> list[Anchor]:
         self._check()

@@ -65,36 +65,31 @@ def calls_of(service: ConsolidatorService, messages: list[list[bytes]]) -> list[
     return called
 
 
-def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_forty() -> None:
-    async def scenario() -> None:
-        settings = ConsolidatorSettings(lease_ms=60_000)
-        service = create(settings, CollectorRegistry(), StillClock())
-        await service.start()
-        reader = Reader()
-        service.subscribe(reader)
-        service._ingest.on_messages(
-            [[PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]]
-        )
-        seq = 0
+async def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_forty() -> None:
+    settings = ConsolidatorSettings(lease_ms=60_000)
+    service = create(settings, CollectorRegistry(), StillClock())
+    await service.start()
+    reader = Reader()
+    service.subscribe(reader)
+    service._ingest.on_messages([[PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]])
+    seq = 0
 
-        def steps(*names: str) -> list[list[bytes]]:
-            nonlocal seq
-            messages = []
-            for name in names:
-                messages.append([PEER, BATCH_FRAME, codec.event_batch.encode(batch(STEPS[name], seq))])
-                seq += 1
-            return messages
+    def steps(*names: str) -> list[list[bytes]]:
+        nonlocal seq
+        messages = []
+        for name in names:
+            messages.append([PEER, BATCH_FRAME, codec.event_batch.encode(batch(STEPS[name], seq))])
+            seq += 1
+        return messages
 
-        names = ["a request's start", "a request's end", "an eviction"]
-        service._ingest.on_messages(steps(*names))  # the stream is live from the first batch on
-        one = len(calls_of(service, steps("a request's end")))
-        many = len(calls_of(service, steps(*(10 * names), "a request's end")))
-        await service.stop()
-        assert reader.records == 1 + 3 + 1 + 31
-        assert one <= 40
-        assert (many - one) / 30 <= 13
-
-    asyncio.run(scenario())
+    names = ["a request's start", "a request's end", "an eviction"]
+    service._ingest.on_messages(steps(*names))  # the stream is live from the first batch on
+    one = len(calls_of(service, steps("a request's end")))
+    many = len(calls_of(service, steps(*(10 * names), "a request's end")))
+    await service.stop()
+    assert reader.records == 1 + 3 + 1 + 31
+    assert one <= 40
+    assert (many - one) / 30 <= 13
 
 
 class SlowClock:
@@ -111,24 +106,19 @@ class SlowClock:
         return self._now_ms
 
 
-def test_what_takes_longer_than_a_turn_may_is_taken_in_later_all_of_it_and_in_order() -> None:
-    async def scenario() -> None:
-        settings = ConsolidatorSettings(lease_ms=60_000)
-        service = create(settings, CollectorRegistry(), SlowClock())
-        await service.start()
-        reader = Reader()
-        service.subscribe(reader)
-        hello = [PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]
-        told = [
-            [PEER, BATCH_FRAME, codec.event_batch.encode(batch(STEPS["a request's end"], seq))] for seq in range(10)
-        ]
-        service._ingest.on_messages([hello, *told])
-        assert reader.records < 10
-        async with asyncio.timeout(10):
-            while reader.records < 1 + 10:  # noqa: ASYNC110 - what is under test tells a list
-                await asyncio.sleep(0)
-        tally = service.core.tally
-        await service.stop()
-        assert (tally.batches, tally.duplicates, tally.gaps) == (10, 0, 0)
-
-    asyncio.run(scenario())
+async def test_what_takes_longer_than_a_turn_may_is_taken_in_later_all_of_it_and_in_order() -> None:
+    settings = ConsolidatorSettings(lease_ms=60_000)
+    service = create(settings, CollectorRegistry(), SlowClock())
+    await service.start()
+    reader = Reader()
+    service.subscribe(reader)
+    hello = [PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]
+    told = [[PEER, BATCH_FRAME, codec.event_batch.encode(batch(STEPS["a request's end"], seq))] for seq in range(10)]
+    service._ingest.on_messages([hello, *told])
+    assert reader.records < 10
+    async with asyncio.timeout(10):
+        while reader.records < 1 + 10:  # noqa: ASYNC110 - what is under test tells a list
+            await asyncio.sleep(0)
+    tally = service.core.tally
+    await service.stop()
+    assert (tally.batches, tally.duplicates, tally.gaps) == (10, 0, 0)

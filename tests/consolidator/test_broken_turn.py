@@ -13,7 +13,7 @@ from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.process.tasks import on_fatal
 from poolgrid.wire.identifiers import StreamState
 from tests.consolidator.pusher import Pusher, stored
-from tests.consolidator.test_service import Reader, run, started, truth
+from tests.consolidator.test_service import Reader, started, truth
 
 
 @pytest.fixture
@@ -38,38 +38,12 @@ def forgetting(core: Consolidator, turn: ConsolidatorTurn) -> None:
 
 
 @pytest.mark.parametrize("fault", [raising, forgetting])
-def test_a_turn_that_failed_is_the_last_and_the_next_start_goes_on_from_the_journal(
-    fault: Callable[[Consolidator, ConsolidatorTurn], None], tmp_path: Path, ended: list[str]
+async def test_a_turn_that_failed_is_the_last_and_the_next_start_goes_on_from_the_journal(
+    fault: Callable[[Consolidator, ConsolidatorTurn], None],
+    tmp_path: Path,
+    ended: list[str],
+    context: zmq.asyncio.Context,
 ) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        service = await started(data_dir=tmp_path)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
-        pusher.push([stored([1, 2, 3])])
-        await pusher.settle()
-        offset = service.offset
-
-        service.take_turn(fault)
-        refuse_all(service, offset)
-        pusher.push([stored([4], 3)])
-        await service.stop()
-        assert len(ended) == 1
-        assert ended[0].startswith("consolidator: ")
-
-        again = await started(data_dir=tmp_path)
-        try:
-            assert again.ready
-            assert again.offset == offset
-            pusher.reconnect(again.ingest_endpoint)
-            await pusher.join()
-            await pusher.settle()
-            reader = Reader()
-            again.subscribe(reader)
-            assert reader.view == truth(pusher)
-        finally:
-            pusher.close()
-            await again.stop()
-
     def refuse_all(service: ConsolidatorService, offset: int) -> None:
         assert not service.ready
         assert f"failed behind record {offset - 1}" in service.trouble
@@ -77,4 +51,30 @@ def test_a_turn_that_failed_is_the_last_and_the_next_start_goes_on_from_the_jour
         service.take_turn(lambda core, turn: pytest.fail("a turn on a state that the journal does not know"))
         assert service.offset == at
 
-    run(scenario)
+    service = await started(data_dir=tmp_path)
+    pusher = Pusher(context, service.ingest_endpoint)
+    await pusher.join()
+    pusher.push([stored([1, 2, 3])])
+    await pusher.settle()
+    offset = service.offset
+
+    service.take_turn(fault)
+    refuse_all(service, offset)
+    pusher.push([stored([4], 3)])
+    await service.stop()
+    assert len(ended) == 1
+    assert ended[0].startswith("consolidator: ")
+
+    again = await started(data_dir=tmp_path)
+    try:
+        assert again.ready
+        assert again.offset == offset
+        pusher.reconnect(again.ingest_endpoint)
+        await pusher.join()
+        await pusher.settle()
+        reader = Reader()
+        again.subscribe(reader)
+        assert reader.view == truth(pusher)
+    finally:
+        pusher.close()
+        await again.stop()

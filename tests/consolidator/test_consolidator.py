@@ -53,6 +53,7 @@ from poolgrid.wire.ingest import (
 )
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, POOL_TEMPLATES_CHARS_MAX
 from tests.consolidator.pusher import batch, card, removed, stored
+from tests.examples import examples
 
 W = WorkerKey(WorkerId("w"))
 
@@ -142,16 +143,6 @@ def test_a_worker_joins_pushes_and_is_acknowledged_with_the_next_number() -> Non
     assert bench.records[1].recorded_ms == 1_000_000
 
 
-def test_many_batches_of_one_turn_get_one_acknowledgement() -> None:
-    bench = Bench()
-    bench.say(hello())
-    turn = ConsolidatorTurn(bench.now())
-    for seq in range(5):
-        bench.core.batch(b"p", batch([stored([seq + 1])], seq), turn)
-
-    assert bench.close(turn) == [Acknowledged("w", 0, 1, 5, "c1")]
-
-
 def test_a_duplicate_changes_nothing_and_is_acknowledged_again() -> None:
     bench = Bench()
     bench.say(hello())
@@ -195,16 +186,6 @@ def test_missing_batches_are_replaced_by_a_restated_cache_and_open_requests_are_
     assert RequestFinished("r1", "lost") in [event for record in bench.records for event in record.events]
     assert not worker.restating
     same(folded(bench.records), bench.core.pool)
-
-
-def test_a_worker_is_marked_while_it_restates_in_several_batches() -> None:
-    bench = Bench()
-    bench.say(hello())
-    bench.say(batch([SnapshotBegan(), stored([1])], 0))
-    assert bench.core.pool.workers[W].state().restating
-
-    bench.say(batch([stored([2], 1), SnapshotEnded()], 1))
-    assert not bench.core.pool.workers[W].state().restating
 
 
 def test_a_new_epoch_ends_the_old_life_before_the_new_one_begins() -> None:
@@ -349,15 +330,6 @@ def test_templates_of_a_pool_fit_into_a_message() -> None:
     assert "give the template to the routers" in refused.reason
 
 
-def test_another_model_may_have_another_block_size() -> None:
-    bench = Bench()
-    bench.say(hello("first"))
-
-    (welcome,) = bench.say(hello("second", with_card=card("other", 64)))
-
-    assert isinstance(welcome, Welcome)
-
-
 def test_the_pool_has_a_bound() -> None:
     bench = Bench(workers_max=1)
     bench.say(hello("a"))
@@ -420,24 +392,6 @@ def test_a_worker_may_not_speak_for_the_consolidator() -> None:
     assert isinstance(bench.say(foreign)[0], JoinRefused)
 
 
-def test_a_further_source_starts_over_without_taking_the_others_blocks() -> None:
-    bench = Bench()
-    bench.say(hello())
-    bench.say(batch([stored([1, 2])], 0))
-
-    def take(events: list[AnyEvent], epoch: int, seq: int) -> None:
-        turn = ConsolidatorTurn(bench.now())
-        assert bench.core.take(EventBatch("w", 0, epoch, seq, 0, events, "kvbm"), turn)
-        bench.close(turn)
-
-    take([stored([2, 3], 1)], 10, 0)
-    take([stored([4])], 11, 0)
-
-    presence = bench.core.pool.workers[W].presence
-    assert [presence.holds(block) for block in (1, 2, 3, 4)] == [True, True, False, True]
-    same(folded(bench.records), bench.core.pool)
-
-
 hashes = st.integers(1, 30)
 events = st.one_of(
     st.builds(stored, st.lists(hashes, min_size=1, max_size=6), st.none() | hashes, st.sampled_from(list(Tier))),
@@ -495,7 +449,7 @@ def played(bench: Bench, history: list[Step], after_each: Callable[[], None] = l
         after_each()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(steps, st.integers(0, 100))
 def test_a_snapshot_and_what_follows_is_everything_from_the_start(history: list[Step], cut_percent: int) -> None:
     bench = Bench()
@@ -530,21 +484,6 @@ def state_of(bench: Bench) -> StreamState:
     state = bench.core.pool.workers[W].stream("worker").state
     assert folded(bench.records).workers[W].stream("worker").state is state
     return state
-
-
-def test_a_stream_is_followed_from_joining_to_a_gap_that_is_filled() -> None:
-    bench = Bench()
-    bench.say(hello())
-    assert state_of(bench) is StreamState.SYNCING
-    bench.say(batch([stored([1])], 0))
-    assert state_of(bench) is StreamState.LIVE
-    bench.say(batch([stored([3])], 2))
-    assert state_of(bench) is StreamState.REPLAYING
-    bench.say(batch([stored([2])], 1))
-    assert state_of(bench) is StreamState.REPLAYING, "batch 2 is known to exist and is still missing"
-    bench.say(batch([stored([3])], 2))
-    assert state_of(bench) is StreamState.LIVE
-    assert bench.told().count("StreamStateChanged") == 2
 
 
 def test_a_gap_that_nobody_fills_makes_the_stream_stale_in_the_stated_time_and_its_filling_heals_it() -> None:
@@ -585,23 +524,6 @@ def test_a_heartbeat_shows_a_batch_lost_at_the_end_and_later_that_nothing_is_mis
     assert state_of(bench) is StreamState.REPLAYING
     bench.say(batch([stored([1])], 0))
     assert state_of(bench) is StreamState.LIVE
-
-
-def test_a_new_life_begins_with_a_stream_of_its_own() -> None:
-    bench = Bench(stale_after_ms=2000, lease_ms=10_000)
-    bench.say(hello())
-    bench.say(batch([stored([3])], 2))
-    bench.now_ms = 2000
-    bench.expire()
-    bench.say(hello(epoch=2))
-    assert state_of(bench) is StreamState.SYNCING
-
-
-def test_a_snapshot_of_the_pool_keeps_the_health_of_its_streams() -> None:
-    bench = Bench()
-    bench.say(hello())
-    bench.say(batch([stored([3])], 2))
-    assert reload(bench.core.pool.freeze()).workers[W].stream("worker").state is StreamState.REPLAYING
 
 
 def test_no_source_may_write_of_its_own_health() -> None:

@@ -16,6 +16,7 @@ from poolgrid.wire.feed_frames import (
 )
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
 from tests.consolidator.journal_builder import encoded
+from tests.examples import examples
 
 
 def live(offset: int, life: bytes = b"x") -> FeedFrame:
@@ -35,37 +36,11 @@ def snapshot(request: int, offset: int) -> SnapshotPart:
     return SnapshotPart(request, offset, 0, True, [], [])
 
 
-def offsets(effects: list[FeedEffect]) -> list[int]:
-    return [record.offset for effect in effects if isinstance(effect, Deliver) for record in effect.records]
-
-
 def synced(offset: int = 0) -> FeedReader:
     reader = FeedReader()
     reader.start(0)
     reader.answer(snapshot(1, offset), b"x", 0)
     return reader
-
-
-def test_records_that_arrive_before_the_snapshot_follow_it_without_those_it_contains() -> None:
-    reader = FeedReader()
-    assert reader.start(0) == [TakeSnapshot(1)]
-    for offset in (3, 4, 5):
-        assert reader.receive(live(offset), 0) == []
-
-    effects = reader.answer(snapshot(1, 4), b"x", 0)
-
-    assert effects[0] == Snapshot(4, [], [])
-    assert offsets(effects) == [4, 5]
-    assert reader.state is FeedState.LIVE
-
-
-def test_records_of_one_message_are_delivered_together_without_those_that_are_known() -> None:
-    reader = synced(5)
-
-    assert offsets(reader.receive(together(5, 3), 0)) == [5, 6, 7]
-    assert offsets(reader.receive(together(6, 4), 0)) == [8, 9]
-    assert reader.receive(together(7, 3), 0) == []
-    assert reader.holes == 0
 
 
 def test_many_records_are_cut_into_messages_of_bounded_number_and_size() -> None:
@@ -76,27 +51,6 @@ def test_many_records_are_cut_into_messages_of_bounded_number_and_size() -> None
     assert [frame.offset for frame in frames] == [9, 73, 79, 80, 82]
     assert [len(frame.payloads) for frame in frames] == [FEED_RECORDS_PER_MESSAGE_MAX, 6, 1, 2, 1]
     assert [payload for frame in frames for payload in frame.payloads] == payloads
-
-
-def test_a_hole_is_replayed_and_what_came_meanwhile_follows() -> None:
-    reader = synced()
-    reader.receive(live(0), 0)
-
-    assert reader.receive(live(3), 0) == [Replay(2, 1, 4096)]
-    assert reader.receive(live(4), 0) == []
-    effects = reader.answer(Records(2, encoded(1, 2), 4), b"x", 0)
-    assert offsets(effects) == [1, 2]
-    assert reader.due_ms() is not None  # the journal said it has one more
-    effects = reader.answer(Records(3, encoded(3, 1), 4), b"x", 0)
-    assert offsets(effects) == [3, 4]
-    assert reader.state is FeedState.LIVE
-
-
-def test_a_loss_at_the_end_is_noticed_by_the_keepalive() -> None:
-    reader = synced(5)
-
-    assert reader.receive(alive(5), 0) == []
-    assert reader.receive(alive(6), 0) == [Replay(2, 5, 4096)]
 
 
 def test_too_old_means_a_snapshot() -> None:
@@ -116,16 +70,7 @@ def test_another_life_of_the_consolidator_means_a_snapshot_and_old_answers_are_i
     assert reader.next_offset == 2
 
 
-def test_silence_is_asked_again() -> None:
-    reader = FeedReader(answer_timeout_ms=100)
-    reader.start(0)
-
-    assert reader.tick(99) == []
-    assert reader.tick(100) == [TakeSnapshot(2)]
-    assert reader.due_ms() == 200
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_whatever_is_lost_doubled_or_late_every_record_is_delivered_once_in_order(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 25))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings, records_of, verify
+from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import (
     ENTRY_HEADER,
     FILE_HEADER,
@@ -20,8 +20,10 @@ from poolgrid.consolidator.journal.framing import (
     frame,
     scan,
 )
+from poolgrid.consolidator.journal.inspection import check_journal
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
+from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk, encoded, facts_of, fold, record, write
@@ -137,7 +139,7 @@ def test_the_records_before_a_segment_of_zeros_are_read_without_complaint() -> N
     last = disk.names()[-1]
     disk.files[last][:] = bytes(len(disk.files[last]))
 
-    assert [record.offset for record in records_of(disk)] == list(range(int(last.removesuffix(".segment"))))
+    assert [each.record.offset for each in stored_records(disk)] == list(range(int(last.removesuffix(".segment"))))
 
 
 def test_a_segment_is_durable_before_the_next_begins() -> None:
@@ -170,7 +172,7 @@ def test_a_flipped_byte_anywhere_is_detected_and_located_and_all_before_it_is_us
 
             found: list[JournalRecord] = []
             with pytest.raises(JournalCorrupt) as caught:
-                collect(records_of(disk), found)
+                collect((each.record for each in stored_records(disk)), found)
 
             assert caught.value.file == name
             assert caught.value.offset == len(found) >= first
@@ -207,7 +209,7 @@ def test_a_missing_segment_is_noticed() -> None:
     with pytest.raises(JournalCorrupt, match="are missing"):
         FileJournal(disk).recover(BLOCKS_MAX)
     with pytest.raises(JournalCorrupt, match="are missing"):
-        list(records_of(disk))
+        list(stored_records(disk))
 
 
 def test_a_snapshot_and_the_records_after_it_are_the_whole_state() -> None:
@@ -219,7 +221,7 @@ def test_a_snapshot_and_the_records_after_it_are_the_whole_state() -> None:
     journal = FileJournal(disk)
 
     assert facts_of(journal.recover(BLOCKS_MAX)) == facts_of(fold(45))
-    assert verify(disk, BLOCKS_MAX) == 45
+    assert check_journal(disk, BLOCKS_MAX).records == 45
 
 
 def test_a_byte_flipped_anywhere_in_a_snapshot_is_found_and_the_one_before_it_serves() -> None:
@@ -235,7 +237,7 @@ def test_a_byte_flipped_anywhere_in_a_snapshot_is_found_and_the_one_before_it_se
         disk.files[name][position] ^= 1
 
         with pytest.raises(JournalCorrupt) as caught:
-            verify(disk, BLOCKS_MAX)
+            check_journal(disk, BLOCKS_MAX)
         assert caught.value.file == name
         assert caught.value.position <= position
         journal = FileJournal(disk)
@@ -316,7 +318,7 @@ def test_a_disk_that_fills_up_at_a_new_segment_leaves_nothing_behind() -> None:
         disk.room = None
         journal.append(encoded(6, 2), 0)
 
-        assert verify(disk, BLOCKS_MAX) == 8
+        assert check_journal(disk, BLOCKS_MAX).records == 8
 
 
 def test_a_snapshot_beyond_the_last_record_wins() -> None:
@@ -332,7 +334,7 @@ def test_a_snapshot_beyond_the_last_record_wins() -> None:
 
     assert facts_of(pool) == facts_of(fold(30))
     assert (journal.oldest_offset, journal.next_offset) == (30, 33)
-    assert verify(disk, BLOCKS_MAX) == 3
+    assert check_journal(disk, BLOCKS_MAX).records == 3
 
 
 @settings(max_examples=60, deadline=None)

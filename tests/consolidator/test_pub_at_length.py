@@ -32,7 +32,7 @@ PREFIXES = 16
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "trtllm"])
-def test_a_pub_engine_is_followed_at_length_without_loss(tmp_path: Path, dialect: str) -> None:
+async def test_a_pub_engine_is_followed_at_length_without_loss(tmp_path: Path, dialect: str) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         source = random.Random(f"{dialect} {BLOCKS}")
         engine, cache = PubEngine(context), Cache(dialect)
@@ -90,12 +90,9 @@ def test_a_pub_engine_is_followed_at_length_without_loss(tmp_path: Path, dialect
         engine.close()
         await service.stop()
 
-    async def bounded() -> None:
-        context = zmq.asyncio.Context()
-        try:
-            async with asyncio.timeout(30 + BLOCKS / 1000):
-                await scenario(context)
-        finally:
-            context.destroy(linger=0)
-
-    asyncio.run(bounded())
+    context = zmq.asyncio.Context()
+    try:
+        async with asyncio.timeout(30 + BLOCKS / 1000):
+            await scenario(context)
+    finally:
+        context.destroy(linger=0)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from poolgrid.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.events import BlocksRemoved, BlocksStored
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from tests.consolidator.pub_engine import BLOCK, Cache, all_cleared, block_removed, block_stored, frame_of
+from tests.consolidator.pub_engine import BLOCK, block_removed, block_stored, frame_of
+from tests.examples import examples
 
 DIALECTS = ["vllm", "trtllm"]
 
@@ -112,12 +113,6 @@ def test_what_cannot_be_placed_is_ignored_and_counted_and_so_is_what_hangs_on_it
     assert translator.ignored_blocks == 2
 
 
-def test_the_whole_blocks_before_a_partial_one_count() -> None:
-    (event,) = translated([block_stored("trtllm", [1, 2], None, [1, 2, 3, 4, 5])])
-
-    assert list(unpack_hashes(event.sequence_hashes)) == names([1, 2, 3, 4])
-
-
 def test_blocks_that_cover_more_than_tokens_are_ignored() -> None:
     image = {**block_stored("trtllm", [1], None, [1] * 4), "extra_keys": [[["image-hash", 0]]]}
     old = {**block_stored("trtllm", [1, 2], None, [1] * 8), "extra_keys": [["image-hash"], ["image-hash"]]}
@@ -153,16 +148,6 @@ def test_a_text_among_the_keys_of_the_first_block_alone_is_the_salt() -> None:
     assert list(unpack_hashes(salted.sequence_hashes)) == names(tokens[:8], salt="tenant-a")
     found = [*unpack_hashes(both.sequence_hashes), *unpack_hashes(continued.sequence_hashes)]
     assert found == names(tokens, "poet", "tenant-a")
-
-
-def test_a_block_that_is_held_several_times_is_gone_with_its_last_copy() -> None:
-    stored = block_stored("trtllm", [1, 2], None, list(range(8)))
-    removed = block_removed("trtllm", [2])
-
-    out = translated([stored, stored, removed, stored, removed, removed])
-
-    assert [type(event) for event in out] == [BlocksStored, BlocksStored, BlocksStored, BlocksRemoved]
-    assert list(unpack_hashes(out[3].sequence_hashes)) == names(list(range(8)))[1:]
 
 
 def test_other_groups_of_a_hybrid_model_neither_store_nor_remove() -> None:
@@ -218,7 +203,7 @@ def test_groups_may_be_numbered_in_one_kind_of_event_only(stores: int | None, re
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3), st.integers(1, 3)), max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 def test_a_block_is_promised_while_all_groups_that_had_it_hold_it(
     steps: list[tuple[bool, int, int, int]],
 ) -> None:
@@ -263,27 +248,6 @@ def test_the_upstream_layout_with_a_group_behind_the_extra_keys_is_read() -> Non
     assert translated([event]) == []
 
 
-def test_a_block_on_two_tiers_leaves_them_one_by_one() -> None:
-    cache = Cache("vllm")
-    tokens = [1, 2, 3, 4]
-    out = translated([cache.store(tokens), cache.store(tokens, Tier.HOST), cache.remove(1), cache.remove(1, Tier.HOST)])
-
-    assert [(type(event), event.tier) for event in out] == [
-        (BlocksStored, Tier.DEVICE),
-        (BlocksStored, Tier.HOST),
-        (BlocksRemoved, Tier.DEVICE),
-        (BlocksRemoved, Tier.HOST),
-    ]
-
-
-def test_clearing_forgets_every_engine_hash() -> None:
-    translator = EngineTranslator(BLOCK, 1000)
-    for dialect in DIALECTS:
-        out = translated([block_stored(dialect, [1], None, [1] * 4), all_cleared(dialect)], translator)
-        assert out[-1] == CacheCleared()
-        assert len(translator) == 0
-
-
 @pytest.mark.parametrize(
     "payload",
     [
@@ -318,7 +282,7 @@ def test_a_stored_event_with_any_odd_field_never_breaks(field: int, value: Any) 
     translated([event])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=200))
 def test_random_bytes_decode_or_raise_the_one_error(payload: bytes) -> None:
     try:
@@ -349,7 +313,7 @@ stored_names = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.lists(plain, max_size=10).map(lambda fields: ["BlockStored", *fields])

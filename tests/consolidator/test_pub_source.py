@@ -8,11 +8,9 @@ from poolgrid.kv_events.follower import (
     END_OF_REPLAY,
     REPLAY_ATTEMPTS_MAX,
     AskReplay,
-    Leave,
     NewLife,
     PubEffect,
     PubFollower,
-    SourceState,
 )
 from poolgrid.wire.events import EventBatch
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
@@ -34,20 +32,6 @@ def kinds(effects: list[PubEffect]) -> list[str]:
 
 def live(source: PubFollower, seq: int, payload: bytes, now_ms: float = 0) -> list[PubEffect]:
     return source.live(seq, payload, now_ms, 1000)
-
-
-def test_an_engine_is_replayed_from_its_beginning_when_it_is_met() -> None:
-    source, sent = follower(), frames(3)
-
-    assert source.connected(0, 1000) == [NewLife(1000, "attached"), AskReplay(0)]
-    assert live(source, 2, sent[2]) == []
-    effects = source.replayed(0, sent[0], 0, 0) + source.replayed(1, sent[1], 0, 0)
-    effects += source.replayed(END_OF_REPLAY, b"", 0, 0)
-
-    batches = [effect for effect in effects if isinstance(effect, EventBatch)]
-    assert [(batch.epoch, batch.seq) for batch in batches] == [(1000, 0), (1000, 1), (1000, 2)]
-    assert source.state is SourceState.LIVE
-    assert not source.degraded
 
 
 def met(sent: list[bytes], has_replay: bool = True) -> PubFollower:
@@ -137,41 +121,6 @@ def test_a_restart_behind_a_hole_is_found_by_the_frame_before_it() -> None:
     effects += source.replayed(END_OF_REPLAY, b"", 0, 0)
     assert kinds(effects) == ["EventBatch"] * 8
     assert not source.degraded
-
-
-def test_a_restart_noticed_at_reconnection_drops_the_old_life() -> None:
-    source = met(frames(3))
-    source.disconnected(0)
-
-    assert source.connected(10, 2000) == [AskReplay(2)]
-    (life, ask) = source.replayed(END_OF_REPLAY, b"", 10, 2000)
-    assert isinstance(life, NewLife)
-    assert ask == AskReplay(0), "what the new life has said already, it need not say again"
-    assert kinds(source.replayed(0, frames(1, salt=1)[0], 10, 2000)) == ["EventBatch"]
-    assert source.replayed(END_OF_REPLAY, b"", 10, 2000) == []
-    assert kinds(live(source, 1, frames(2, salt=1)[1])) == ["EventBatch"]
-
-
-def test_a_short_disconnection_loses_nothing() -> None:
-    sent = frames(4)
-    source = met(sent[:2])
-    source.disconnected(0)
-    source.connected(10, 2000)
-
-    effects = [effect for seq in (1, 2, 3) for effect in source.replayed(seq, sent[seq], 10, 0)]
-
-    assert kinds(effects + source.replayed(END_OF_REPLAY, b"", 10, 0)) == ["EventBatch", "EventBatch"]
-
-
-def test_an_engine_that_is_gone_for_the_lease_leaves() -> None:
-    source = met(frames(2))
-    source.disconnected(500)
-    assert source.due_ms() == 1500
-
-    assert source.tick(1499, 0) == []
-    (leave,) = source.tick(1500, 0)
-    assert isinstance(leave, Leave)
-    assert kinds(source.connected(2000, 3000)) == ["NewLife", "AskReplay"]
 
 
 def test_a_frame_that_does_not_decode_is_a_loss() -> None:

@@ -29,9 +29,10 @@ from poolgrid.consolidator.core.feed_reader import FeedEffect, FeedState
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.feed_follower import FeedFollower
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.files import records_of, verify
+from poolgrid.consolidator.journal.inspection import check_journal
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
+from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.sources_file import load_sources
 from poolgrid.process.clock import SystemClock
@@ -278,12 +279,12 @@ def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_i
 
     run(scenario)
     disk = PosixDisk(tmp_path)
-    verify(disk, 1000)
+    check_journal(disk, 1000)
     for name in disk.names():
         if name.endswith(snapshot_file.SUFFIX):
             loaded = snapshot_file.load(name, disk.read(name, 0, disk.size(name)), 1_000_000)
             folded = PoolState()
-            for record in records_of(disk):
+            for record in (each.record for each in stored_records(disk)):
                 if record.offset < loaded.offset:
                     folded.apply(record)
             assert loaded.facts() == folded.facts()
@@ -780,7 +781,7 @@ def test_a_killed_consolidator_loses_nothing_and_its_offsets_have_no_holes(tmp_p
             await follower.stop()
             assert process.end(signal.SIGTERM) == 0
             disk = PosixDisk(tmp_path)
-            offsets = [record.offset for record in records_of(disk)]
+            offsets = [each.record.offset for each in stored_records(disk)]
             disk.close()
             assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
         finally:

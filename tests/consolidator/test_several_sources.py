@@ -21,7 +21,7 @@ from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.publisher_process import Publisher
 from tests.consolidator.pusher import Pusher, card, stored
-from tests.consolidator.test_service import Reader, run, source_text, started
+from tests.consolidator.test_service import Reader, source_text, started
 
 W = WorkerKey(WorkerId("w"))
 Both = dict[Tier, set[int]]
@@ -72,158 +72,152 @@ async def ended(task: asyncio.Task[None]) -> None:
         await task
 
 
-def test_a_worker_and_two_publishers_about_it_are_one_holder_of_blocks(tmp_path: Path) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        engines = [PubEngine(context), PubEngine(context)]
-        caches = [Cache("vllm"), Cache("trtllm", salt=1)]
-        replays = [
-            asyncio.create_task(engine.answer_replays(cache.dialect))
-            for engine, cache in zip(engines, caches, strict=True)
-        ]
-        await engines[0].publish([caches[0].store(prompt(1), Tier.HOST)])  # before anybody listens
-        registry = CollectorRegistry()
-        listed = sources_file(tmp_path, entry(engines[0]), entry(engines[1], "engine"))
-        service = await started(registry, pub_sources=listed, lease_ms=60_000)
-        reader = Reader()
-        service.subscribe(reader)
-        told: list[BlocksStored] = []
-        listen = reader.on_records
+async def test_a_worker_and_two_publishers_about_it_are_one_holder_of_blocks(
+    tmp_path: Path, context: zmq.asyncio.Context
+) -> None:
+    engines = [PubEngine(context), PubEngine(context)]
+    caches = [Cache("vllm"), Cache("trtllm", salt=1)]
+    replays = [
+        asyncio.create_task(engine.answer_replays(cache.dialect)) for engine, cache in zip(engines, caches, strict=True)
+    ]
+    await engines[0].publish([caches[0].store(prompt(1), Tier.HOST)])  # before anybody listens
+    registry = CollectorRegistry()
+    listed = sources_file(tmp_path, entry(engines[0]), entry(engines[1], "engine"))
+    service = await started(registry, pub_sources=listed, lease_ms=60_000)
+    reader = Reader()
+    service.subscribe(reader)
+    told: list[BlocksStored] = []
+    listen = reader.on_records
 
-        def on_records(records: Any) -> None:
-            told.extend(one for record in records for one in record.events if isinstance(one, BlocksStored))
-            listen(records)
+    def on_records(records: Any) -> None:
+        told.extend(one for record in records for one in record.events if isinstance(one, BlocksStored))
+        listen(records)
 
-        reader.on_records = on_records  # type: ignore[method-assign]
-        exposition = await asyncio.to_thread(generate_latest, registry)
-        assert b'source_state{source="w:kvbm",state="waiting"} 1.0' in exposition
-        assert [source.degraded for source in service.sources()] == [False, False], (
-            "nothing is amiss while nobody joined"
-        )
-        pusher = await joined(context, service)
-        for engine in engines:
-            await engine.subscribed()
-        await reader.until(lambda: reader.view.get("w") == both(pusher, *caches))
+    reader.on_records = on_records  # type: ignore[method-assign]
+    exposition = await asyncio.to_thread(generate_latest, registry)
+    assert b'source_state{source="w:kvbm",state="waiting"} 1.0' in exposition
+    assert [source.degraded for source in service.sources()] == [False, False], "nothing is amiss while nobody joined"
+    pusher = await joined(context, service)
+    for engine in engines:
+        await engine.subscribed()
+    await reader.until(lambda: reader.view.get("w") == both(pusher, *caches))
 
-        # All three say the same, on two tiers, frames are lost on the way, and each says something of its own.
-        pusher.push([stored(names(prompt(2))), stored(names(prompt(1)), None, Tier.HOST)])
-        for engine, cache in zip(engines, caches, strict=True):
-            await engine.publish([cache.store(prompt(2))], lose=True)
-            await engine.publish([cache.store(prompt(2), Tier.HOST), cache.store(prompt(3 + cache.salt), Tier.HOST)])
-        await reader.until(lambda: reader.view["w"] == both(pusher, *caches))
-        await pusher.settle()
-        blocks = [(one.tier, block) for one in told for block in unpack_hashes(one.sequence_hashes)]
-        assert len(blocks) == len(set(blocks)), "no block is told of twice"
+    # All three say the same, on two tiers, frames are lost on the way, and each says something of its own.
+    pusher.push([stored(names(prompt(2))), stored(names(prompt(1)), None, Tier.HOST)])
+    for engine, cache in zip(engines, caches, strict=True):
+        await engine.publish([cache.store(prompt(2))], lose=True)
+        await engine.publish([cache.store(prompt(2), Tier.HOST), cache.store(prompt(3 + cache.salt), Tier.HOST)])
+    await reader.until(lambda: reader.view["w"] == both(pusher, *caches))
+    await pusher.settle()
+    blocks = [(one.tier, block) for one in told for block in unpack_hashes(one.sequence_hashes)]
+    assert len(blocks) == len(set(blocks)), "no block is told of twice"
 
-        # It restates its cache, empty now: what the others said stays.
-        for held in pusher.truth.values():
-            held.clear()
-        pusher.restate()
-        await pusher.settle()
-        await reader.until(lambda: reader.view["w"] == both(pusher, *caches))
-        assert reader.view["w"][Tier.DEVICE] == set(names(prompt(2)))
+    # It restates its cache, empty now: what the others said stays.
+    for held in pusher.truth.values():
+        held.clear()
+    pusher.restate()
+    await pusher.settle()
+    await reader.until(lambda: reader.view["w"] == both(pusher, *caches))
+    assert reader.view["w"][Tier.DEVICE] == set(names(prompt(2)))
 
-        await engines[1].publish([caches[1].clear()])
-        await reader.until(lambda: reader.view["w"] == both(pusher, *caches))
-        assert [state(service, name) for name in ("worker", "kvbm", "engine")] == [StreamState.LIVE] * 3
-        exposition = await asyncio.to_thread(generate_latest, registry)
-        assert b'source_state{source="w:kvbm",state="live"} 1.0' in exposition
-        assert b'source_blocks{source="w:kvbm"} 12.0' in exposition
-        assert b'source_blocks{source="w:engine"} 0.0' in exposition
-        pusher.goodbye()
-        await reader.until(lambda: "w" not in reader.view)
-        assert {source.shown_state for source in service.sources()} == {"waiting"}
-        for task in replays:
-            await ended(task)
-        for engine in engines:
-            engine.close()
-        pusher.close()
-        await service.stop()
-
-    run(scenario)
+    await engines[1].publish([caches[1].clear()])
+    await reader.until(lambda: reader.view["w"] == both(pusher, *caches))
+    assert [state(service, name) for name in ("worker", "kvbm", "engine")] == [StreamState.LIVE] * 3
+    exposition = await asyncio.to_thread(generate_latest, registry)
+    assert b'source_state{source="w:kvbm",state="live"} 1.0' in exposition
+    assert b'source_blocks{source="w:kvbm"} 12.0' in exposition
+    assert b'source_blocks{source="w:engine"} 0.0' in exposition
+    pusher.goodbye()
+    await reader.until(lambda: "w" not in reader.view)
+    assert {source.shown_state for source in service.sources()} == {"waiting"}
+    for task in replays:
+        await ended(task)
+    for engine in engines:
+        engine.close()
+    pusher.close()
+    await service.stop()
 
 
 @pytest.mark.parametrize("how", ["killed", "stands still"])
-def test_a_publisher_that_is_lost_takes_what_only_it_said_and_brings_it_back(tmp_path: Path, how: str) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        with Publisher() as publisher:
-            service = await started(pub_sources=sources_file(tmp_path, entry(publisher)), lease_ms=500)
-            reader = Reader()
-            service.subscribe(reader)
-            pusher = await joined(context, service)
-
-            async def live() -> None:
-                while True:
-                    await asyncio.sleep(0.1)  # between two signs of life
-                    pusher.heartbeat()
-
-            living = asyncio.create_task(live())
-            pusher.push([stored(names(prompt(1)), None, Tier.HOST)])
-            await asyncio.to_thread(publisher.store, prompt(1))
-            await asyncio.to_thread(publisher.store, prompt(2))
-            own, together = set(names(prompt(1))), {*names(prompt(1)), *names(prompt(2))}
-            await reader.until(lambda: reader.view.get("w", {}).get(Tier.HOST) == together)
-
-            if how == "killed":
-                publisher.kill()
-            else:
-                publisher.signal(signal.SIGSTOP)
-            await reader.until(lambda: reader.view["w"][Tier.HOST] == own)
-            assert state(service) is StreamState.ABSENT
-            assert state(service, "worker") is StreamState.LIVE
-            (shell,) = service.sources()
-            assert shell.degraded
-            assert "not connected for 500 ms" in str(shell.row()["reason"])
-
-            if how == "killed":
-                with Publisher(publisher.endpoint, publisher.replay_endpoint) as again:
-                    await asyncio.to_thread(again.store, prompt(3))
-                    together = {*own, *names(prompt(3))}
-                    await reader.until(lambda: reader.view["w"][Tier.HOST] == together)
-                    await reader.until(lambda: state(service) is StreamState.LIVE)
-            else:
-                publisher.signal(signal.SIGCONT)
-                await reader.until(lambda: reader.view["w"][Tier.HOST] == together)
-                await reader.until(lambda: state(service) is StreamState.LIVE)
-            await ended(living)
-            pusher.close()
-            await service.stop()
-
-    run(scenario)
-
-
-def test_a_restarted_consolidator_merges_as_before_and_forgets_what_is_not_listed_any_more(tmp_path: Path) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        engine, cache = PubEngine(context), Cache("vllm")
-        replays = asyncio.create_task(engine.answer_replays("vllm"))
-        listed = sources_file(tmp_path, entry(engine))
-        settings: dict[str, Any] = {"data_dir": tmp_path / "journal", "lease_ms": 60_000}
-        service = await started(pub_sources=listed, **settings)
+async def test_a_publisher_that_is_lost_takes_what_only_it_said_and_brings_it_back(
+    tmp_path: Path, how: str, context: zmq.asyncio.Context
+) -> None:
+    with Publisher() as publisher:
+        service = await started(pub_sources=sources_file(tmp_path, entry(publisher)), lease_ms=500)
         reader = Reader()
         service.subscribe(reader)
         pusher = await joined(context, service)
+
+        async def live() -> None:
+            while True:
+                await asyncio.sleep(0.1)  # between two signs of life
+                pusher.heartbeat()
+
+        living = asyncio.create_task(live())
         pusher.push([stored(names(prompt(1)), None, Tier.HOST)])
-        await engine.publish([cache.store(prompt(1), Tier.HOST), cache.store(prompt(2), Tier.HOST)])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
-        await service.stop()
+        await asyncio.to_thread(publisher.store, prompt(1))
+        await asyncio.to_thread(publisher.store, prompt(2))
+        own, together = set(names(prompt(1))), {*names(prompt(1)), *names(prompt(2))}
+        await reader.until(lambda: reader.view.get("w", {}).get(Tier.HOST) == together)
 
-        await engine.publish([cache.remove(1, Tier.HOST), cache.store(prompt(3), Tier.HOST)])
-        service = await started(pub_sources=listed, **settings)
-        reader = Reader()
-        service.subscribe(reader)
-        await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
-        await service.stop()
-
-        service = await started(**settings)
-        reader = Reader()
-        service.subscribe(reader)
-        await reader.until(lambda: reader.view.get("w") == both(pusher))
+        if how == "killed":
+            publisher.kill()
+        else:
+            publisher.signal(signal.SIGSTOP)
+        await reader.until(lambda: reader.view["w"][Tier.HOST] == own)
         assert state(service) is StreamState.ABSENT
-        await ended(replays)
-        engine.close()
+        assert state(service, "worker") is StreamState.LIVE
+        (shell,) = service.sources()
+        assert shell.degraded
+        assert "not connected for 500 ms" in str(shell.row()["reason"])
+
+        if how == "killed":
+            with Publisher(publisher.endpoint, publisher.replay_endpoint) as again:
+                await asyncio.to_thread(again.store, prompt(3))
+                together = {*own, *names(prompt(3))}
+                await reader.until(lambda: reader.view["w"][Tier.HOST] == together)
+                await reader.until(lambda: state(service) is StreamState.LIVE)
+        else:
+            publisher.signal(signal.SIGCONT)
+            await reader.until(lambda: reader.view["w"][Tier.HOST] == together)
+            await reader.until(lambda: state(service) is StreamState.LIVE)
+        await ended(living)
         pusher.close()
         await service.stop()
 
-    run(scenario)
+
+async def test_a_restarted_consolidator_merges_as_before_and_forgets_what_is_not_listed_any_more(
+    tmp_path: Path, context: zmq.asyncio.Context
+) -> None:
+    engine, cache = PubEngine(context), Cache("vllm")
+    replays = asyncio.create_task(engine.answer_replays("vllm"))
+    listed = sources_file(tmp_path, entry(engine))
+    settings: dict[str, Any] = {"data_dir": tmp_path / "journal", "lease_ms": 60_000}
+    service = await started(pub_sources=listed, **settings)
+    reader = Reader()
+    service.subscribe(reader)
+    pusher = await joined(context, service)
+    pusher.push([stored(names(prompt(1)), None, Tier.HOST)])
+    await engine.publish([cache.store(prompt(1), Tier.HOST), cache.store(prompt(2), Tier.HOST)])
+    await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
+    await service.stop()
+
+    await engine.publish([cache.remove(1, Tier.HOST), cache.store(prompt(3), Tier.HOST)])
+    service = await started(pub_sources=listed, **settings)
+    reader = Reader()
+    service.subscribe(reader)
+    await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
+    await service.stop()
+
+    service = await started(**settings)
+    reader = Reader()
+    service.subscribe(reader)
+    await reader.until(lambda: reader.view.get("w") == both(pusher))
+    assert state(service) is StreamState.ABSENT
+    await ended(replays)
+    engine.close()
+    pusher.close()
+    await service.stop()
 
 
 FURTHER = {"worker_id": "w", "source": "kvbm", "endpoint": "tcp://127.0.0.1:1"}
@@ -276,57 +270,55 @@ def test_entries_that_are_wrong_beside_each_other_name_both(tmp_path: Path) -> N
     assert [source.key for source in load_sources(two_ranks)] == [W, WorkerKey(WorkerId("w"), 1)]
 
 
-def test_a_worker_that_comes_and_goes_while_its_publisher_connects_holds_nobody_up(tmp_path: Path) -> None:
+async def test_a_worker_that_comes_and_goes_while_its_publisher_connects_holds_nobody_up(
+    tmp_path: Path, context: zmq.asyncio.Context
+) -> None:
     """ZMQ's thread tells of connections in the moment in which the subscription is closed."""
 
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        engines = [PubEngine(context) for _ in range(4)]
-        entries = [entry(engine, f"source{number}") for number, engine in enumerate(engines)]
-        service = await started(pub_sources=sources_file(tmp_path, *entries), lease_ms=60_000)
-        reader = Reader()
-        service.subscribe(reader)
-        for epoch in range(1, 200):
-            pusher = await joined(context, service, epoch)
-            assert "w" in reader.view
-            pusher.goodbye()
-            await reader.until(lambda: "w" not in reader.view)
-            pusher.close()
-        pusher = await joined(context, service, 200)
-        cache = Cache("vllm")
-        replays = asyncio.create_task(engines[0].answer_replays("vllm"))
-        await engines[0].publish([cache.store(prompt(1))])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
-        await ended(replays)
-        for engine in engines:
-            engine.close()
+    engines = [PubEngine(context) for _ in range(4)]
+    entries = [entry(engine, f"source{number}") for number, engine in enumerate(engines)]
+    service = await started(pub_sources=sources_file(tmp_path, *entries), lease_ms=60_000)
+    reader = Reader()
+    service.subscribe(reader)
+    for epoch in range(1, 200):
+        pusher = await joined(context, service, epoch)
+        assert "w" in reader.view
+        pusher.goodbye()
+        await reader.until(lambda: "w" not in reader.view)
         pusher.close()
-        await service.stop()
-
-    run(scenario)
-
-
-def test_a_publisher_that_cannot_be_subscribed_to_costs_its_worker_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        engine, cache = PubEngine(context), Cache("vllm")
-        (good,) = load_sources(sources_file(tmp_path, entry(engine)))
-        bad = msgspec.structs.replace(good, source="bad", endpoint="tcp://nowhere")  # as no file's check lets in
-        monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
-        replays = asyncio.create_task(engine.answer_replays("vllm"))
-        service = await started(lease_ms=60_000)
-        reader = Reader()
-        service.subscribe(reader)
-        pusher = await joined(context, service)
-        pusher.push([stored(names(prompt(1)))])
-        await engine.publish([cache.store(prompt(2), Tier.HOST)])
-        await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
-        unfollowed, followed = service.sources()
-        assert (unfollowed.degraded, followed.degraded) == (True, False)
-        assert "connecting to its endpoint 'tcp://nowhere' failed" in str(unfollowed.row()["reason"])
-        await ended(replays)
+    pusher = await joined(context, service, 200)
+    cache = Cache("vllm")
+    replays = asyncio.create_task(engines[0].answer_replays("vllm"))
+    await engines[0].publish([cache.store(prompt(1))])
+    await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
+    await ended(replays)
+    for engine in engines:
         engine.close()
-        pusher.close()
-        await service.stop()
+    pusher.close()
+    await service.stop()
 
-    run(scenario)
+
+async def test_a_publisher_that_cannot_be_subscribed_to_costs_its_worker_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: zmq.asyncio.Context,
+) -> None:
+    engine, cache = PubEngine(context), Cache("vllm")
+    (good,) = load_sources(sources_file(tmp_path, entry(engine)))
+    bad = msgspec.structs.replace(good, source="bad", endpoint="tcp://nowhere")  # as no file's check lets in
+    monkeypatch.setattr("poolgrid.consolidator.service.load_sources", lambda *_: [bad, good])
+    replays = asyncio.create_task(engine.answer_replays("vllm"))
+    service = await started(lease_ms=60_000)
+    reader = Reader()
+    service.subscribe(reader)
+    pusher = await joined(context, service)
+    pusher.push([stored(names(prompt(1)))])
+    await engine.publish([cache.store(prompt(2), Tier.HOST)])
+    await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
+    unfollowed, followed = service.sources()
+    assert (unfollowed.degraded, followed.degraded) == (True, False)
+    assert "connecting to its endpoint 'tcp://nowhere' failed" in str(unfollowed.row()["reason"])
+    await ended(replays)
+    engine.close()
+    pusher.close()
+    await service.stop()

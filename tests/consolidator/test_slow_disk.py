@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from poolgrid.wire.feed import Replay, TooOld
 from tests.consolidator.pusher import Pusher, stored
 from tests.consolidator.test_service import Reader, random_work, run, truth
 from tests.consolidator.tuned import tuned
-
-Scenario = Callable[[zmq.asyncio.Context], Awaitable[None]]
 
 
 class HeldDisk(PosixDisk):
@@ -95,139 +93,135 @@ async def reached(what: str, condition: Callable[[], bool]) -> None:
     assert condition(), what
 
 
-def test_a_write_that_lasts_for_many_leases_expels_nobody_and_stops_nothing_but_acknowledgements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_write_that_lasts_for_many_leases_expels_nobody_and_stops_nothing_but_acknowledgements(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: zmq.asyncio.Context,
 ) -> None:
     monkeypatch.setattr(journal_writer, "SLOW_MS", 100.0)
 
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        consolidator, disks = make(tmp_path, lease_ms=150)
-        await consolidator.start()
-        reader = Reader()
-        consolidator.subscribe(reader)
-        pusher = Pusher(context, consolidator.ingest_endpoint)
-        await pusher.join()
-        joined = reader.offset
-        disks[0].free.clear()
-        random_work(pusher, random.Random(1), 20)
-        turns = 0
-        for _ in range(40):  # four leases and more
-            pusher.heartbeat()
-            await asyncio.sleep(0.02)
-            turns += 1
-        assert turns == 40, "the loop runs"
-        assert (pusher.acknowledged, reader.offset) == (0, joined), "nothing is told before it is in the journal"
-        assert consolidator.trouble.startswith("disk slow: ")
-        assert consolidator.ready
+    consolidator, disks = make(tmp_path, lease_ms=150)
+    await consolidator.start()
+    reader = Reader()
+    consolidator.subscribe(reader)
+    pusher = Pusher(context, consolidator.ingest_endpoint)
+    await pusher.join()
+    joined = reader.offset
+    disks[0].free.clear()
+    random_work(pusher, random.Random(1), 20)
+    turns = 0
+    for _ in range(40):  # four leases and more
+        pusher.heartbeat()
+        await asyncio.sleep(0.02)
+        turns += 1
+    assert turns == 40, "the loop runs"
+    assert (pusher.acknowledged, reader.offset) == (0, joined), "nothing is told before it is in the journal"
+    assert consolidator.trouble.startswith("disk slow: ")
+    assert consolidator.ready
 
-        disks[0].free.set()
-        await pusher.settle()
-        assert consolidator.core.tally.lease_expiries == 0
-        assert reader.view == truth(pusher)
-        await consolidator.stop()
-
-    run(scenario)
+    disks[0].free.set()
+    await pusher.settle()
+    assert consolidator.core.tally.lease_expiries == 0
+    assert reader.view == truth(pusher)
+    await consolidator.stop()
 
 
-def test_a_worker_that_is_really_silent_leaves_while_the_disk_is_slow(tmp_path: Path) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        consolidator, disks = make(tmp_path, lease_ms=100)
-        await consolidator.start()
-        pusher = Pusher(context, consolidator.ingest_endpoint)
-        await pusher.join()
-        disks[0].free.clear()
-        pusher.push([stored([1])])
-        await reached("it has left", lambda: consolidator.core.tally.lease_expiries == 1)
-        disks[0].free.set()
-        await consolidator.stop()
+async def test_a_worker_that_is_really_silent_leaves_while_the_disk_is_slow(
+    tmp_path: Path, context: zmq.asyncio.Context
+) -> None:
+    consolidator, disks = make(tmp_path, lease_ms=100)
+    await consolidator.start()
+    pusher = Pusher(context, consolidator.ingest_endpoint)
+    await pusher.join()
+    disks[0].free.clear()
+    pusher.push([stored([1])])
+    await reached("it has left", lambda: consolidator.core.tally.lease_expiries == 1)
+    disks[0].free.set()
+    await consolidator.stop()
 
-    run(scenario)
 
-
-def test_while_nothing_is_taken_in_nobody_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_nothing_is_taken_in_nobody_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: zmq.asyncio.Context
+) -> None:
     """The queue for the disk is full: signs of life wait in the socket, and the lease with them."""
     monkeypatch.setattr(journal_writer, "QUEUE_BYTES_MAX", 2_000)
 
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        consolidator, disks = make(tmp_path, lease_ms=100)
-        await consolidator.start()
-        pusher = Pusher(context, consolidator.ingest_endpoint)
-        await pusher.join()
-        disks[0].free.clear()
-        random_work(pusher, random.Random(2), 50)
-        await reached("it is full", lambda: consolidator._ingest.paused)
-        for _ in range(25):
-            pusher.heartbeat()
-            await asyncio.sleep(0.02)
-        assert consolidator.core.tally.lease_expiries == 0
-        disks[0].free.set()
-        await pusher.settle()
-        assert consolidator.core.tally.lease_expiries == 0
-        await consolidator.stop()
-
-    run(scenario)
+    consolidator, disks = make(tmp_path, lease_ms=100)
+    await consolidator.start()
+    pusher = Pusher(context, consolidator.ingest_endpoint)
+    await pusher.join()
+    disks[0].free.clear()
+    random_work(pusher, random.Random(2), 50)
+    await reached("it is full", lambda: consolidator._ingest.paused)
+    for _ in range(25):
+        pusher.heartbeat()
+        await asyncio.sleep(0.02)
+    assert consolidator.core.tally.lease_expiries == 0
+    disks[0].free.set()
+    await pusher.settle()
+    assert consolidator.core.tally.lease_expiries == 0
+    await consolidator.stop()
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["deleted", "cut"])
-def test_segments_that_somebody_deletes_or_cuts_are_noticed_and_a_restart_finds_the_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+async def test_segments_that_somebody_deletes_or_cuts_are_noticed_and_a_restart_finds_the_state(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: bool,
+    context: zmq.asyncio.Context,
 ) -> None:
     monkeypatch.setattr(journal_keeper, "FILES_LOOK_MS", 20.0)
 
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        consolidator, _ = make(tmp_path, lease_ms=60_000)
-        await consolidator.start()
-        pusher = Pusher(context, consolidator.ingest_endpoint)
-        await pusher.join()
-        await fill_segments(pusher)
-        lost = spoil(tmp_path, cut)
-        assert lost > 1
-        counts = consolidator._parts.counts
-        await reached("it is noticed", lambda: counts["journal_lost_segments"] == lost)
-        await reached("it is healed", lambda: not consolidator.trouble and not consolidator._keeper.snapshotting)
-        random_work(pusher, random.Random(4), 20)
-        await pusher.settle()
-        offset = consolidator.offset
-        await consolidator.stop()
+    consolidator, _ = make(tmp_path, lease_ms=60_000)
+    await consolidator.start()
+    pusher = Pusher(context, consolidator.ingest_endpoint)
+    await pusher.join()
+    await fill_segments(pusher)
+    lost = spoil(tmp_path, cut)
+    assert lost > 1
+    counts = consolidator._parts.counts
+    await reached("it is noticed", lambda: counts["journal_lost_segments"] == lost)
+    await reached("it is healed", lambda: not consolidator.trouble and not consolidator._keeper.snapshotting)
+    random_work(pusher, random.Random(4), 20)
+    await pusher.settle()
+    offset = consolidator.offset
+    await consolidator.stop()
 
-        again, _ = make(tmp_path, lease_ms=60_000)
-        await again.start()
-        reader = Reader()
-        again.subscribe(reader)
-        assert again.offset == offset
-        assert reader.view == truth(pusher)
-        await again.stop()
-
-    run(scenario)
+    again, _ = make(tmp_path, lease_ms=60_000)
+    await again.start()
+    reader = Reader()
+    again.subscribe(reader)
+    assert again.offset == offset
+    assert reader.view == truth(pusher)
+    await again.stop()
 
 
-def test_a_replay_over_a_damaged_segment_is_answered_and_a_snapshot_stands_in_for_it(tmp_path: Path) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        consolidator, _ = make(tmp_path, lease_ms=60_000)
-        await consolidator.start()
-        pusher = Pusher(context, consolidator.ingest_endpoint)
-        await pusher.join()
-        await fill_segments(pusher)
-        # Recovery looks at all segments behind the newest snapshot; older ones are looked at when asked for.
-        consolidator._keeper.snapshot_now()
-        await reached("a snapshot is there", lambda: bool(list(tmp_path.glob("*.snapshot"))))
-        await consolidator.stop()
-        damage_oldest(tmp_path)
+async def test_a_replay_over_a_damaged_segment_is_answered_and_a_snapshot_stands_in_for_it(
+    tmp_path: Path, context: zmq.asyncio.Context
+) -> None:
+    consolidator, _ = make(tmp_path, lease_ms=60_000)
+    await consolidator.start()
+    pusher = Pusher(context, consolidator.ingest_endpoint)
+    await pusher.join()
+    await fill_segments(pusher)
+    # Recovery looks at all segments behind the newest snapshot; older ones are looked at when asked for.
+    consolidator._keeper.snapshot_now()
+    await reached("a snapshot is there", lambda: bool(list(tmp_path.glob("*.snapshot"))))
+    await consolidator.stop()
+    damage_oldest(tmp_path)
 
-        again, _ = make(tmp_path, lease_ms=60_000)
-        await again.start()
-        router = context.socket(zmq.DEALER)
-        router.connect(again.query_endpoint)
-        await router.send(codec.to_feed.encode(Replay(7, 0, 10)))
-        answer = codec.from_feed.decode((await router.recv_multipart())[0])
-        assert isinstance(answer, TooOld)
-        assert (answer.request, answer.oldest_offset) == (7, again.offset)
-        assert again._parts.counts["journal_read_errors"] == 1
-        await reached("a snapshot stands in for it", lambda: not again.trouble)
-        router.close(linger=0)
-        await again.stop()
-
-    run(scenario)
+    again, _ = make(tmp_path, lease_ms=60_000)
+    await again.start()
+    router = context.socket(zmq.DEALER)
+    router.connect(again.query_endpoint)
+    await router.send(codec.to_feed.encode(Replay(7, 0, 10)))
+    answer = codec.from_feed.decode((await router.recv_multipart())[0])
+    assert isinstance(answer, TooOld)
+    assert (answer.request, answer.oldest_offset) == (7, again.offset)
+    assert again._parts.counts["journal_read_errors"] == 1
+    await reached("a snapshot stands in for it", lambda: not again.trouble)
+    router.close(linger=0)
+    await again.stop()
 
 
 def test_syncs_that_fail_are_said_once_a_period_and_in_the_health(
@@ -251,17 +245,14 @@ def test_syncs_that_fail_are_said_once_a_period_and_in_the_health(
     assert len([line for line in caplog.messages if "durable failed" in line]) == 1
 
 
-def test_a_journal_in_memory_waits_for_nobody() -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        consolidator = create(ConsolidatorSettings(lease_ms=60_000), CollectorRegistry(), SystemClock())
-        await consolidator.start()
-        pusher = Pusher(context, consolidator.ingest_endpoint)
-        await pusher.join()
-        random_work(pusher, random.Random(6), 50)
-        await pusher.settle()
-        assert consolidator._parts.threads._threads == set() or len(consolidator._parts.threads._threads) == 1, (
-            "only the opening"
-        )
-        await consolidator.stop()
-
-    run(scenario)
+async def test_a_journal_in_memory_waits_for_nobody(context: zmq.asyncio.Context) -> None:
+    consolidator = create(ConsolidatorSettings(lease_ms=60_000), CollectorRegistry(), SystemClock())
+    await consolidator.start()
+    pusher = Pusher(context, consolidator.ingest_endpoint)
+    await pusher.join()
+    random_work(pusher, random.Random(6), 50)
+    await pusher.settle()
+    assert consolidator._parts.threads._threads == set() or len(consolidator._parts.threads._threads) == 1, (
+        "only the opening"
+    )
+    await consolidator.stop()

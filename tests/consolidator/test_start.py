@@ -116,7 +116,7 @@ def test_one_that_is_given_up_while_a_thread_opens_its_journal_closes_it(
     ended_leaving_nothing(serve)
 
 
-def test_one_that_is_given_up_while_its_journal_fails_leaves_no_error_that_nobody_took(
+async def test_one_that_is_given_up_while_its_journal_fails_leaves_no_error_that_nobody_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opening, go_on = threading.Event(), threading.Event()
@@ -127,19 +127,16 @@ def test_one_that_is_given_up_while_its_journal_fails_leaves_no_error_that_nobod
         go_on.wait(20)
         raise Broken
 
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: complaints.append(context))
-        serving = asyncio.ensure_future(starting(tmp_path)())
-        await asyncio.to_thread(opening.wait, 20)
-        serving.cancel()
-        loop.call_later(0.05, go_on.set)
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-        del serving
-        gc.collect()
-
     monkeypatch.setattr(bootstrap, "open_journal", fail_late)
-    asyncio.run(serve())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    serving = asyncio.ensure_future(starting(tmp_path)())
+    await asyncio.to_thread(opening.wait, 20)
+    serving.cancel()
+    loop.call_later(0.05, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    del serving
+    gc.collect()
 
     assert complaints == []

@@ -187,32 +187,6 @@ def test_the_writer_itself_sends_a_record_again_whose_last_piece_was_not_stored(
     assert StreamJournal(stream, "again", StillClock()).recover(BLOCKS_MAX).offset == 3
 
 
-def test_a_router_that_says_where_it_is_holds_retention_back_up_to_a_bound() -> None:
-    stream = FakeStream()
-    size = 10_000
-    journal = fill(
-        StreamJournal(stream, "w", StillClock(), StreamJournalSettings(size, 10**9, durable_after_ms=0)), 100, at_once=1
-    )
-    stream.router_positions = [3]
-    snapshot(journal, 98)
-    snapshot(journal, 99)
-    assert size < stream.facts().bytes < 2 * size
-
-    journal.retain(0)
-    assert stream.first == 3
-
-    fill(journal, 250, at_once=1)
-    snapshot(journal, 249)
-    snapshot(journal, 250)
-    journal.retain(0)
-    assert stream.first > 3
-    assert stream.facts().bytes == pytest.approx(2 * size, rel=0.1)
-
-    stream.router_positions = []
-    journal.retain(0)
-    assert stream.facts().bytes == pytest.approx(size, rel=0.1)
-
-
 def test_nothing_is_removed_behind_a_snapshot_that_servers_without_power_may_lose() -> None:
     stream = FakeStream()
     clock = StillClock()
@@ -330,7 +304,7 @@ def test_damage_anywhere_in_a_message_is_found_and_named() -> None:
         flipped = bytearray(body)
         flipped[position] ^= 1
         old = whole.messages[3]
-        stream.messages[3] = StoredMessage(3, old.message_id, old.after, 0, False, bytes(flipped))
+        stream.messages[3] = StoredMessage(3, old.message_id, 0, False, bytes(flipped))
         journal = StreamJournal(stream, "again", StillClock())
 
         with pytest.raises(JournalCorrupt, match="stream fake, message 3") as caught:

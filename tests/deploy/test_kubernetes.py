@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import jsonschema_rs
 import pytest
 import yaml
 
@@ -89,6 +90,20 @@ def test_the_manifests_are_those_of_the_chart(example: Path) -> None:
     head = (MANIFESTS / example.name).read_text().splitlines()[1]
 
     assert head == f"{DIGEST_LINE}{digest(example)}.", "run: make kubernetes WRITE=--write"
+
+
+def test_the_values_that_the_quickstart_prints_are_taken_by_the_chart() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    printed = re.search(r"<!-- values of the chart -->\n```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert printed is not None
+    values = yaml.safe_load(printed[1])
+    schema = json.loads((ROOT / "deploy" / "kubernetes" / "poolgrid" / "values.schema.json").read_text())
+
+    jsonschema_rs.validate(schema, values)
+    options = {str(name) for parameter in app.commands["worker"].params for name in parameter.opts}
+    for group in values["workers"]:
+        assert engine_definition(group["engine"]).server_kind is not None
+        assert {f"--{name}" for name in group["options"]} <= options
 
 
 @every_pod

@@ -25,70 +25,61 @@ def names_in(directory: Path, lease_s: int = 5) -> Discovery:
     return Discovery(DirectoryRegistrations(directory, SystemClock()), "blue", lease_s, SystemClock())
 
 
-def test_who_registers_is_found_and_who_closes_is_gone(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        directory = tmp_path / "deep" / "names"
-        one, other = names_in(directory), names_in(directory)
-        await one.open()
-        await other.open()
-        news = asyncio.Event()
-        other.follow(Scope("blue", "router"), news.set)
+async def test_who_registers_is_found_and_who_closes_is_gone(tmp_path: Path) -> None:
+    directory = tmp_path / "deep" / "names"
+    one, other = names_in(directory), names_in(directory)
+    await one.open()
+    await other.open()
+    news = asyncio.Event()
+    other.follow(Scope("blue", "router"), news.set)
 
-        await one.register("router", "r1", {"http": "http://127.0.0.1:1"})
+    await one.register("router", "r1", {"http": "http://127.0.0.1:1"})
 
-        assert await until_found(other, 1) == ["http://127.0.0.1:1"]
-        assert news.is_set()
-        assert directory.stat().st_mode & 0o777 == 0o700
-        [file] = directory.iterdir()
-        assert file.stat().st_mode & 0o777 == 0o600
-        await one.close()
-        await until_found(other, 0)
-        assert not list(directory.iterdir())
-        await other.close()
-
-    asyncio.run(scenario())
+    assert await until_found(other, 1) == ["http://127.0.0.1:1"]
+    assert news.is_set()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    [file] = directory.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    await one.close()
+    await until_found(other, 0)
+    assert not list(directory.iterdir())
+    await other.close()
 
 
-def test_a_renewal_touches_a_file_that_is_there_and_writes_one_that_was_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = DirectoryRegistrations(tmp_path, SystemClock())
-        made = registration()
-        data = encode_registration(made)
-        path = tmp_path / f"{made.key}.json"
-        await store.write(made, data)
-        inode = path.stat().st_ino
-        os.utime(path, (1, 1))
+async def test_a_renewal_touches_a_file_that_is_there_and_writes_one_that_was_removed(tmp_path: Path) -> None:
+    store = DirectoryRegistrations(tmp_path, SystemClock())
+    made = registration()
+    data = encode_registration(made)
+    path = tmp_path / f"{made.key}.json"
+    await store.write(made, data)
+    inode = path.stat().st_ino
+    os.utime(path, (1, 1))
 
-        await store.write(made, data)
+    await store.write(made, data)
 
-        assert path.stat().st_ino == inode
-        assert path.stat().st_mtime > 1
-        path.unlink()
-        await store.write(made, data)
-        assert path.read_bytes() == data
-
-    asyncio.run(scenario())
+    assert path.stat().st_ino == inode
+    assert path.stat().st_mtime > 1
+    path.unlink()
+    await store.write(made, data)
+    assert path.read_bytes() == data
 
 
-def test_links_pipes_directories_and_large_files_hold_nobody_up(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = DirectoryRegistrations(tmp_path, SystemClock())
-        made = registration()
-        await store.write(made, encode_registration(made))
-        secret = tmp_path / "secret"
-        secret.write_text("secret")
-        (tmp_path / "blue.router.1.json").symlink_to(secret)
-        os.mkfifo(tmp_path / "blue.router.2.json")
-        (tmp_path / "blue.router.3.json").mkdir()
-        (tmp_path / "blue.router.4.json").write_bytes(b" " * 1_000_000)
+async def test_links_pipes_directories_and_large_files_hold_nobody_up(tmp_path: Path) -> None:
+    store = DirectoryRegistrations(tmp_path, SystemClock())
+    made = registration()
+    await store.write(made, encode_registration(made))
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (tmp_path / "blue.router.1.json").symlink_to(secret)
+    os.mkfifo(tmp_path / "blue.router.2.json")
+    (tmp_path / "blue.router.3.json").mkdir()
+    (tmp_path / "blue.router.4.json").write_bytes(b" " * 1_000_000)
 
-        found = {each.key: each for each in await store.look([Scope("blue")])}
+    found = {each.key: each for each in await store.look([Scope("blue")])}
 
-        assert set(found) == {made.key, "blue.router.4"}
-        assert len(found["blue.router.4"].data) < 5000
-        assert await store.look([Scope("green")]) == []
-
-    asyncio.run(scenario())
+    assert set(found) == {made.key, "blue.router.4"}
+    assert len(found["blue.router.4"].data) < 5000
+    assert await store.look([Scope("green")]) == []
 
 
 def test_what_was_left_behind_long_ago_is_swept_by_whoever_registers(tmp_path: Path) -> None:

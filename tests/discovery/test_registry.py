@@ -63,18 +63,6 @@ def test_what_a_killed_process_left_behind_is_not_believed_by_who_comes_later() 
     assert registry.addresses(SELECT) == ["tcp://10.0.0.2:9000"], "a clock that stands behind ends nobody"
 
 
-def test_nobody_is_gone_because_nothing_could_be_seen() -> None:
-    registry = Registry()
-    registry.look([seen(1, mark=1)], 0)
-
-    registry.looked_again(600_000)
-    registry.look([seen(1, mark=1)], 600_000)
-
-    assert len(registry.addresses(SELECT)) == 1
-    registry.look([seen(1, mark=1)], 610_000)
-    assert not registry.addresses(SELECT), "a whole lease again, and no more"
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from poolgrid.discovery.registry import Registry
-from poolgrid.kubernetes.slices import LEASE_MS, decode_slices, seen_in
+from poolgrid.kubernetes.slices import decode_slices, seen_in
 from poolgrid.wire.names import parse_name
 from tests.discovery.slices import (
     ENDING,
@@ -57,19 +57,6 @@ def test_the_pods_of_a_service_are_instances_with_its_ports_as_endpoints() -> No
 )
 def test_a_pod_has_a_name_while_it_is_ready_and_does_not_end(conditions: dict[str, bool], there: bool) -> None:
     assert instances(endpoint_slice(endpoints=[endpoint(1, conditions)])) == (["router-1"] if there else [])
-
-
-def test_each_look_renews_whom_it_has_and_whom_it_has_not_is_gone() -> None:
-    both = endpoint_slice(endpoints=[endpoint(1), endpoint(2)])
-    registry = registry_of(both)
-    looks = 2 * LEASE_MS // 1000
-    for look in range(2, looks):
-        registry_of(both, look=look, registry=registry)
-    assert len(registry.instances()) == 2
-
-    registry_of(endpoint_slice(endpoints=[endpoint(2)]), look=looks, registry=registry)
-
-    assert [each.instance for each in registry.instances()] == ["router-2"]
 
 
 def test_a_pod_in_two_slices_amid_a_rollover_is_one_instance_ready_or_ending_as_either_says() -> None:

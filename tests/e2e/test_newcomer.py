@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.e2e.expectation import MODEL, expected_text
-from tests.e2e.processes import Process, eventually, is_settled, metric, pool_is_quiet, ready_workers, running_pool
+from tests.e2e.processes import Process, eventually, is_settled, pool_is_quiet, ready_workers, running_pool
 from tests.frontend.media.samples import data_url, png
 
 pytestmark = pytest.mark.e2e
@@ -47,22 +47,6 @@ def test_the_openai_client_gets_the_engines_answer_streaming_or_not(client: open
     assert chunks[-1].usage == whole.usage
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 40
-
-
-def test_completions_take_strings_token_arrays_choices_and_stops(client: openai.OpenAI) -> None:
-    tokens = list(range(100, 164))
-    prompt = b"".join(token.to_bytes(4, "little") for token in tokens)
-
-    by_tokens = client.completions.create(model="tiny", prompt=tokens, max_tokens=24)
-    seeded = client.completions.create(model="tiny", prompt=tokens, max_tokens=24, n=2, seed=7)
-    right = expected_text(prompt, 24)
-    stop = right[len(right) // 2 :][:3]
-    stopped = client.completions.create(model="tiny", prompt=tokens, max_tokens=24, stop=stop)
-
-    assert by_tokens.choices[0].text == right
-    assert [choice.text for choice in seeded.choices] == [expected_text(prompt, 24, seed=seed) for seed in (7, 8)]
-    assert stopped.choices[0].text == right[: right.index(stop)]
-    assert stopped.choices[0].finish_reason == "stop"
 
 
 def test_a_chat_without_a_limit_ends_by_itself_and_its_text_is_the_tokens_that_it_was(client: openai.OpenAI) -> None:
@@ -121,15 +105,6 @@ def test_every_decision_can_be_explained(client: openai.OpenAI, pool: Process) -
     assert set(explained["attempts"][0]["rows"][0]["terms"]) >= {"overlap_credit", "adjusted_prefill"}
     assert listed[0]["request_id"] == request_id
     assert httpx.get(f"{pool.url}/v1/decisions/unheard-of").status_code == 404
-
-
-def test_metrics_tell_what_happened(client: openai.OpenAI, pool: Process) -> None:
-    before = metric(pool.url, "poolgrid_router_decisions_total")
-    client.completions.create(model="tiny", prompt="count me", max_tokens=3)
-
-    assert metric(pool.url, "poolgrid_router_decisions_total") == before + 1
-    assert metric(pool.url, "poolgrid_router_workers", state="ready") == 2
-    assert metric(pool.url, "poolgrid_frontend_output_tokens_total") >= 3
 
 
 @pytest.mark.parametrize("streaming", [True, False])

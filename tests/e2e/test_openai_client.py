@@ -89,33 +89,6 @@ def test_parse_returns_an_object_of_the_callers_own_class(client: openai.OpenAI)
     assert [answer.choices[0].finish_reason for answer in answers] == ["stop"] * 4
 
 
-def test_a_stream_is_parsed_while_it_comes_and_is_the_same_answer(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.parse(
-        model="tiny", messages=QUESTION, response_format=Journey, max_tokens=MAX_TOKENS
-    )
-    with client.chat.completions.stream(
-        model="tiny", messages=QUESTION, response_format=Journey, max_tokens=MAX_TOKENS
-    ) as stream:
-        deltas = [event for event in stream if event.type == "content.delta"]
-        final = stream.get_final_completion()
-
-    assert "".join(delta.delta for delta in deltas) == final.choices[0].message.content
-    assert isinstance(final.choices[0].message.parsed, Journey)
-    assert final.choices[0].message.parsed == whole.choices[0].message.parsed
-
-
-def test_an_answer_that_does_not_fit_is_cut_and_says_so(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Journey, max_tokens=4)
-
-
-def test_the_responses_api_parses_too(client: openai.OpenAI) -> None:
-    answer = client.responses.parse(
-        model="tiny", input="Where to?", text_format=Journey, store=False, max_output_tokens=MAX_TOKENS
-    )
-    assert isinstance(answer.output_parsed, Journey)
-
-
 def test_a_model_that_may_call_calls_or_answers_with_an_object_of_the_callers_own_class(client: openai.OpenAI) -> None:
     strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     called = set()
@@ -198,32 +171,6 @@ def test_a_required_tool_call_is_made_with_arguments_that_fit_the_tool(client: o
                 assert set(arguments) == {"city", "unit"}
                 assert arguments["unit"] in ("C", "F")
     assert names == {"get_weather", "get_time"}
-
-
-def test_a_named_tool_call_streams(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(
-        model="tiny",
-        messages=QUESTION,
-        tools=[WEATHER],
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        max_tokens=MAX_TOKENS,
-    ) as stream:
-        events = [event.type for event in stream]
-        final = stream.get_final_completion()
-
-    assert "tool_calls.function.arguments.delta" in events
-    calls = final.choices[0].message.tool_calls or []
-    assert [call.function.name for call in calls] == ["get_weather"]
-    assert set(json.loads(calls[0].function.arguments)) == {"city", "unit"}
-
-
-def test_a_guide_that_no_worker_keeps_to_is_the_clients_error(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(
-            model="tiny", messages=QUESTION, extra_body={"guided_json": {"type": "array", "uniqueItems": True}}
-        )
-    assert refused.value.code == "unsupported_by_worker"
-    assert "uniqueItems" in refused.value.message
 
 
 def test_a_guided_answer_goes_on_unbroken_when_its_worker_is_killed() -> None:

@@ -26,7 +26,7 @@ EXPLAINED = "explain-me"
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data_dir of a pool that lost a worker under load and got it back."""
     directory = tmp_path_factory.mktemp("recorded")
-    with running_pool("--data-dir", str(directory), "--part-option", "router.retention=learned", workers=3) as up:
+    with running_pool("--data-dir", str(directory), workers=3) as up:
         report = load_while(
             up.url, lambda: kill_at_work(up.url, "worker-1", up.child("--worker-id", "worker-1")), requests=REQUESTS
         )
@@ -71,7 +71,6 @@ def test_a_request_is_explained_from_the_journal_as_the_router_would(recorded: P
     assert status == 0
     assert attempt["recorded"]["router"] == "router"
     assert attempt["recorded"]["settings"]["policy"] == "kv"
-    assert attempt["recorded"]["settings"]["retention"] == "learned"
     assert attempt["realised_cached_tokens"] is not None
     reused = attempt["realised_cached_tokens"]
     assert f"there, {counted(reused, 'token')} reused" in poolgrid("explain", EXPLAINED, "--journal", recorded)[1]

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.transcript import ROOT, Transcript, blocks, missing_line
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from tests.e2e.transcript import ROOT, Transcript, blocks, missing_line, unmarked
 
 PAGES = ("README.md", "docs/tutorial.md")
+QUICKSTART = "docs/quickstart.md"
+
+GUIDES = tuple(
+    f"docs/{name}.md"
+    for name in (
+        *("stock_engines", "trtllm", "trtllm_tuning", "gpt_oss_120b", "deepseek_r1_wide_ep", "engine_configs"),
+        *("kubernetes", "bare_metal", "slurm", "disaggregation", "global_router", "pool_grids", "coding_agents"),
+        *("upgrading", "multimodal", "logits_processors", "engine_check", "migration", "sizing"),
+        *("production_checklist", "troubleshooting", "faq", "what_if"),
+    )
+)
+"""Their commands are run one page after the other, each in a directory of its own."""
 
 
 @pytest.mark.e2e
@@ -24,7 +38,52 @@ def test_what_pages_say_to_type_shows_what_they_promise(tmp_path: Path) -> None:
     assert not broken, "\n\n".join(broken)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.e2e
+def test_the_quickstart_reaches_a_cache_hit_in_front_of_a_vllm_server(tmp_path: Path) -> None:
+    vllm = {"vllm": f"{sys.executable} {ROOT / 'tests' / 'e2e' / 'vllm_serve.py'}"}
+    transcript = Transcript(tmp_path, vllm, {"/models/Qwen3-8B": str(TINY_MODEL_PATH)})
+    try:
+        broken = list(transcript.follow((ROOT / QUICKSTART).read_text("utf-8")))
+    finally:
+        transcript.close()
+
+    assert not broken, "\n\n".join(broken)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("page", GUIDES)
+def test_what_guides_say_to_run_runs(tmp_path: Path, page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    if not blocks(text):
+        pytest.skip("its commands say why they are not run")
+    transcript = Transcript(tmp_path)
+    try:
+        broken = list(transcript.follow(text))
+    finally:
+        transcript.close()
+
+    assert not broken, "\n\n".join(broken)
+
+
+@pytest.mark.parametrize("page", [*PAGES, QUICKSTART, *GUIDES, "launch/README.md", "pool_configs/README.md"])
+def test_every_command_of_a_page_is_run_or_says_why_not(page: str) -> None:
+    assert unmarked((ROOT / page).read_text("utf-8")) == []
+
+
+def test_a_command_without_a_mark_is_named() -> None:
+    page = "```sh\none\n```\n<!-- run -->\n```sh\ntwo\n```\n<!-- not run: needs a GPU -->\n```console\n$ three\n```\n"
+
+    assert unmarked(page) == ["one"]
+    assert unmarked("<!-- not run: -->\n```bash\nfour\n```\n") == ["four"]
+
+
+def test_the_quickstart_has_at_most_five_commands_before_the_cache_hit() -> None:
+    text = (ROOT / QUICKSTART).read_text("utf-8").partition("## The way back")[0]
+
+    assert text.count("```sh") == 5
+
+
+@pytest.mark.parametrize("page", [*PAGES, QUICKSTART])
 def test_every_command_that_a_page_prints_is_run_and_promises_something(page: str) -> None:
     kinds = [block.kind for block in blocks((ROOT / page).read_text("utf-8"))]
 

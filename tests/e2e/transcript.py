@@ -8,6 +8,9 @@ A comment before a block of code says what the block is (readers of the page do 
 - ``<!-- run -->`` the commands, or the Python, run to their end
 - ``<!-- shows -->`` what the command before shows: these lines, in this order; ``…`` stands for anything within a line,
   a line of nothing else for any lines
+- ``<!-- not run: REASON -->`` no test runs the command, for that reason
+
+Every block of commands on these pages has such a comment: ``unmarked`` names one that lacks it.
 
 Ports are the only thing that is not as printed, so that tests do not get into each other's way: each port of the page
 becomes a free one, in commands and in what is shown, and commands that name none find it in ``POOLGRID_PORT`` and
@@ -25,12 +28,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-OFFERED = ("pool_configs", "tests", "src")
+OFFERED = ("pool_configs", "engine_configs", "launch", "tests", "src")
 """What commands on pages name, of the repository."""
 
 RUN_TIMEOUT_S = 120.0
@@ -38,10 +41,14 @@ SHOWN_TIMEOUT_S = 60.0
 """Until a terminal shows what it is said to; machines that test are busy."""
 
 _BLOCK = re.compile(
-    r"<!-- (terminal: (?P<name>[\w-]+)|run-command|run|shows) -->\n```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    r"<!-- (terminal: (?P<name>[\w-]+)|run-command|run|shows) -->\n\n?```(?P<language>\w+)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-_PORT = re.compile(r"(?<=127\.0\.0\.1:)\d{4}|(?<=-port )\d{4}")
+_PORT = re.compile(r"(?<=127\.0\.0\.1:)\d{4}|(?<=tcp://\*:)\d{4}|(?<=-port )\d{4}")
+_COMMANDS = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n\n?)?^```(?:sh|bash|console)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+_MARKS = re.compile(r"terminal: [\w-]+|run-command|test-command|bench|run|not run: .{10,}")
 
 
 class Block(NamedTuple):
@@ -63,6 +70,12 @@ def blocks(page: str) -> list[Block]:
             kind, name, text = "terminal", "pool", text.rpartition(" && ")[2]
         found.append(Block(kind, name, text, match["language"]))
     return found
+
+
+def unmarked(page: str) -> list[str]:
+    """Return the first line of each block of commands that no comment marks as run, or as not run with a reason."""
+    found = _COMMANDS.finditer(page)
+    return [each["text"].split("\n")[0] for each in found if not _MARKS.fullmatch(each["mark"] or "")]
 
 
 def missing_line(promised: str, shown: str) -> str | None:
@@ -133,8 +146,17 @@ class Terminal:
 class Transcript:
     """One reader at the machine: its directory, its terminals, its ports."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, programs: Mapping[str, str] | None = None, read: Mapping[str, str] | None = None
+    ):
+        """``programs`` are stand-ins for what is not installed, by name; ``read`` says what else to put for a text."""
         self.directory = directory
+        self._read = read or {}
+        self._programs = directory / "programs"
+        self._programs.mkdir()
+        for name, command in (programs or {}).items():
+            (self._programs / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            (self._programs / name).chmod(0o755)
         self.terminals: dict[str, Terminal] = {}
         self._ports: dict[str, str] = {}
         (directory / ".venv").mkdir()
@@ -148,6 +170,8 @@ class Transcript:
         command, shown = "", ""
         for block in blocks(page):
             text = self._with_ports(block.text)
+            for printed, real in self._read.items():
+                text = text.replace(printed, real)
             match block.kind:
                 case "terminal":
                     if block.name not in self.terminals:
@@ -189,7 +213,7 @@ class Transcript:
         port = self._free("8000")
         return {
             **mine,
-            "PATH": f"{Path(sys.executable).parent}:{mine['PATH']}",
+            "PATH": f"{self._programs}:{Path(sys.executable).parent}:{mine['PATH']}",
             "POOLGRID_PORT": port,
             "POOLGRID_URL": f"http://127.0.0.1:{port}",
             "NO_PROXY": "127.0.0.1",

@@ -214,15 +214,6 @@ def test_a_prompt_is_load_until_the_answer_begins_and_the_request_until_it_ends(
     assert list(gateway.reused.values()) == [32]
 
 
-def test_the_first_bytes_of_an_error_compute_no_prompt() -> None:
-    gateway = Gateway()
-    gateway.joined(a=card_at("10.0.0.1:80"))
-    exchange, _ = asked(gateway)
-    say(exchange, response_headers("500"))
-    say(exchange, body(b"oh", False, "response_body"))
-    assert gateway.prefill_tokens == 3 * BLOCK_SIZE
-
-
 def test_the_ports_of_a_pod_are_its_ranks() -> None:
     gateway = Gateway(fallbacks=0)
     gateway.joined(a=card_at("10.0.0.1:8000", "10.0.0.1:8001", ranks=2))
@@ -334,12 +325,6 @@ def test_a_worker_that_this_router_cannot_reach_comes_last_and_not_never() -> No
     assert endpoints(asked(gateway)[1]) == ["10.0.0.2:80", "10.0.0.1:80"]
     gateway.view.unreachable = {worker_key("a"): "unreachable", worker_key("b"): "unreachable"}
     assert endpoints(asked(gateway, "s")[1])[0] == "10.0.0.1:80"
-
-
-def test_decode_workers_serve_where_nobody_does_it_all() -> None:
-    gateway = Gateway()
-    gateway.joined(p=card_at("10.0.0.1:80", role=Role.PREFILL), d=card_at("10.0.0.2:80", role=Role.DECODE))
-    assert endpoints(asked(gateway)[1]) == ["10.0.0.2:80"]
 
 
 def test_a_buffered_body_is_answered_with_the_headers_changed() -> None:

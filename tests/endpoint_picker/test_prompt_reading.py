@@ -21,7 +21,6 @@ from tests.frontend.inference_requests import fields_of
 
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a router?"}]}
-TURN = "<|im_start|>user\nWhat is a router?<|im_end|>\n"
 
 
 class Backend:

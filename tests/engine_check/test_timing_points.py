@@ -10,19 +10,12 @@ from poolgrid.tools.engine_check.core.timing_points import (
     PrefillSample,
     decode_points,
     gaps_while_all_decode,
-    prefill_points,
     timing_table,
 )
 
 
 def measured(prefill: list[PrefillSample], decode: list[DecodeSample], overhead_ms: float = 2.0) -> Measured:
     return Measured(overhead_ms, tuple(prefill), tuple(decode))
-
-
-def test_prefill_is_the_median_less_the_overhead_by_rising_length() -> None:
-    samples = [PrefillSample(64, (12.0, 90.0, 11.0)), PrefillSample(16, (1.5,)), PrefillSample(128, ())]
-
-    assert prefill_points(measured(samples, [])) == [[16, 0.001], [64, 10.0]]
 
 
 def test_decode_points_of_nearly_one_share_become_one() -> None:

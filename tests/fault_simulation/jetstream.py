@@ -9,8 +9,8 @@ What is like the real thing
 3. What is acknowledged is durable only after ``sync_s``. When the power of the servers fails they lose the end of the
    stream from some message on, entries of the lease, snapshots or parts of them, and all connections; then there is no
    leader for a while.
-4. What is stored is told to those who listen: late, twice, out of order, or not at all. Whoever was cut off is called
-   when the connection stands again, and hears nothing of what was told meanwhile.
+4. Entries of the leader are published to those who listen: late, twice, out of order, or not at all. A process that
+   was cut off is called when its connection stands again, and receives nothing of what was published meanwhile.
 5. Reads may be answered by a replica that is a little behind. The lease goes some time after it is over.
 
 ``records`` is what the stream holds, told by what was stored and nothing else. The watcher is told of each message that
@@ -32,7 +32,6 @@ from typing import Any, cast
 
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.nats.jetstream import JetStreamJournal
-from poolgrid.nats.leader import LOADING_KEY
 from poolgrid.nats.message import Outgoing, StoredMessage, open_body, stored_message
 from poolgrid.nats.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 from poolgrid.wire import codec
@@ -124,11 +123,10 @@ class SimulatedJetStream:
         self._records_at: dict[int, int] = {}
         """By sequence: how many records there are with that message."""
         self._names: dict[str, int] = {}
-        self._positions: dict[str, int] = {}
         self._entries: list[_Entry] = []
         self._number = 0
         self._late: list[_Sent] = []
-        self._listeners: list[tuple[Link, str, Callable[[Any], Any], contextvars.Context]] = []
+        self._listeners: list[tuple[Link, Callable[[Any], Any], contextvars.Context]] = []
         self._broken: dict[str, float] = {}
 
     def link(self, life: Life) -> Link:
@@ -280,7 +278,6 @@ class SimulatedJetStream:
         self._take(stored)
         self._records_at[sequence] = len(self.records)
         self.watcher.note("stored", f"{self.machine} {sequence} {message.message_id}, records {len(self.records)}")
-        self._tell("journal", stored)
         return sequence
 
     def _take(self, message: StoredMessage) -> None:
@@ -291,11 +288,6 @@ class SimulatedJetStream:
                 f"{len(self.records)} follows"
             )
             return
-        before = self.messages.get(message.sequence - 1)
-        if before is not None and before.message_id != message.after:
-            self.watcher.fail(
-                f"{self.machine} was given {message.message_id} after {message.after}, not after its last"
-            )
         for payload in body.payloads:
             record = codec.journal_record.decode(payload)
             self.ever.setdefault(len(self.records), []).append(record)
@@ -319,15 +311,7 @@ class SimulatedJetStream:
         self.objects[anchor] = content
         self._kept_s[anchor] = self.loop.time()
 
-    # Positions and the lease
-
-    def note_position(self, name: str, sequence: int) -> None:
-        """Remember where a router is."""
-        self._positions[name] = sequence
-
-    def positions(self) -> list[int]:
-        """Return where the routers are; those of lives that ended long ago are still among them."""
-        return list(self._positions.values())
+    # The lease
 
     def entry(self) -> _Entry | None:
         """Return the entry of the leader."""
@@ -353,24 +337,22 @@ class SimulatedJetStream:
         entry = _Entry(self._number, data, headers, now_s, gone_s)
         self._entries.append(entry)
         self.watcher.note("lease", f"{self.machine} entry {entry.number}")
-        self._tell("leader", SimpleNamespace(headers=dict(headers), data=data))
+        self._tell(SimpleNamespace(headers=dict(headers), data=data))
         return entry.number
 
     # Telling
 
-    def listen(self, link: Link, subject: str, heard: Callable[[Any], Any]) -> None:
-        """Tell a process of what is stored from now on."""
-        self._listeners.append((link, subject, heard, contextvars.copy_context()))
+    def listen(self, link: Link, heard: Callable[[Any], Any]) -> None:
+        """Tell a process of each entry of the leader from now on."""
+        self._listeners.append((link, heard, contextvars.copy_context()))
 
     def forget(self, link: Link) -> None:
         """Tell a process nothing any more."""
         self._listeners = [each for each in self._listeners if each[0] is not link]
 
-    def _tell(self, about: str, what: Any) -> None:
+    def _tell(self, what: Any) -> None:
         self._listeners = [each for each in self._listeners if not each[0].life.dead]
-        for link, subject, heard, context in self._listeners:
-            if subject != about:
-                continue
+        for link, heard, context in self._listeners:
             if not self.is_heard_by(link.life.machine) or self._chance(self.faults.untold):
                 self.count("untold")
                 continue
@@ -496,8 +478,8 @@ class Link:
 
     async def _subscribe(self, subject: str, cb: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         told = f"poolgrid.{self.pool}.told."
-        assert subject in (f"{told}leader", f"{told}{LOADING_KEY}"), subject  # here nobody loads
-        self.servers.listen(self, subject.removeprefix(told), cb)
+        assert subject == f"{told}leader", subject
+        self.servers.listen(self, cb)
 
     async def _open_stream(self) -> None:
         await self.ask(lambda: None)
@@ -561,10 +543,6 @@ class WrittenStream:
         """Remove messages."""
         self._checked(lambda: self._servers.remove_before(sequence))
 
-    def positions(self) -> list[int]:
-        """Return where the routers are."""
-        return cast(list[int], self._checked(self._servers.positions))
-
     def snapshots(self) -> list[Anchor]:
         """Return the snapshots that are kept."""
         return sorted(self._checked(lambda: self._servers.objects), key=lambda anchor: anchor.offset)
@@ -583,44 +561,6 @@ class WrittenStream:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-class HeardStream:
-    """``stream.ports.FollowedStream`` of one life of a router."""
-
-    def __init__(self, link: Link, router: str) -> None:
-        self._link = link
-        self._servers = link.servers
-        self._router = router
-
-    async def listen(self, on_message: Callable[[StoredMessage], None], on_connected: Callable[[], None]) -> None:
-        """Hear of every message."""
-        self._link.on_connected(on_connected)
-        self._servers.listen(self._link, "journal", on_message)
-
-    async def facts(self) -> StreamFacts:
-        """Return the stream as its leader knows it."""
-        return cast(StreamFacts, await self._link.ask(self._servers.facts))
-
-    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on."""
-        return cast(list[StoredMessage], await self._link.ask(lambda: self._servers.read(from_sequence, limit)))
-
-    async def snapshots(self) -> list[Anchor]:
-        """Return the snapshots that are kept."""
-        return sorted(await self._link.ask(lambda: self._servers.objects), key=lambda anchor: anchor.offset)
-
-    async def get_snapshot(self, anchor: Anchor) -> bytes:
-        """Return the content of a snapshot."""
-        return cast(bytes, await self._link.ask(lambda: _content(self._servers, anchor)))
-
-    async def note_position(self, sequence: int) -> None:
-        """Say where this router is."""
-        await self._link.ask(lambda: self._servers.note_position(self._router, sequence))
-
-    async def close(self) -> None:
-        """Stop listening."""
-        self._servers.forget(self._link)
 
 
 def _writer(message_id: str) -> str:

@@ -27,14 +27,15 @@ from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.router_link import PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
-from poolgrid.nats.follower import NatsFeed
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderWatch
 from poolgrid.nats.message import BODY_BYTES
 from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.tasks import detached
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
@@ -66,7 +67,7 @@ from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.transfers import KvExchange
-from tests.fault_simulation.jetstream import HeardStream, SimulatedJetStream, WrittenStream
+from tests.fault_simulation.jetstream import SimulatedJetStream, WrittenStream
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.recordings import Recordings, is_recorded
@@ -79,8 +80,6 @@ STALE_AFTER_MS = 500
 PEER_LEASE_MS = 2000.0
 DRAIN_TIMEOUT_MS = 500.0
 SELECT_TIMEOUT_MS = 300.0
-KV_TIMEOUT_MS = (3_000.0, 60_000.0)
-"""How long KV is kept for a decode worker; longer in strict runs, in which that may be paused."""
 KEPT_TRANSFERS_MAX = 6
 """In runs that are not strict: a worker that keeps as many refuses what comes, and refusals are counted as moves."""
 KV_FETCH_TIMEOUT_MS = 1_500.0
@@ -486,8 +485,9 @@ class RouterProcess(Process):
         feed: JournalFeed
         if isinstance(self.store, SharedStore):
             link = self.store.servers.link(life)
-            stream = HeardStream(link, str(life))
-            feed = NatsFeed(link.connection, stream, clock, BLOCKS_PER_WORKER_MAX)
+            await link.open()
+            feed = RemoteFeed("", "", clock, make_context=world.network.context)
+            await LeaderWatch(link.connection, partial(_follow, feed)).start()
         elif self.embedded:
             feed = EmbeddedFeed(self.store.make())
         else:
@@ -639,6 +639,11 @@ class WorkerProcess(Process):
             self._stop.set()
 
 
+def _follow(feed: RemoteFeed, leader: Leader | None) -> None:
+    if leader is not None and leader.feed:
+        detached(feed.move(leader.feed, leader.query), "move to another consolidator")
+
+
 def _push_to(publisher: EventPublisher, leader: Leader | None) -> None:
     publisher.follow("" if leader is None else leader.ingest)
 
@@ -679,7 +684,8 @@ class GlobalRouterProcess(Process):
         self.links = links = LinksOnDemand(open_link, timings.link_idle_ms, clock)
         configuration = Configuration(self._document, settings.config, clock)
         urls = {name: f"http://{name}" for name in self._routers}
-        pools = Pools(urls, context, self._discover, clock, timings.status_interval_ms, timings.status_timeout_ms)
+        network = PoolNetwork(context, self._discover, clock, timings.status_interval_ms, timings.status_timeout_ms)
+        pools = Pools(urls, network)
         self.service = service = GlobalRouterService(
             settings, configuration, pools, links, metrics, clock, timings=timings
         )

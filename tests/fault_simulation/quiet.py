@@ -13,8 +13,8 @@ import numpy as np
 from poolgrid.consolidator.core.feed_reader import FeedState
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.files import FileJournal, records_of
-from poolgrid.nats.follower import NatsFeed
+from poolgrid.consolidator.journal.files import FileJournal
+from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.nats.history import StreamHistory
 from poolgrid.router.feeds import RemoteFeed
 from poolgrid.wire.hashing import unpack_hashes
@@ -141,7 +141,7 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
     if active or waiting or links:
         return f"{router.life} has {list(service.tracker.requests)} active, {waiting} waiting, on links {links}"
     feed, offset = router.feed, router.store.offset
-    if isinstance(feed, RemoteFeed | NatsFeed):
+    if isinstance(feed, RemoteFeed):
         follower = feed._follower
         if follower is None or follower.state is not FeedState.LIVE or follower.next_offset != offset:
             return f"{router.life} does not follow the feed up to {offset}"
@@ -209,7 +209,7 @@ def _unsound_stream(store: SharedStore) -> str | None:
         return different
     reading = _Reading(store)
     try:
-        read = StreamHistory(reading).recover(BLOCKS_PER_WORKER_MAX, reading.facts()).pool
+        read = StreamHistory(reading).recover(BLOCKS_PER_WORKER_MAX, reading.facts())
     except JournalCorrupt as error:
         return f"the stream cannot be read again: {error}"
     return differ("the stream, read again,", read, service.core.pool)
@@ -225,7 +225,7 @@ def unsound_journal(store: AnyStore) -> str | None:
     disk = store.disk()
     oldest = journal.oldest_offset
     try:
-        for expected, record in enumerate(records_of(disk), oldest):
+        for expected, record in enumerate((each.record for each in stored_records(disk)), oldest):
             if record.offset != expected:
                 return f"the journal has record {record.offset} where {expected} should be"
         reopened = FileJournal(disk)

@@ -20,9 +20,8 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import Checkpoint
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from poolgrid.router.decision_journal.reader import stored_entries
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, DecisionSegments, settings_noted
 from poolgrid.router.decision_journal.replay import DecisionReplay, shown
-from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord

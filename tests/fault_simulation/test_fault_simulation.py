@@ -15,7 +15,7 @@ from tests.fault_simulation.scenario import PROFILES, make_scenario
 from tests.fault_simulation.seeds import KeptSeed, kept_seeds
 from tests.fault_simulation.simulation import play
 
-SEEDS_PER_PROFILE = 16
+SEEDS_PER_PROFILE = 6
 """``make soak`` plays thousands."""
 ROOT = Path(__file__).resolve().parents[2]
 

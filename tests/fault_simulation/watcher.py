@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.ports import Journal
-from poolgrid.nats.follower import NatsFeed
 from poolgrid.router.feeds import RemoteFeed
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
@@ -39,10 +38,6 @@ from tests.fault_simulation.virtual_loop import Life, VirtualLoop
 if TYPE_CHECKING:
     from tests.fault_simulation.machine import Machine
     from tests.fault_simulation.processes import RouterProcess
-
-
-class Breach(Exception):
-    """Something that must hold does not."""
 
 
 @dataclass(slots=True)
@@ -129,9 +124,6 @@ class Watcher:
     def on_records(self, router: RouterProcess, records: Sequence[JournalRecord]) -> None:
         """A router is given records."""
         assert router.life is not None
-        if isinstance(router.feed, NatsFeed):
-            self._on_heard(router, records)
-            return
         history = self.histories.get(_followed(router))
         for record in records:
             expected = self._positions.get(router.life)
@@ -141,19 +133,6 @@ class Watcher:
             self._positions[router.life] = record.offset + 1
             if history is not None and history.records.get(record.offset) != record and not self._was_there(record):
                 self.fail(f"{router.life} was given a record {record.offset} that is not in the journal")
-
-    def _on_heard(self, router: RouterProcess, records: Sequence[JournalRecord]) -> None:
-        """A router that follows a stream is given records: perhaps before their writer knows that they are stored."""
-        assert router.life is not None
-        ever = self.streams[router.plan.name]
-        for record in records:
-            expected = self._positions.get(router.life)
-            if record.offset != expected:
-                self.fail(f"{router.life} was given record {record.offset}, after it had those below {expected}")
-                return
-            self._positions[router.life] = record.offset + 1
-            if record not in ever.get(record.offset, ()):
-                self.fail(f"{router.life} was given a record {record.offset} that was never in the stream")
 
     def _was_there(self, record: JournalRecord) -> bool:
         """Say whether an earlier life had a record: the last of it may be read in the turn that tells of the next."""

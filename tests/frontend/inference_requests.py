@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
+
+import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
 
-like = replace
+like = msgspec.structs.replace
 
 
 def fields_of(request: InferenceRequest) -> dict[str, Any]:
     """Return all of a request, by name."""
-    return {field.name: getattr(request, field.name) for field in fields(request)}
+    return {name: getattr(request, name) for name in request.__struct_fields__}

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
 from poolgrid.frontend.parsers.tool_calls import CustomCalls
-from poolgrid.frontend.tools import custom_arguments, custom_text, joined_name, read_tools
+from poolgrid.frontend.tools import custom_arguments, custom_text
+from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import FrontEnd, application, front_end, served_in_thread
 
@@ -87,15 +88,6 @@ def test_hosted_tools_are_left_out_and_named(front: FrontEnd, path: str, caplog:
         assert "web_search" not in prompt
     (line,) = [record.getMessage() for record in caplog.records if " web_search " in record.getMessage()]
     assert "cannot run here" in line
-
-
-@pytest.mark.parametrize("tools", [[], HOSTED])
-def test_a_prompt_without_tools_that_run_here_is_that_of_no_tools(front: FrontEnd, tools: list[Any]) -> None:
-    assert respond(front, tools=tools)[1] == respond(front)[1]
-
-
-def test_an_answer_without_tools_left_out_has_no_header(front: FrontEnd) -> None:
-    assert "x-poolgrid-tools-left-out" not in respond(front, tools=[DEMO])[0].headers
 
 
 @pytest.mark.parametrize(
@@ -357,7 +349,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(60))
 @given(BODIES)
 def test_whatever_tools_and_items_are_they_are_served_or_refused_by_name(front: FrontEnd, body: dict[str, Any]) -> None:
     for path in (RESPONSES, CHAT):
@@ -413,8 +405,3 @@ def test_custom_calls_are_the_same_however_the_answer_is_cut(turns: list[list[An
         else:
             expected += turn
     assert joined_pieces([*found, *parser.finish()]) == joined_pieces(expected)
-
-
-def test_names_of_a_namespace_are_joined_once() -> None:
-    assert [joined_name("", "f"), joined_name("n", "f"), joined_name("mcp__s__", "f")] == ["f", "n__f", "mcp__s__f"]
-    assert list(read_tools([DEMO]).schemas) == ["mcp__demo__add"]

@@ -78,99 +78,72 @@ def test_headers_are_sent_once_the_worker_is_known_before_any_token() -> None:
     assert asyncio.run(go())[b"x-poolgrid-worker"] == b"worker-0"
 
 
-def test_a_slow_reader_holds_up_its_own_stream_only() -> None:
-    async def go() -> None:
-        backend = FakeBackend(lambda request: speak("Hello, world!"))
-        app = application(backend)
-        slow, quick = Exchange(app, stream=True), Exchange(app, stream=True)
-        slow.writable.clear()
-        task = asyncio.ensure_future(slow.run())
-        await slow.writing.wait()
-        steps_left = len(backend.streams[0].steps)
-        assert steps_left > 0
+async def test_a_slow_reader_holds_up_its_own_stream_only() -> None:
+    backend = FakeBackend(lambda request: speak("Hello, world!"))
+    app = application(backend)
+    slow, quick = Exchange(app, stream=True), Exchange(app, stream=True)
+    slow.writable.clear()
+    task = asyncio.ensure_future(slow.run())
+    await slow.writing.wait()
+    steps_left = len(backend.streams[0].steps)
+    assert steps_left > 0
 
-        await quick.run()
+    await quick.run()
 
-        assert quick.sent[-1]["more_body"] is False
-        assert len(backend.streams[0].steps) == steps_left
-        slow.writable.set()
-        await task
-        assert slow.sent[-1]["more_body"] is False
-
-    asyncio.run(go())
+    assert quick.sent[-1]["more_body"] is False
+    assert len(backend.streams[0].steps) == steps_left
+    slow.writable.set()
+    await task
+    assert slow.sent[-1]["more_body"] is False
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_client_that_leaves_while_it_is_written_to_frees_its_worker(broken: bool) -> None:
-    async def go() -> None:
-        backend = FakeBackend(lambda request: speak("Hello, world!"))
-        exchange = Exchange(application(backend), stream=True)
-        exchange.writable.clear()
-        task = asyncio.ensure_future(exchange.run())
-        await exchange.writing.wait()
+async def test_a_client_that_leaves_while_it_is_written_to_frees_its_worker(broken: bool) -> None:
+    backend = FakeBackend(lambda request: speak("Hello, world!"))
+    exchange = Exchange(application(backend), stream=True)
+    exchange.writable.clear()
+    task = asyncio.ensure_future(exchange.run())
+    await exchange.writing.wait()
 
-        if broken:
-            exchange.broken = True
-            exchange.writable.set()
-        else:
-            exchange.on_disconnect()
-        with suppress(OSError):  # of the server, which logs it
-            await task
+    if broken:
+        exchange.broken = True
+        exchange.writable.set()
+    else:
+        exchange.on_disconnect()
+    with suppress(OSError):  # of the server, which logs it
+        await task
 
-        assert backend.streams[0].cancels == 1
-
-    asyncio.run(go())
+    assert backend.streams[0].cancels == 1
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}, {"temperature": 9}])
-def test_a_finished_request_leaves_no_task_behind(fields: dict[str, Any]) -> None:
-    async def go() -> None:
-        exchange = Exchange(application(FakeBackend()), **fields)
-        before = asyncio.all_tasks()
-        await exchange.run()
-        left = asyncio.all_tasks() - before
-        await asyncio.gather(*left, return_exceptions=True)  # a cancelled task ends in its next turn
-        assert all(task.cancelled() or task.exception() is None for task in left if task.done())
-        assert asyncio.all_tasks() == before
-        assert exchange.sent[-1]["more_body"] is False
-
-    asyncio.run(asyncio.wait_for(go(), 5))
-
-
-def test_stopping_the_process_cancels_requests_as_usual() -> None:
-    async def go() -> None:
-        backend = FakeBackend(lambda request: [asyncio.Event()])
-        waits = asyncio.Event()
-        backend.on_waiting = waits.set
-        task = asyncio.ensure_future(Exchange(application(backend), n=2).run())
-        await waits.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert [stream.cancels for stream in backend.streams] == [1, 1]
-
-    asyncio.run(go())
+async def test_stopping_the_process_cancels_requests_as_usual() -> None:
+    backend = FakeBackend(lambda request: [asyncio.Event()])
+    waits = asyncio.Event()
+    backend.on_waiting = waits.set
+    task = asyncio.ensure_future(Exchange(application(backend), n=2).run())
+    await waits.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [stream.cancels for stream in backend.streams] == [1, 1]
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_tokens_after_a_stop_string_in_the_same_arrival_are_not_counted(n: int) -> None:
+async def test_tokens_after_a_stop_string_in_the_same_arrival_are_not_counted(n: int) -> None:
     token_ids = TINY.encode("one two three")
 
-    async def go() -> None:
-        backend = FakeBackend(
-            lambda request: [
-                [StreamDelta(token_ids[at : at + 4]) for at in range(0, len(token_ids), 4)],
-                [StreamDelta(token_ids, "length")],
-            ]
-        )
-        exchange = Exchange(application(backend), stop="two", n=n)
-        await exchange.run()
-        answer = json.loads(exchange.sent[-1]["body"])
-        assert [choice["text"] for choice in answer["choices"]] == ["one "] * n
-        counted = answer["usage"]["completion_tokens"] // n
-        assert TINY.decode(token_ids[: 4 * counted]).endswith("two")
-
-    asyncio.run(go())
+    backend = FakeBackend(
+        lambda request: [
+            [StreamDelta(token_ids[at : at + 4]) for at in range(0, len(token_ids), 4)],
+            [StreamDelta(token_ids, "length")],
+        ]
+    )
+    exchange = Exchange(application(backend), stop="two", n=n)
+    await exchange.run()
+    answer = json.loads(exchange.sent[-1]["body"])
+    assert [choice["text"] for choice in answer["choices"]] == ["one "] * n
+    counted = answer["usage"]["completion_tokens"] // n
+    assert TINY.decode(token_ids[: 4 * counted]).endswith("two")
 
 
 def test_one_request_goes_between_the_many_choices_of_another() -> None:

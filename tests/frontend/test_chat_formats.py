@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import openai
-import pydantic
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -105,13 +104,6 @@ def test_the_streaming_helper_accumulates_the_same_call(calling: openai.OpenAI) 
     assert "".join(parts) == ARGUMENTS
 
 
-def test_arguments_are_parsed_by_the_client(calling: openai.OpenAI) -> None:
-    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
-    answer = calling.chat.completions.parse(model="tiny", messages=HI, tools=[strict])  # type: ignore[arg-type,list-item]
-    call = the_call(answer.choices[0].message.tool_calls)
-    assert call.function.parsed_arguments == json.loads(ARGUMENTS)
-
-
 @pytest.mark.anyio
 async def test_values_in_tags_are_what_the_tools_of_the_request_say() -> None:
     text = (
@@ -159,19 +151,6 @@ def the_message_call(response: httpx.Response) -> dict[str, Any]:
     return dict(call)
 
 
-def test_structured_output_is_parsed_by_the_client() -> None:
-    class Weather(pydantic.BaseModel):
-        city: str
-
-    backend = says(ARGUMENTS)
-    for client in client_of(backend):
-        answer = client.chat.completions.parse(model="tiny", messages=HI, response_format=Weather)  # type: ignore[arg-type]
-        assert answer.choices[0].message.parsed == Weather(city="Pärïs 😀")
-    guide = backend.requests[0].sampling.guided_json
-    assert guide is not None
-    assert json.loads(guide)["required"] == ["city"]
-
-
 @pytest.mark.anyio
 async def test_without_tools_the_text_stays_content() -> None:
     bodies: list[dict[str, Any]] = [{}, {"tools": [TOOL], "tool_choice": "none"}]
@@ -179,12 +158,6 @@ async def test_without_tools_the_text_stays_content() -> None:
         answer = (await post(says(CALL), **body)).json()["choices"][0]
         assert answer["message"] == {"role": "assistant", "content": CALL, "refusal": None}
         assert answer["finish_reason"] == "stop"
-
-
-@pytest.mark.anyio
-async def test_only_calls_have_no_content() -> None:
-    message = (await post(says(CALL[12:]), tools=[TOOL])).json()["choices"][0]["message"]
-    assert message["content"] is None
 
 
 @pytest.mark.anyio
@@ -411,19 +384,6 @@ async def test_markers_that_are_special_tokens_are_seen_by_the_parser_only(windo
     assert len(choice["message"]["tool_calls"][0]["id"]) == 9
     plain = (await post(backend, {"tiny": model})).json()["choices"][0]
     assert plain["message"]["content"] == f"Sure 😀get_weather{ARGUMENTS}"
-
-
-@pytest.mark.anyio
-async def test_harmony_is_found_by_its_tokens() -> None:
-    model = marked("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|constrain|>", "<|return|>")
-    text = (
-        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
-        f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>"
-    )
-    backend = FakeBackend(lambda _: speak(text, model=model))
-    message = (await post(backend, {"tiny": model}, tools=[TOOL])).json()["choices"][0]["message"]
-    assert message["reasoning_content"] == "Look."
-    assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
 
 
 @pytest.mark.anyio

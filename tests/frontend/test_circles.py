@@ -159,33 +159,30 @@ def test_nothing_of_a_request_waits_for_the_collector() -> None:
     assert asyncio.run(asyncio.wait_for(scenario(), 60)) == {}
 
 
-def test_nothing_of_a_head_that_could_not_be_sent_waits_for_the_collector() -> None:
-    async def scenario() -> None:
-        began, never = asyncio.Event(), asyncio.Event()
+async def test_nothing_of_a_head_that_could_not_be_sent_waits_for_the_collector() -> None:
+    began, never = asyncio.Event(), asyncio.Event()
 
-        async def start() -> None:
-            began.set()
-            await never.wait()
+    async def start() -> None:
+        began.set()
+        await never.wait()
 
-        async def write(_: bytes) -> None:
-            raise AssertionError("nothing was sent yet")
+    async def write(_: bytes) -> None:
+        raise AssertionError("nothing was sent yet")
 
-        head = StreamHead(start, write, b"")
-        others = asyncio.all_tasks()
-        await began.wait()  # by itself, because nobody writes
-        sending = asyncio.all_tasks() - others
-        head.close()
-        await asyncio.wait(sending)
-        sending.clear()
-        known = weakref.ref(head)
-        gc.disable()
-        try:
-            del head
-            assert known() is None
-        finally:
-            gc.enable()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    head = StreamHead(start, write, b"")
+    others = asyncio.all_tasks()
+    await began.wait()  # by itself, because nobody writes
+    sending = asyncio.all_tasks() - others
+    head.close()
+    await asyncio.wait(sending)
+    sending.clear()
+    known = weakref.ref(head)
+    gc.disable()
+    try:
+        del head
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def collected() -> Counter[str]:

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application, served, served_in_thread
 
@@ -31,90 +30,6 @@ def client() -> Iterator[openai.OpenAI]:
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai_client,
     ):
         yield openai_client
-
-
-def test_the_openai_client_gets_a_chat_answer(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
-
-    assert answer.choices[0].message.content == TEXT
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 2
-
-
-def test_the_openai_client_gets_a_chat_stream_with_usage(client: openai.OpenAI) -> None:
-    with client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "hi"}],
-        stream=True,
-        stream_options={"include_usage": True},
-    ) as stream:
-        chunks = list(stream)
-
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == TEXT
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens > 5
-
-
-def test_the_streaming_helper_of_the_openai_client_accumulates_the_answer(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model="tiny", messages=[{"role": "user", "content": "hi"}]) as stream:
-        for _ in stream:
-            pass
-        final = stream.get_final_completion()
-
-    assert final.choices[0].message.content == TEXT
-
-
-def test_the_openai_client_gets_choices_cut_at_a_stop_string(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hi"}], n=2, stop=[" time"]
-    )
-    assert [choice.message.content for choice in answer.choices] == ["Once upon a", "Once upon a"]
-
-
-def test_the_openai_client_reads_log_probabilities(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert b"".join(bytes(entry.bytes or []) for entry in logprobs.content).decode() == TEXT
-    completion = client.completions.create(model="tiny", prompt="hi", logprobs=1)
-    assert completion.choices[0].logprobs is not None
-    assert "".join(completion.choices[0].logprobs.tokens or []).startswith("Once")
-
-
-def test_the_openai_client_gets_completions_of_strings_and_tokens(client: openai.OpenAI) -> None:
-    assert client.completions.create(model="tiny", prompt="hi", echo=True).choices[0].text == "hi" + TEXT
-    assert len(client.completions.create(model="tiny", prompt=[[5, 6], [7]]).choices) == 2
-    with client.completions.create(model="tiny", prompt=["a", "b"], stream=True) as stream:
-        texts = ["", ""]
-        for chunk in stream:
-            texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [TEXT, TEXT]
-
-
-def test_the_openai_client_lists_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny", "tiny-lora"]
-    assert client.models.retrieve("tiny").id == "tiny"
-
-
-def test_the_openai_client_raises_its_own_exceptions(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.completions.create(model="gpt-9", prompt="hi")
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as wrong:
-        client.completions.create(model="tiny", prompt="hi", temperature=5)
-    assert wrong.value.param == "temperature"
-    with (
-        served_in_thread(application(FakeBackend(refusal=Refused(429, "busy", "busy", 3)))) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as busy_client,
-        pytest.raises(openai.RateLimitError) as busy,
-    ):
-        busy_client.completions.create(model="tiny", prompt="hi")
-    assert busy.value.response.headers["retry-after"] == "3"
 
 
 def request_bytes(path: str, **fields: Any) -> bytes:
@@ -150,57 +65,12 @@ def test_a_client_that_leaves_frees_its_workers_at_once(stream: bool, after: int
     assert registry.get_sample_value("poolgrid_frontend_requests_total", labels) == 1
 
 
-def test_a_client_that_leaves_the_admission_queue_gives_up_its_place() -> None:
-    async def go() -> None:
-        backend = FakeBackend()
-        backend.admission = asyncio.Event()
-        async with served(application(backend)) as port:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request_bytes("/v1/completions", prompt="hi"))
-            await backend.submitted.wait()
-            writer.transport.abort()
-            await asyncio.wait_for(backend.abandoned.wait(), 5)
-
-    asyncio.run(go())
-
-
-def test_a_client_that_leaves_before_its_body_is_complete_starts_nothing() -> None:
-    async def go() -> FakeBackend:
-        backend = FakeBackend()
-        registry = CollectorRegistry()
-        async with served(application(backend, registry=registry)) as port:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request_bytes("/v1/completions", prompt="hi")[:-3])
-            await writer.drain()
-            writer.close()
-            await writer.wait_closed()
-            # A second client is answered: the server has handled what came before on this loop.
-            reader, other = await asyncio.open_connection("127.0.0.1", port)
-            other.write(request_bytes("/v1/completions", prompt="hi"))
-            assert b"200 OK" in await reader.readline()
-            other.close()
-            await other.wait_closed()
-        return backend
-
-    assert len(asyncio.run(go()).requests) == 1
-
-
-def test_one_connection_carries_one_request_after_another() -> None:
-    async def go() -> list[bytes]:
-        statuses = []
-        async with served(application(FakeBackend())) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for stream in (False, True, False):
-                writer.write(request_bytes("/v1/completions", prompt="hi", stream=stream))
-                statuses.append(await reader.readline())
-                head = await reader.readuntil(b"\r\n\r\n")
-                if stream:
-                    await reader.readuntil(b"0\r\n\r\n")
-                else:
-                    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                    await reader.readexactly(length)
-            writer.close()
-            await writer.wait_closed()
-        return statuses
-
-    assert asyncio.run(go()) == [b"HTTP/1.1 200 OK\r\n"] * 3
+async def test_a_client_that_leaves_the_admission_queue_gives_up_its_place() -> None:
+    backend = FakeBackend()
+    backend.admission = asyncio.Event()
+    async with served(application(backend)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_bytes("/v1/completions", prompt="hi"))
+        await backend.submitted.wait()
+        writer.transport.abort()
+        await asyncio.wait_for(backend.abandoned.wait(), 5)

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from lab.build_tiny import SPECIAL_TOKENS, VOCAB_SIZE
+from lab.build_tiny import VOCAB_SIZE
 from poolgrid.frontend.detokenization import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from tests.examples import examples
 from tests.frontend.fake_backend import TINY
 
 TEXTS = [
@@ -35,7 +36,7 @@ def fed(detokenizer: Detokenizer, token_ids: Sequence[int], cuts: Sequence[int])
 
 
 @given(data=st.data(), token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
-@settings(max_examples=200)
+@settings(max_examples=examples(40))
 def test_any_byte_level_tokens_cut_anywhere_give_the_text_of_the_whole(
     data: st.DataObject, token_ids: list[int]
 ) -> None:
@@ -44,19 +45,6 @@ def test_any_byte_level_tokens_cut_anywhere_give_the_text_of_the_whole(
     text = fed(TINY.detokenizer(), token_ids, cuts)
 
     assert text == TINY.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-@given(text=st.text(max_size=60))
-def test_encoding_and_decoding_gives_the_text_back(text: str) -> None:
-    assert TINY.decode(TINY.encode(text)) == text
-
-
-def test_every_ordinary_token_of_the_tiny_model_can_be_generated() -> None:
-    assert TINY.byte_table is not None
-    assert TINY.vocab_size == VOCAB_SIZE == len(TINY.byte_table)
-    assert [TINY.tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
-    assert all(TINY.byte_table[len(SPECIAL_TOKENS) :])
-    assert not any(TINY.byte_table[: len(SPECIAL_TOKENS)])
 
 
 def test_a_split_character_waits_for_its_last_token() -> None:

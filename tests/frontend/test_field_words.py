@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
 import pytest
-from msgspec import Meta, Struct
 
-from poolgrid.frontend.field_words import allowed, words_at
+from poolgrid.frontend.field_words import words_at
 from poolgrid.frontend.schema import ChatBody, CompletionBody
-from tests.frontend.untold_fields import fields_without_words
 
 
 @pytest.mark.parametrize(
@@ -38,20 +34,3 @@ def test_a_field_says_what_it_may_be(path: str, words: str | None) -> None:
 def test_a_name_that_two_bodies_have_means_what_it_means_in_each() -> None:
     assert words_at(ChatBody, "logprobs") == "true or false"
     assert words_at(CompletionBody, "logprobs") == "an integer from 0 to 20"
-
-
-class Inner(Struct):
-    told: Annotated[Any, allowed("something")] = None
-    untold: Any = None
-
-
-class Outer(Struct):
-    number: Annotated[float, Meta(ge=0.5, le=2)]
-    inner: list[Inner] | None = None
-    forgotten: Any = None
-
-
-def test_fields_that_nobody_described_are_found_wherever_they_are() -> None:
-    assert words_at(Outer, "number") == "a number from 0.5 to 2"
-    assert words_at(Outer, "inner[0].told") == "something"
-    assert fields_without_words(Outer) == ["inner[0].untold", "forgotten"]

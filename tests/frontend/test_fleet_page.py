@@ -78,109 +78,94 @@ def hub_of(source: Source, viewers_max: int = 4) -> FleetHub:
     return FleetHub(source, SystemClock(), INTERVAL_MS, viewers_max)
 
 
-def test_a_viewer_gets_the_whole_picture_and_then_what_changes_of_it() -> None:
-    async def run() -> None:
-        source = Source()
-        hub = hub_of(source)
-        stream = hub.frames("")
-        [(kind, _, data)] = parsed(await anext(stream))
-        assert kind == "whole"
-        assert data["tables"]["workers"] == {"columns": ["state", "running"], "rows": [["w1", "ready", 0]]}
-        assert data["values"] == {"queue": {"requests": 0}}
+async def test_a_viewer_gets_the_whole_picture_and_then_what_changes_of_it() -> None:
+    source = Source()
+    hub = hub_of(source)
+    stream = hub.frames("")
+    [(kind, _, data)] = parsed(await anext(stream))
+    assert kind == "whole"
+    assert data["tables"]["workers"] == {"columns": ["state", "running"], "rows": [["w1", "ready", 0]]}
+    assert data["values"] == {"queue": {"requests": 0}}
 
-        [(kind, _, data)] = await following(stream, source, w1=("ready", 3), w2=("ready", 0))
-        assert kind == "change"
-        assert data["values"] == {}
-        assert data["tables"]["workers"]["rows"] == [["w1", "ready", 3], ["w2", "ready", 0]]
+    [(kind, _, data)] = await following(stream, source, w1=("ready", 3), w2=("ready", 0))
+    assert kind == "change"
+    assert data["values"] == {}
+    assert data["tables"]["workers"]["rows"] == [["w1", "ready", 3], ["w2", "ready", 0]]
 
-        del source.rows["w1"]
-        source.values["queue"] = {"requests": 7}
-        [(_, _, data)] = parsed(await anext(stream))
-        assert data["tables"]["workers"] == {"rows": [], "gone": ["w1"]}
-        assert data["values"] == {"queue": {"requests": 7}}
-        await stream.aclose()
-        hub.close()
-
-    asyncio.run(run())
+    del source.rows["w1"]
+    source.values["queue"] = {"requests": 7}
+    [(_, _, data)] = parsed(await anext(stream))
+    assert data["tables"]["workers"] == {"rows": [], "gone": ["w1"]}
+    assert data["values"] == {"queue": {"requests": 7}}
+    await stream.aclose()
+    hub.close()
 
 
-def test_nothing_runs_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_runs_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "LINGER_S", 0.0)
 
-    async def run() -> None:
-        source = Source()
-        hub = hub_of(source)
-        assert (source.begun, hub.is_looking) == (0, False)
-        one, other = hub.frames(""), hub.frames("")
-        await anext(one)
-        await anext(other)
-        assert (source.begun, hub.viewers) == (1, 2)
-        await one.aclose()
-        assert hub.is_looking
-        await other.aclose()
-        await source.ended.wait()
-        assert (hub.is_looking, hub.viewers) == (False, 0)
-
-    asyncio.run(run())
+    source = Source()
+    hub = hub_of(source)
+    assert (source.begun, hub.is_looking) == (0, False)
+    one, other = hub.frames(""), hub.frames("")
+    await anext(one)
+    await anext(other)
+    assert (source.begun, hub.viewers) == (1, 2)
+    await one.aclose()
+    assert hub.is_looking
+    await other.aclose()
+    await source.ended.wait()
+    assert (hub.is_looking, hub.viewers) == (False, 0)
 
 
-def test_who_comes_back_gets_what_was_missed_and_beyond_what_is_kept_the_whole() -> None:
-    async def run() -> None:
-        source = Source()
-        hub = hub_of(source)
-        stays, goes = hub.frames(""), hub.frames("")
-        await anext(stays)
-        [(_, last, _)] = parsed(await anext(goes))
-        await goes.aclose()
-        for running in (1, 2, 3):
-            await following(stays, source, w1=("ready", running))
+async def test_who_comes_back_gets_what_was_missed_and_beyond_what_is_kept_the_whole() -> None:
+    source = Source()
+    hub = hub_of(source)
+    stays, goes = hub.frames(""), hub.frames("")
+    await anext(stays)
+    [(_, last, _)] = parsed(await anext(goes))
+    await goes.aclose()
+    for running in (1, 2, 3):
+        await following(stays, source, w1=("ready", running))
 
-        back = parsed(await anext(hub.frames(last)))
-        assert [kind for kind, _, _ in back] == ["change"] * 3
-        assert [data["tables"]["workers"]["rows"][0][2] for _, _, data in back] == [1, 2, 3]
+    back = parsed(await anext(hub.frames(last)))
+    assert [kind for kind, _, _ in back] == ["change"] * 3
+    assert [data["tables"]["workers"]["rows"][0][2] for _, _, data in back] == [1, 2, 3]
 
-        for running in range(hub_module.CHANGES_KEPT + 1):
-            await following(stays, source, w1=("ready", 100 + running))
-        assert [kind for kind, _, _ in parsed(await anext(hub.frames(last)))] == ["whole"]
-        assert [kind for kind, _, _ in parsed(await anext(hub.frames("another-3")))] == ["whole"]
-        hub.close()
-
-    asyncio.run(run())
+    for running in range(hub_module.CHANGES_KEPT + 1):
+        await following(stays, source, w1=("ready", 100 + running))
+    assert [kind for kind, _, _ in parsed(await anext(hub.frames(last)))] == ["whole"]
+    assert [kind for kind, _, _ in parsed(await anext(hub.frames("another-3")))] == ["whole"]
+    hub.close()
 
 
-def test_a_slow_viewer_keeps_nobody_waiting_and_gets_what_it_missed_in_one_piece() -> None:
-    async def run() -> None:
-        source = Source()
-        hub = hub_of(source)
-        slow, quick = hub.frames(""), hub.frames("")
-        await anext(slow)
-        await anext(quick)
-        for running in range(5):
-            await following(quick, source, w1=("ready", 10 + running))
+async def test_a_slow_viewer_keeps_nobody_waiting_and_gets_what_it_missed_in_one_piece() -> None:
+    source = Source()
+    hub = hub_of(source)
+    slow, quick = hub.frames(""), hub.frames("")
+    await anext(slow)
+    await anext(quick)
+    for running in range(5):
+        await following(quick, source, w1=("ready", 10 + running))
 
-        assert len(parsed(await anext(slow))) == 5
-        hub.close()
-
-    asyncio.run(run())
+    assert len(parsed(await anext(slow))) == 5
+    hub.close()
 
 
-def test_one_viewer_too_many_is_refused_and_the_end_ends_every_stream() -> None:
-    async def run() -> None:
-        hub = hub_of(Source(), viewers_max=1)
-        stream = hub.frames("")
-        await anext(stream)
-        with pytest.raises(RequestError) as refused:
-            hub.check_room()
-        assert (refused.value.status, refused.value.code) == (503, "too_many_viewers")
+async def test_one_viewer_too_many_is_refused_and_the_end_ends_every_stream() -> None:
+    hub = hub_of(Source(), viewers_max=1)
+    stream = hub.frames("")
+    await anext(stream)
+    with pytest.raises(RequestError) as refused:
+        hub.check_room()
+    assert (refused.value.status, refused.value.code) == (503, "too_many_viewers")
 
-        hub.close()
-        rest = [frame async for frame in stream]
-        assert parsed(rest[-1])[0][0] == "bye"
-        with pytest.raises(RequestError) as refused:
-            hub.check_room()
-        assert refused.value.code == "not_ready"
-
-    asyncio.run(run())
+    hub.close()
+    rest = [frame async for frame in stream]
+    assert parsed(rest[-1])[0][0] == "bye"
+    with pytest.raises(RequestError) as refused:
+        hub.check_room()
+    assert refused.value.code == "not_ready"
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -201,67 +186,58 @@ async def served(source: Source, **settings: Any) -> AsyncIterator[tuple[httpx.A
         await server.stop()
 
 
-def test_the_stream_is_events_over_http_and_a_viewer_that_leaves_is_counted_out(
+async def test_the_stream_is_events_over_http_and_a_viewer_that_leaves_is_counted_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hub_module, "LINGER_S", 0.0)
 
-    async def run() -> None:
-        source = Source()
-        async with served(source) as (client, hub):
-            async with client.stream("GET", "/v1/fleet/stream") as answer:
-                assert answer.headers["content-type"].startswith("text/event-stream")
-                assert answer.headers["cache-control"] == "no-store"
-                text = b""
-                async for part in answer.aiter_bytes():
-                    text += part
-                    if b"\n\n" in text:
-                        break
-                assert parsed(text)[0][0] == "whole"
-                assert hub.viewers == 1
-            await source.ended.wait()
-            assert hub.viewers == 0
+    source = Source()
+    async with served(source) as (client, hub):
+        async with client.stream("GET", "/v1/fleet/stream") as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.headers["cache-control"] == "no-store"
+            text = b""
+            async for part in answer.aiter_bytes():
+                text += part
+                if b"\n\n" in text:
+                    break
+            assert parsed(text)[0][0] == "whole"
+            assert hub.viewers == 1
+        await source.ended.wait()
+        assert hub.viewers == 0
 
-            head = await client.head("/v1/fleet/stream")
-            assert (head.status_code, head.content, hub.viewers) == (200, b"", 0)
-
-    asyncio.run(run())
+        head = await client.head("/v1/fleet/stream")
+        assert (head.status_code, head.content, hub.viewers) == (200, b"", 0)
 
 
-def test_a_request_and_a_playback_are_asked_for_by_name_and_by_time() -> None:
-    async def run() -> None:
-        async with served(Source()) as (client, _):
-            assert (await client.get("/v1/fleet/requests/known")).json()["explanation"] == {"request_id": "known"}
-            missing = await client.get("/v1/fleet/requests/other")
-            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "decision_not_found")
+async def test_a_request_and_a_playback_are_asked_for_by_name_and_by_time() -> None:
+    async with served(Source()) as (client, _):
+        assert (await client.get("/v1/fleet/requests/known")).json()["explanation"] == {"request_id": "known"}
+        missing = await client.get("/v1/fleet/requests/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "decision_not_found")
 
-            asked = {"from_ms": 1000, "to_ms": 61_000, "frames": 10}
-            assert (await client.get("/v1/fleet/playback", params=asked)).json()["asked"] == 10
-            for wrong in ({"to_ms": 999}, {"to_ms": 10**9}, {"frames": 0}, {"frames": 241}, {"from_ms": -1}):
-                assert (await client.get("/v1/fleet/playback", params={**asked, **wrong})).status_code == 400
-
-    asyncio.run(run())
+        asked = {"from_ms": 1000, "to_ms": 61_000, "frames": 10}
+        assert (await client.get("/v1/fleet/playback", params=asked)).json()["asked"] == 10
+        for wrong in ({"to_ms": 999}, {"to_ms": 10**9}, {"frames": 0}, {"frames": 241}, {"from_ms": -1}):
+            assert (await client.get("/v1/fleet/playback", params={**asked, **wrong})).status_code == 400
 
 
-def test_the_files_of_the_page_are_served_with_what_keeps_it_harmless() -> None:
-    async def run() -> None:
-        async with served(Source()) as (client, _):
-            page = await client.get("/ui")
-            assert page.headers["content-type"] == "text/html; charset=utf-8"
-            for name in ("/ui", *(f"/ui/{name}" for name in assets())):
-                answer = await client.get(name)
-                assert answer.status_code == 200
-                policy = answer.headers["content-security-policy"]
-                assert "default-src 'none'" in policy
-                assert "unsafe" not in policy
-                assert answer.headers["x-content-type-options"] == "nosniff"
-                assert answer.headers["x-frame-options"] == "DENY"
-                again = await client.get(name, headers={"if-none-match": answer.headers["etag"]})
-                assert (again.status_code, again.content) == (304, b"")
-            for wrong in ("nothing.js", "..%2Fassets.py", "__init__.py"):
-                assert (await client.get(f"/ui/{wrong}")).status_code == 404
-
-    asyncio.run(run())
+async def test_the_files_of_the_page_are_served_with_what_keeps_it_harmless() -> None:
+    async with served(Source()) as (client, _):
+        page = await client.get("/ui")
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        for name in ("/ui", *(f"/ui/{name}" for name in assets())):
+            answer = await client.get(name)
+            assert answer.status_code == 200
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["x-frame-options"] == "DENY"
+            again = await client.get(name, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        for wrong in ("nothing.js", "..%2Fassets.py", "__init__.py"):
+            assert (await client.get(f"/ui/{wrong}")).status_code == 404
 
 
 def test_what_the_page_shows_needs_an_operators_key_and_its_files_do_not(tmp_path: Path) -> None:

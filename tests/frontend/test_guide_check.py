@@ -243,7 +243,7 @@ async def clients(backend: FakeBackend) -> AsyncIterator[Any]:
         yield client
 
 
-def test_no_poison_of_any_spelling_reaches_a_worker() -> None:
+async def test_no_poison_of_any_spelling_reaches_a_worker() -> None:
     deep, chat = chain(1000), {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
     text = {"model": "tiny", "prompt": "hi"}
@@ -265,16 +265,13 @@ def test_no_poison_of_any_spelling_reaches_a_worker() -> None:
         ),
     ]
 
-    async def scenario() -> None:
-        backend = FakeBackend()
-        async with clients(backend) as client:
-            for path, body, param in bodies:
-                response = await client.post(path, json=body)
-                error = response.json()["error"]
-                assert (response.status_code, error["code"]) == (400, "guide_too_complex"), path
-                assert error["param"].startswith(param)
-            usual = await client.post("/v1/completions", json={**text, "guided_json": {"type": "integer"}})
-            assert usual.status_code == 200
-        assert len(backend.requests) == 1
-
-    asyncio.run(scenario())
+    backend = FakeBackend()
+    async with clients(backend) as client:
+        for path, body, param in bodies:
+            response = await client.post(path, json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "guide_too_complex"), path
+            assert error["param"].startswith(param)
+        usual = await client.post("/v1/completions", json={**text, "guided_json": {"type": "integer"}})
+        assert usual.status_code == 200
+    assert len(backend.requests) == 1

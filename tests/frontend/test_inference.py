@@ -18,6 +18,7 @@ from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
+from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
 from tests.frontend.server import FrontEnd, application, front_end, in_process, post_once
 
@@ -219,7 +220,7 @@ def test_text_that_looks_like_a_line_end_stays_inside_its_event() -> None:
     stride=st.integers(1, 5),
     stream=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40))
 def test_text_and_usage_do_not_depend_on_how_tokens_were_batched_or_sent(
     front: FrontEnd, text: str, stop: list[str], stride: int, stream: bool
 ) -> None:
@@ -252,17 +253,6 @@ def test_a_stop_string_ends_the_answer_and_frees_the_worker() -> None:
 
         assert (shown, reason) == ("one two ", "stop")
         assert [item.cancels for item in backend.streams] == [1]
-
-
-def test_an_answer_that_ends_by_itself_is_not_cancelled() -> None:
-    backend = FakeBackend()
-    ask(backend)
-    streamed(backend)
-    assert [item.cancels for item in backend.streams] == [0, 0]
-
-
-def test_held_back_text_is_shown_when_it_became_no_stop_string() -> None:
-    assert text_of(streamed(FakeBackend(script("the EN")), stop=["END"])) == "the EN"
 
 
 def test_stop_strings_count_only_after_min_tokens() -> None:
@@ -394,13 +384,7 @@ def test_choices_without_a_seed_get_different_seeds_that_follow_from_the_request
     assert len(set(seeds[0])) == 3
 
 
-def test_the_largest_seed_wraps_around_for_later_choices() -> None:
-    backend = FakeBackend()
-    ask(backend, n=2, seed=2**63 - 1)
-    assert [request.sampling.seed for request in backend.requests] == [2**63 - 1, -(2**63)]
-
-
-def test_everything_that_arrived_together_is_one_chunk_per_choice_and_one_write() -> None:
+async def test_everything_that_arrived_together_is_one_chunk_per_choice_and_one_write() -> None:
     token_ids = TINY.encode("Hello, world!")
 
     def at_once(request: InferenceRequest) -> list[Step]:
@@ -408,21 +392,18 @@ def test_everything_that_arrived_together_is_one_chunk_per_choice_and_one_write(
 
     writes: list[bytes] = []
 
-    async def go() -> None:
-        app = application(FakeBackend(at_once))
-        body = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
-        messages = [{"type": "http.request", "body": body}]
+    app = application(FakeBackend(at_once))
+    body = json.dumps({"model": "tiny", "prompt": "hi", "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}]
 
-        async def receive() -> Any:
-            return messages.pop() if messages else await asyncio.Event().wait()
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                writes.append(message["body"])
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            writes.append(message["body"])
 
-        await app({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}, receive, send)
-
-    asyncio.run(go())
+    await app({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}, receive, send)
     assert [text_of(events(item.decode())) for item in writes] == ["Hello, world!", ""]
 
 

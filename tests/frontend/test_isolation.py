@@ -101,86 +101,74 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_prompt_takes_the_same_work_whether_another_tenant_has_sent_it_or_not(keys: Path, path: str) -> None:
-    async def run() -> None:
-        async with server(api_keys=keys) as service:
-            first = await service.work(path, ENDPOINTS[path], key("other"))
-            for sent in ENDPOINTS:
-                await service.work(sent, ENDPOINTS[sent], key("other"))
+async def test_a_prompt_takes_the_same_work_whether_another_tenant_has_sent_it_or_not(keys: Path, path: str) -> None:
+    async with server(api_keys=keys) as service:
+        first = await service.work(path, ENDPOINTS[path], key("other"))
+        for sent in ENDPOINTS:
+            await service.work(sent, ENDPOINTS[sent], key("other"))
 
-            assert await service.work(path, ENDPOINTS[path], key("acme")) == first
-            if path != "/tokenize":
-                again = await service.work(path, ENDPOINTS[path], key("acme"))
-                assert again < first / 2, "its own prompts are known to a tenant"
-
-    asyncio.run(run())
+        assert await service.work(path, ENDPOINTS[path], key("acme")) == first
+        if path != "/tokenize":
+            again = await service.work(path, ENDPOINTS[path], key("acme"))
+            assert again < first / 2, "its own prompts are known to a tenant"
 
 
-def test_a_salt_divides_what_a_tenant_knows(keys: Path) -> None:
-    async def run() -> None:
-        async with server(api_keys=keys) as service:
-            chat = "/v1/chat/completions"
-            first = await service.work(chat, {**CHAT, "cache_salt": "x"}, key("acme"))
+async def test_a_salt_divides_what_a_tenant_knows(keys: Path) -> None:
+    async with server(api_keys=keys) as service:
+        chat = "/v1/chat/completions"
+        first = await service.work(chat, {**CHAT, "cache_salt": "x"}, key("acme"))
 
-            assert await service.work(chat, CHAT, key("acme")) == first
-            assert await service.work(chat, {**CHAT, "nvext": {"cache_salt": "y"}}, key("acme")) == first
-            assert await service.work(chat, {**CHAT, "cache_salt": "x"}, key("acme")) < first / 2
-
-    asyncio.run(run())
+        assert await service.work(chat, CHAT, key("acme")) == first
+        assert await service.work(chat, {**CHAT, "nvext": {"cache_salt": "y"}}, key("acme")) == first
+        assert await service.work(chat, {**CHAT, "cache_salt": "x"}, key("acme")) < first / 2
 
 
-def test_media_are_fetched_for_each_tenant_and_shared_within_one(keys: Path) -> None:
-    async def run() -> None:
-        backend = FakeBackend(served=(WITH_MEDIA,))
-        async with (
-            hostile_server() as origin,
-            server(backend, api_keys=keys, media_allowed_networks=("127.0.0.0/8",)) as service,
-        ):
-            origin.plays["/cat.png"] = answer(png())
-            url = f"http://127.0.0.1:{origin.port}/cat.png"
-            body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
-            fetches = []
-            for tenant, salt in (("other", ""), ("acme", ""), ("acme", ""), ("acme", "x"), ("other", "")):
-                await service.work("/v1/chat/completions", {**body, "cache_salt": salt}, key(tenant))
-                fetches.append(origin.connections)
+async def test_media_are_fetched_for_each_tenant_and_shared_within_one(keys: Path) -> None:
+    backend = FakeBackend(served=(WITH_MEDIA,))
+    async with (
+        hostile_server() as origin,
+        server(backend, api_keys=keys, media_allowed_networks=("127.0.0.0/8",)) as service,
+    ):
+        origin.plays["/cat.png"] = answer(png())
+        url = f"http://127.0.0.1:{origin.port}/cat.png"
+        body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+        fetches = []
+        for tenant, salt in (("other", ""), ("acme", ""), ("acme", ""), ("acme", "x"), ("other", "")):
+            await service.work("/v1/chat/completions", {**body, "cache_salt": salt}, key(tenant))
+            fetches.append(origin.connections)
 
-            assert fetches == [1, 2, 2, 3, 3]
-
-    asyncio.run(run())
+        assert fetches == [1, 2, 2, 3, 3]
 
 
-def test_nobody_waits_for_another_tenants_fetch_of_the_same_url(keys: Path) -> None:
-    async def run() -> None:
-        asked = asyncio.Semaphore(0)
-        gate = asyncio.Event()
+async def test_nobody_waits_for_another_tenants_fetch_of_the_same_url(keys: Path) -> None:
+    asked = asyncio.Semaphore(0)
+    gate = asyncio.Event()
 
-        async def slow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            asked.release()
-            await gate.wait()
-            writer.write(answer(png()))
-            await writer.drain()
+    async def slow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.release()
+        await gate.wait()
+        writer.write(answer(png()))
+        await writer.drain()
 
-        backend = FakeBackend(served=(WITH_MEDIA,))
-        async with (
-            hostile_server() as origin,
-            server(backend, api_keys=keys, media_allowed_networks=("127.0.0.0/8",)) as service,
-        ):
-            origin.plays["/cat.png"] = slow
-            url = f"http://127.0.0.1:{origin.port}/cat.png"
-            content = [{"type": "image_url", "image_url": {"url": url}}]
-            body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
-            posts = [
-                asyncio.ensure_future(service.client.post("/v1/chat/completions", json=body, headers=key(tenant)))
-                for tenant in TENANTS
-            ]
-            for _ in TENANTS:
-                await asyncio.wait_for(asked.acquire(), 10)
-            gate.set()
+    backend = FakeBackend(served=(WITH_MEDIA,))
+    async with (
+        hostile_server() as origin,
+        server(backend, api_keys=keys, media_allowed_networks=("127.0.0.0/8",)) as service,
+    ):
+        origin.plays["/cat.png"] = slow
+        url = f"http://127.0.0.1:{origin.port}/cat.png"
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        posts = [
+            asyncio.ensure_future(service.client.post("/v1/chat/completions", json=body, headers=key(tenant)))
+            for tenant in TENANTS
+        ]
+        for _ in TENANTS:
+            await asyncio.wait_for(asked.acquire(), 10)
+        gate.set()
 
-            assert [(await post).status_code for post in posts] == [200, 200]
-            assert origin.connections == 2
-
-    asyncio.run(run())
+        assert [(await post).status_code for post in posts] == [200, 200]
+        assert origin.connections == 2
 
 
 def test_caches_are_divided_among_the_tenants_of_the_file_and_begin_anew_when_these_change() -> None:
@@ -313,43 +301,34 @@ def test_a_tenant_header_without_use_is_refused(settings: dict[str, Any], keys: 
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_answers_say_where_they_were_made_only_where_tenants_may_know(isolate: bool, keys: Path) -> None:
-    async def run() -> None:
-        async with server(api_keys=keys, isolate_tenants=isolate) as service:
-            for stream in (False, True):
-                body = {"model": "tiny", "stream": stream, **CHAT}
-                response = await service.client.post("/v1/chat/completions", json=body, headers=key("acme"))
+async def test_answers_say_where_they_were_made_only_where_tenants_may_know(isolate: bool, keys: Path) -> None:
+    async with server(api_keys=keys, isolate_tenants=isolate) as service:
+        for stream in (False, True):
+            body = {"model": "tiny", "stream": stream, **CHAT}
+            response = await service.client.post("/v1/chat/completions", json=body, headers=key("acme"))
 
-                assert ("x-poolgrid-worker" in response.headers) is not isolate
-                assert ("x-poolgrid-decision" in response.headers) is not isolate
-                assert response.headers["x-request-id"]
-
-    asyncio.run(run())
+            assert ("x-poolgrid-worker" in response.headers) is not isolate
+            assert ("x-poolgrid-decision" in response.headers) is not isolate
+            assert response.headers["x-request-id"]
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_refusals_say_what_others_use_only_where_tenants_may_know(isolate: bool, keys: Path) -> None:
-    async def run() -> None:
-        words = "17 requests with 5000 prompt tokens are waiting"
-        backend = FakeBackend(refusal=Refused(429, "busy", words, 3.0))
-        async with server(backend, api_keys=keys, isolate_tenants=isolate) as service:
-            body = {"model": "tiny", **CHAT}
-            response = await service.client.post("/v1/chat/completions", json=body, headers=key("acme"))
+async def test_refusals_say_what_others_use_only_where_tenants_may_know(isolate: bool, keys: Path) -> None:
+    words = "17 requests with 5000 prompt tokens are waiting"
+    backend = FakeBackend(refusal=Refused(429, "busy", words, 3.0))
+    async with server(backend, api_keys=keys, isolate_tenants=isolate) as service:
+        body = {"model": "tiny", **CHAT}
+        response = await service.client.post("/v1/chat/completions", json=body, headers=key("acme"))
 
-            assert response.status_code == 429
-            assert response.headers["retry-after"] == "3"
-            assert response.headers["x-poolgrid-refusal"] == response.json()["error"]["code"] == "busy"
-            assert (words in response.json()["error"]["message"]) is not isolate
-
-    asyncio.run(run())
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "3"
+        assert response.headers["x-poolgrid-refusal"] == response.json()["error"]["code"] == "busy"
+        assert (words in response.json()["error"]["message"]) is not isolate
 
 
-def test_metrics_of_isolated_tenants_need_an_operators_key(keys: Path) -> None:
-    async def run() -> None:
-        async with server(api_keys=keys) as service:
-            assert (await service.client.get("/metrics")).status_code == 200
-        async with server(api_keys=keys, isolate_tenants=True) as service:
-            assert (await service.client.get("/metrics")).status_code == 401
-            assert (await service.client.get("/metrics", headers=key("acme"))).status_code == 403
-
-    asyncio.run(run())
+async def test_metrics_of_isolated_tenants_need_an_operators_key(keys: Path) -> None:
+    async with server(api_keys=keys) as service:
+        assert (await service.client.get("/metrics")).status_code == 200
+    async with server(api_keys=keys, isolate_tenants=True) as service:
+        assert (await service.client.get("/metrics")).status_code == 401
+        assert (await service.client.get("/metrics", headers=key("acme"))).status_code == 403

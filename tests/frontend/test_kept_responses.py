@@ -136,7 +136,7 @@ def test_ids_cannot_be_guessed_and_two_requests_of_one_name_are_two_responses(cl
     assert all(each.startswith("resp_mine_") and len(each) > len("resp_mine_") + 20 for each in ids)
 
 
-def test_errors_name_the_fields_that_a_responses_client_sent() -> None:
+async def test_errors_name_the_fields_that_a_responses_client_sent() -> None:
     some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
@@ -153,77 +153,70 @@ def test_errors_name_the_fields_that_a_responses_client_sent() -> None:
         ({"conversation": "c"}, "conversation"),
     ]  # fmt: skip
 
-    async def go() -> None:
-        async with in_process(application(FakeBackend())) as http:
-            for body, param in cases:
-                answer = await http.post("/v1/responses", json={"model": "tiny", "input": "hi", **body})
-                error = answer.json()["error"]
-                assert (answer.status_code, error["param"]) == (400, param), error
-                assert "response_format" not in error["message"]
-                assert "max_completion_tokens" not in error["message"]
-
-    asyncio.run(go())
+    async with in_process(application(FakeBackend())) as http:
+        for body, param in cases:
+            answer = await http.post("/v1/responses", json={"model": "tiny", "input": "hi", **body})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), error
+            assert "response_format" not in error["message"]
+            assert "max_completion_tokens" not in error["message"]
 
 
-def test_tenants_find_their_own_responses_only_and_isolated_clients_without_keys_keep_none(tmp_path: Path) -> None:
+async def test_tenants_find_their_own_responses_only_and_isolated_clients_without_keys_keep_none(
+    tmp_path: Path,
+) -> None:
     keys = tmp_path / "keys.json"
     tenants = {name: Tenant(keys=(Key(key_file.hash_key(f"pg-{name}")),)) for name in ("alice", "bob")}
     key_file.write(keys, KeyDocument(1, "5" * 64, tenants))
 
-    async def go() -> None:
-        async with in_process(application(FakeBackend(), api_keys=keys)) as http:
+    async with in_process(application(FakeBackend(), api_keys=keys)) as http:
 
-            async def ask(key: str, **more: Any) -> httpx.Response:
-                body = {"model": "tiny", "input": "hi", **more}
-                return await http.post("/v1/responses", json=body, headers={"x-api-key": key})
+        async def ask(key: str, **more: Any) -> httpx.Response:
+            body = {"model": "tiny", "input": "hi", **more}
+            return await http.post("/v1/responses", json=body, headers={"x-api-key": key})
 
-            response = (await ask("pg-alice")).json()
-            kept, reference = response["id"], {"type": "item_reference", "id": response["output"][0]["id"]}
-            for key, status in (("pg-bob", 404), ("pg-alice", 200)):
-                headers = {"x-api-key": key}
-                assert (await ask(key, input=[reference])).status_code == status
-                for path in (f"/v1/responses/{kept}", f"/v1/responses/{kept}/input_items"):
-                    assert (await http.get(path, headers=headers)).status_code == status
-                assert (await ask(key, previous_response_id=kept)).status_code == (200 if status == 200 else 400)
-            assert (await http.delete(f"/v1/responses/{kept}", headers={"x-api-key": "pg-bob"})).status_code == 404
-            assert (await http.get(f"/v1/responses/{kept}")).status_code == 401
-        for settings, words in (
-            ({"isolate_tenants": True}, "API keys"),
-            ({"response_store_bytes": 0}, "response_store"),
-        ):
-            async with in_process(application(FakeBackend(), **settings)) as http:
-                body = {"model": "tiny", "input": "hi"}
-                plain = (await http.post("/v1/responses", json=body)).json()
-                assert plain["store"] is False
-                assert (await http.get(f"/v1/responses/{plain['id']}")).status_code == 404
-                refused: dict[str, dict[str, Any]] = {
-                    "store": {"store": True},
-                    "previous_response_id": {"previous_response_id": "resp_x"},
-                    "input[0].id": {"input": [reference]},
-                }
-                for param, more in refused.items():
-                    error = (await http.post("/v1/responses", json={**body, **more})).json()["error"]
-                    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
-                    assert words in error["message"]
-
-    asyncio.run(go())
+        response = (await ask("pg-alice")).json()
+        kept, reference = response["id"], {"type": "item_reference", "id": response["output"][0]["id"]}
+        for key, status in (("pg-bob", 404), ("pg-alice", 200)):
+            headers = {"x-api-key": key}
+            assert (await ask(key, input=[reference])).status_code == status
+            for path in (f"/v1/responses/{kept}", f"/v1/responses/{kept}/input_items"):
+                assert (await http.get(path, headers=headers)).status_code == status
+            assert (await ask(key, previous_response_id=kept)).status_code == (200 if status == 200 else 400)
+        assert (await http.delete(f"/v1/responses/{kept}", headers={"x-api-key": "pg-bob"})).status_code == 404
+        assert (await http.get(f"/v1/responses/{kept}")).status_code == 401
+    for settings, words in (
+        ({"isolate_tenants": True}, "API keys"),
+        ({"response_store_bytes": 0}, "response_store"),
+    ):
+        async with in_process(application(FakeBackend(), **settings)) as http:
+            body = {"model": "tiny", "input": "hi"}
+            plain = (await http.post("/v1/responses", json=body)).json()
+            assert plain["store"] is False
+            assert (await http.get(f"/v1/responses/{plain['id']}")).status_code == 404
+            refused: dict[str, dict[str, Any]] = {
+                "store": {"store": True},
+                "previous_response_id": {"previous_response_id": "resp_x"},
+                "input[0].id": {"input": [reference]},
+            }
+            for param, more in refused.items():
+                error = (await http.post("/v1/responses", json={**body, **more})).json()["error"]
+                assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+                assert words in error["message"]
 
 
-def test_a_conversation_that_is_too_long_to_go_on_is_refused_before_it_is_read() -> None:
-    async def go() -> None:
-        async with in_process(application(FakeBackend(), max_body_bytes=3000)) as http:
-            body = {"model": "tiny", "input": "x" * 2000}
-            first = (await http.post("/v1/responses", json=body)).json()["id"]
-            second = (await http.post("/v1/responses", json={**body, "previous_response_id": first})).json()["id"]
-            error = (await http.post("/v1/responses", json={**body, "previous_response_id": second})).json()["error"]
-            assert (error["param"], error["code"]) == ("previous_response_id", "invalid_value")
-            listed = await http.get(f"/v1/responses/{first}/input_items")
-            reference = {"id": listed.json()["data"][0]["id"]}
-            assert (await http.post("/v1/responses", json={**body, "input": [reference]})).status_code == 200
-            error = (await http.post("/v1/responses", json={**body, "input": [reference] * 20})).json()["error"]
-            assert (error["param"], error["code"]) == ("input[1].id", "invalid_value"), "a few bytes mean much"
-
-    asyncio.run(go())
+async def test_a_conversation_that_is_too_long_to_go_on_is_refused_before_it_is_read() -> None:
+    async with in_process(application(FakeBackend(), max_body_bytes=3000)) as http:
+        body = {"model": "tiny", "input": "x" * 2000}
+        first = (await http.post("/v1/responses", json=body)).json()["id"]
+        second = (await http.post("/v1/responses", json={**body, "previous_response_id": first})).json()["id"]
+        error = (await http.post("/v1/responses", json={**body, "previous_response_id": second})).json()["error"]
+        assert (error["param"], error["code"]) == ("previous_response_id", "invalid_value")
+        listed = await http.get(f"/v1/responses/{first}/input_items")
+        reference = {"id": listed.json()["data"][0]["id"]}
+        assert (await http.post("/v1/responses", json={**body, "input": [reference]})).status_code == 200
+        error = (await http.post("/v1/responses", json={**body, "input": [reference] * 20})).json()["error"]
+        assert (error["param"], error["code"]) == ("input[1].id", "invalid_value"), "a few bytes mean much"
 
 
 class Times:
@@ -247,100 +240,88 @@ def store(path: Path | None = None, budget_bytes: int = 10_000, ttl_s: float = 3
     return ResponseStore(path, budget_bytes, ttl_s, times), times  # type: ignore[arg-type]
 
 
-def test_the_conversation_that_was_used_longest_ago_goes_first_and_whole() -> None:
-    async def go() -> None:
-        responses, times = store()  # 5,000 bytes for each of the two
+async def test_the_conversation_that_was_used_longest_ago_goes_first_and_whole() -> None:
+    responses, times = store()  # 5,000 bytes for each of the two
 
-        async def keep(name: str, previous: str | None = None, owner: Owner = ALICE) -> bool:
-            times.now_ms += 1
-            return await responses.keep(owner, kept(name, previous))
-
-        async def there(*names: str) -> list[str]:
-            return [name for name in names if await responses.response(ALICE, name) is not None]
-
-        for name, previous in (("a1", None), ("b1", None), ("a2", "a1"), ("b2", "b1"), ("a3", "a2")):
-            assert await keep(name, previous)
+    async def keep(name: str, previous: str | None = None, owner: Owner = ALICE) -> bool:
         times.now_ms += 1
-        assert [entry.id for entry in await responses.conversation(ALICE, "b2") or ()] == ["b1", "b2"]
-        assert await keep("c1")
-        assert await there("a1", "a2", "a3", "b1", "b2", "c1") == ["b1", "b2", "c1"], "b was used after a"
-        for number in range(8):
-            assert await keep(f"bob{number}", owner=BOB)
-        assert await there("b1", "b2", "c1") == ["b1", "b2", "c1"], "another tenant's use takes no room here"
-        assert await responses.conversation(BOB, "b2") is None
-        assert not await responses.keep(ALICE, kept("huge", size=6000)), "it has no room"
-        assert await there("b1", "c1", "huge") == []
-        responses.close()
+        return await responses.keep(owner, kept(name, previous))
 
-    asyncio.run(go())
+    async def there(*names: str) -> list[str]:
+        return [name for name in names if await responses.response(ALICE, name) is not None]
 
-
-def test_what_nobody_used_for_too_long_is_forgotten_and_what_went_before_is_not_gone_on_from() -> None:
-    async def go() -> None:
-        responses, times = store(ttl_s=10)
-        assert await responses.keep(ALICE, kept("a"))
-        times.now_ms += 8_000
-        assert await responses.conversation(ALICE, "a") is not None
-        times.now_ms += 8_000
-        assert await responses.keep(ALICE, kept("b"))
-        assert await responses.response(ALICE, "a") is not None, "it was used in between"
-        times.now_ms += 8_000
-        assert await responses.keep(ALICE, kept("c"))
-        assert await responses.response(ALICE, "a") is None
-        assert not await responses.keep(ALICE, kept("a2", previous="a"))
-        responses.close()
-
-    asyncio.run(go())
+    for name, previous in (("a1", None), ("b1", None), ("a2", "a1"), ("b2", "b1"), ("a3", "a2")):
+        assert await keep(name, previous)
+    times.now_ms += 1
+    assert [entry.id for entry in await responses.conversation(ALICE, "b2") or ()] == ["b1", "b2"]
+    assert await keep("c1")
+    assert await there("a1", "a2", "a3", "b1", "b2", "c1") == ["b1", "b2", "c1"], "b was used after a"
+    for number in range(8):
+        assert await keep(f"bob{number}", owner=BOB)
+    assert await there("b1", "b2", "c1") == ["b1", "b2", "c1"], "another tenant's use takes no room here"
+    assert await responses.conversation(BOB, "b2") is None
+    assert not await responses.keep(ALICE, kept("huge", size=6000)), "it has no room"
+    assert await there("b1", "c1", "huge") == []
+    responses.close()
 
 
-def test_a_file_is_shared_survives_and_of_another_version_is_begun_anew(tmp_path: Path) -> None:
+async def test_what_nobody_used_for_too_long_is_forgotten_and_what_went_before_is_not_gone_on_from() -> None:
+    responses, times = store(ttl_s=10)
+    assert await responses.keep(ALICE, kept("a"))
+    times.now_ms += 8_000
+    assert await responses.conversation(ALICE, "a") is not None
+    times.now_ms += 8_000
+    assert await responses.keep(ALICE, kept("b"))
+    assert await responses.response(ALICE, "a") is not None, "it was used in between"
+    times.now_ms += 8_000
+    assert await responses.keep(ALICE, kept("c"))
+    assert await responses.response(ALICE, "a") is None
+    assert not await responses.keep(ALICE, kept("a2", previous="a"))
+    responses.close()
+
+
+async def test_a_file_is_shared_survives_and_of_another_version_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "responses" / "responses.sqlite3"
 
-    async def go() -> None:
-        here, _ = store(path)
-        there, _ = store(path)
-        assert path.stat().st_mode & 0o777 == 0o600
-        for number in range(4):
-            name, before = f"r{number}", f"r{number - 1}" if number else None
-            assert await (here, there)[number % 2].keep(Owner("", 1), kept(name, before))
-        assert [entry.id for entry in await here.conversation(Owner("", 1), "r3") or ()] == ["r0", "r1", "r2", "r3"]
-        assert await there.forget(Owner("", 1), "r3")
-        here.close()
-        there.close()
-        again, _ = store(path)
-        assert await again.response(Owner("", 1), "r2") is not None
-        assert await again.response(Owner("", 1), "r3") is None
-        again.close()
-        with sqlite3.connect(path) as other:
-            other.execute("PRAGMA user_version = 99")
-        anew, _ = store(path)
-        assert await anew.response(Owner("", 1), "r2") is None
-        assert await anew.keep(Owner("", 1), kept("r9"))
-        anew.close()
-
-    asyncio.run(go())
+    here, _ = store(path)
+    there, _ = store(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    for number in range(4):
+        name, before = f"r{number}", f"r{number - 1}" if number else None
+        assert await (here, there)[number % 2].keep(Owner("", 1), kept(name, before))
+    assert [entry.id for entry in await here.conversation(Owner("", 1), "r3") or ()] == ["r0", "r1", "r2", "r3"]
+    assert await there.forget(Owner("", 1), "r3")
+    here.close()
+    there.close()
+    again, _ = store(path)
+    assert await again.response(Owner("", 1), "r2") is not None
+    assert await again.response(Owner("", 1), "r3") is None
+    again.close()
+    with sqlite3.connect(path) as other:
+        other.execute("PRAGMA user_version = 99")
+    anew, _ = store(path)
+    assert await anew.response(Owner("", 1), "r2") is None
+    assert await anew.keep(Owner("", 1), kept("r9"))
+    anew.close()
 
 
-def test_a_file_that_cannot_be_used_is_said_and_one_that_fails_later_loses_no_answer(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_used_is_said_and_one_that_fails_later_loses_no_answer(tmp_path: Path) -> None:
     wrong = tmp_path / "responses.sqlite3"
     wrong.write_text("no database " * 100)
     with pytest.raises(OSError, match="opening the responses that are kept"):
         store(wrong)
 
-    async def go() -> None:
-        path = tmp_path / "data"
-        app = application(FakeBackend())
-        async with in_process(app) as http:
-            assert (await http.post("/v1/responses", json={"model": "tiny", "input": "hi"})).status_code == 200
-        responses, _ = store(path / "responses.sqlite3")
-        with sqlite3.connect(path / "responses.sqlite3") as other:
-            other.execute("DROP TABLE responses")
-        assert not await responses.keep(ALICE, kept("a"))
-        with pytest.raises(Exception, match="cannot be read now"):
-            await responses.response(ALICE, "a")
-        responses.close()
-
-    asyncio.run(go())
+    path = tmp_path / "data"
+    app = application(FakeBackend())
+    async with in_process(app) as http:
+        assert (await http.post("/v1/responses", json={"model": "tiny", "input": "hi"})).status_code == 200
+    responses, _ = store(path / "responses.sqlite3")
+    with sqlite3.connect(path / "responses.sqlite3") as other:
+        other.execute("DROP TABLE responses")
+    assert not await responses.keep(ALICE, kept("a"))
+    with pytest.raises(Exception, match="cannot be read now"):
+        await responses.response(ALICE, "a")
+    responses.close()
 
 
 def test_items_of_a_request_are_kept_with_ids() -> None:

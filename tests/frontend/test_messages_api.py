@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import re
 from collections.abc import Iterator
@@ -19,9 +18,7 @@ from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.inference.stream_delta import StreamDelta
-from poolgrid.wire.card import MediaSpec
 from tests.frontend.fake_backend import FakeBackend, Step, speak
-from tests.frontend.media.samples import png
 from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
@@ -191,15 +188,6 @@ def test_thinking_switches_the_templates_variable_and_may_be_left_out_of_the_ans
     assert shown(thinking={"type": "adaptive", "display": "omitted"}) == ["", "Yes."]
 
 
-def test_images_reach_the_worker_as_in_chat() -> None:
-    served = ServedModel("tiny", 0, 262_144, media=MediaSpec(("image",), placeholder="<image>"))
-    backend = FakeBackend(lambda _: speak("A dot."), served=[served])
-    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png()).decode()}
-    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
-    assert post(backend, messages=[{"role": "user", "content": content}]).status_code == 200
-    assert backend.requests[0].multimodal is not None
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -340,16 +328,6 @@ def test_billing_lines_do_not_reach_the_prompt(system: Any) -> None:
     assert [shown(system(line)) for line in lines] == [shown("Be brief.")] * 2
     turns = [[*HI, {"role": "system", "content": system(line)}] for line in lines]
     assert [shown("S", turn) for turn in turns] == [shown("S", [*HI, {"role": "system", "content": "Be brief."}])] * 2
-
-
-def test_a_system_prompt_of_a_billing_line_alone_is_none() -> None:
-    line = LINE.format("36ee5")
-    assert shown(line) == shown([{"type": "text", "text": line}]) == shown()
-    counted = [
-        post(FakeBackend(script), "/v1/messages/count_tokens", messages=HI, system=line + tail).json()["input_tokens"]
-        for tail in ("", "zzzzzzzzzz")
-    ]
-    assert counted[0] == counted[1]
 
 
 def test_a_billing_line_inside_a_text_is_text() -> None:

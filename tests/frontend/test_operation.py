@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import poolgrid
+from poolgrid.cli.options import environment_name
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.schema import ChatBody, CompletionBody, Nvext, refusals_of
 from poolgrid.frontend.settings import FrontendSettings
@@ -19,7 +20,8 @@ from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process
 
 DOCS = Path(__file__).parents[2] / "docs"
-DOCUMENT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("http_api.md", "multimodal.md"))
+DOCUMENT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("http_api.md", "multimodal.md", "metrics.md"))
+SETTINGS = (DOCS / "configuration.md").read_text(encoding="utf-8")
 
 
 def get(path: str, backend: FakeBackend | None = None, **options: Any) -> httpx.Response:
@@ -111,24 +113,19 @@ def test_models_are_listed_with_their_adapters() -> None:
     assert get("/v1/models/org/model").json()["error"]["code"] == "model_not_found"
 
 
-def test_every_answer_has_a_name_and_head_is_get_without_a_body() -> None:
-    async def go() -> None:
-        async with in_process(application(FakeBackend())) as client:
-            for path in ("/live", "/ready", "/health", "/ping", "/version", "/metrics", "/v1/models", "/openapi.json"):
-                got, asked = await client.get(path), await client.head(path)
-                assert (got.status_code, asked.status_code, asked.content) == (200, 200, b""), path
-                assert got.headers["content-type"] == asked.headers["content-type"]
-                assert got.headers["x-request-id"] != asked.headers["x-request-id"]
-            assert (await client.head("/v1/nothing")).status_code == 404
-            refused = await client.head("/v1/chat/completions")
-            assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
-            names = [
-                (await client.get("/live", headers={"x-request-id": name})).headers["x-request-id"] for name in "a~"
-            ]
-            assert names[0] == "a"
-            assert names[1].startswith("id-"), "what no client may choose is replaced"
-
-    asyncio.run(go())
+async def test_every_answer_has_a_name_and_head_is_get_without_a_body() -> None:
+    async with in_process(application(FakeBackend())) as client:
+        for path in ("/live", "/ready", "/health", "/ping", "/version", "/metrics", "/v1/models", "/openapi.json"):
+            got, asked = await client.get(path), await client.head(path)
+            assert (got.status_code, asked.status_code, asked.content) == (200, 200, b""), path
+            assert got.headers["content-type"] == asked.headers["content-type"]
+            assert got.headers["x-request-id"] != asked.headers["x-request-id"]
+        assert (await client.head("/v1/nothing")).status_code == 404
+        refused = await client.head("/v1/chat/completions")
+        assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+        names = [(await client.get("/live", headers={"x-request-id": name})).headers["x-request-id"] for name in "a~"]
+        assert names[0] == "a"
+        assert names[1].startswith("id-"), "what no client may choose is replaced"
 
 
 def test_ping_is_ready_and_version_says_which() -> None:
@@ -203,7 +200,7 @@ def test_the_openapi_description_lists_the_inference_endpoints_from_their_struct
 
 @pytest.mark.parametrize("name", sorted(FrontendSettings.model_fields))
 def test_every_setting_is_documented(name: str) -> None:
-    assert f"`{name}`" in DOCUMENT
+    assert f"`{environment_name(name)}`" in SETTINGS
 
 
 def test_every_metric_is_documented() -> None:

@@ -19,6 +19,7 @@ from poolgrid.frontend.schema import USUAL, ChatBody, CompletionBody, Message, i
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.inference.ports import ServedModel
+from tests.examples import examples
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.inference_requests import fields_of
 
@@ -53,7 +54,7 @@ def asked(job: PreparedRequest, names: list[str]) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(USUAL_FIELDS, st.text(min_size=1, max_size=40), st.booleans())
 def test_a_plain_body_and_one_that_says_a_default_are_one_request(
     fields: dict[str, Any], text: str, chat: bool

@@ -24,7 +24,7 @@ from tokenizers import (
 
 from poolgrid.frontend import prompt_encoder
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_encoder import Lookup, PromptEncoder, probes
+from poolgrid.frontend.prompt_encoder import Lookup, PromptEncoder
 from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, cut
 from poolgrid.inference.cache_domain import EVERYBODY
 from poolgrid.wire.hashing import pack_tokens
@@ -233,15 +233,6 @@ def test_conversations_that_interleave_have_the_tokenizers_own_ids(kind: str) ->
     check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_cutting_is_exact_on_the_probes(kind: str) -> None:
-    tokenizer, encoder = made(kind, awkward=True, fast=False)
-    for text in list(probes(TOKENS))[::7]:
-        whole = f"{text}{'x ' * 130}<|start|>{text}{'y z ' * 130}<|end|><|start|>{text}"
-        assert len(cut(whole, encoder.delimiters)) > 1
-        assert encoder.encode(whole, domain=EVERYBODY) == answer(tokenizer, whole)
-
-
 def test_a_later_turn_of_a_conversation_is_computed_for_its_new_text_only() -> None:
     tokenizer, encoder = made("byte-level", awkward=False, fast=False)
     encoder.clear()
@@ -270,16 +261,6 @@ def test_the_cache_stays_within_its_bytes_and_forgets_the_oldest() -> None:
     assert encoder.encoded_tokens == encoded, "the newest is there"
     encoder.encode(f"<|start|>0 {'filler ' * 60}<|end|>0{'more ' * 60}", domain=EVERYBODY)
     assert encoder.encoded_tokens > encoded, "the oldest is gone"
-
-
-def test_one_huge_segment_does_not_empty_the_cache() -> None:
-    tokenizer, _ = made("byte-level", awkward=False, fast=False)
-    encoder = PromptEncoder(tokenizer, cache_bytes=64_000, fast=False)
-    encoder.encode(f"<|start|>{'kept ' * 60}<|end|>{'kept too ' * 60}", domain=EVERYBODY)
-    used = encoder.cache_used_bytes
-    huge = f"<|start|>{'huge ' * 20_000}"
-    assert encoder.encode(huge, domain=EVERYBODY) == answer(tokenizer, huge)
-    assert encoder.cache_used_bytes == used > 0
 
 
 @pytest.mark.parametrize(

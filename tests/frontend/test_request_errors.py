@@ -26,6 +26,7 @@ from poolgrid.frontend.schema import (
 )
 from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
 from poolgrid.inference.ports import Refused, ServedModel
+from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak, with_logprobs
 from tests.frontend.inference_requests import fields_of
 from tests.frontend.server import FrontEnd, application, front_end, in_process, post_once
@@ -463,7 +464,7 @@ JSON_VALUES = st.recursive(
     value=JSON_VALUES,
     path=st.sampled_from([CHAT, COMPLETIONS]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 def test_no_value_of_any_field_is_an_internal_error(front: FrontEnd, field: str, value: Any, path: str) -> None:
     body = json.loads(chat(prompt="hi") if path == CHAT else completion())
     body[field] = value

@@ -21,12 +21,6 @@ def hints_of(headers: dict[str, str] | None = None, **fields: Any) -> Any:
     return backend.requests[0].hints
 
 
-def test_a_request_without_hints_has_none() -> None:
-    assert hints_of() == {}
-    assert hints_of(nvext={"cache_salt": "s"}) == {}
-    assert hints_of(headers={"x-other": "1"}) == {}
-
-
 def test_targets_and_agent_hints_are_handed_over_unread() -> None:
     nvext = {"router": {"ttft_target": "whatever", "new": [1]}, "agent_hints": {"priority": -3, "osl": 7}}
 

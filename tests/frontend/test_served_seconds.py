@@ -10,8 +10,6 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS, FrontendMetrics
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application
 
 
 class SetClock:
@@ -68,8 +66,3 @@ def test_totals_are_those_of_all_models_and_statuses_from_500() -> None:
         "itl 0.006": 1,
         "itl Infinity": 1,
     }
-
-
-def test_an_application_has_a_total_for_each_column() -> None:
-    app = application(FakeBackend())
-    assert app.served() == (0,) * len(SERVED_COLUMNS)

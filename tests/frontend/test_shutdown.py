@@ -25,62 +25,53 @@ def begins(request: InferenceRequest) -> list[Step]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_is_still_prepared_is_answered_503(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        backend = FakeBackend()
-        backend.admission = asyncio.Event()
-        server = HttpServer(application(backend), "127.0.0.1", 0, "port", 400.0)
-        server.start()
-        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
-            asked = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "stream": stream}))
-            await backend.submitted.wait()
-            await server.stop()
-            answer = await asked
+async def test_a_request_that_is_still_prepared_is_answered_503(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    backend = FakeBackend()
+    backend.admission = asyncio.Event()
+    server = HttpServer(application(backend), "127.0.0.1", 0, "port", 400.0)
+    server.start()
+    async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+        asked = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "stream": stream}))
+        await backend.submitted.wait()
+        await server.stop()
+        answer = await asked
 
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
-            assert "shutting down" in answer.json()["error"]["message"]
-            assert backend.abandoned.is_set()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert "shutting down" in answer.json()["error"]["message"]
+        assert backend.abandoned.is_set()
 
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
-def test_a_stream_that_nobody_ends_is_ended_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        backend = FakeBackend(begins)
-        server = HttpServer(application(backend), "127.0.0.1", 0, "port", 400.0)
-        server.start()
-        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
-            asked = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "stream": True}))
-            waiting = asyncio.Event()
-            backend.on_waiting = waiting.set
-            await waiting.wait()
-            await server.stop()
-            events = [line for line in (await asked).text.splitlines() if line.startswith("data: ")]
+async def test_a_stream_that_nobody_ends_is_ended_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
+    backend = FakeBackend(begins)
+    server = HttpServer(application(backend), "127.0.0.1", 0, "port", 400.0)
+    server.start()
+    async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+        asked = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, "stream": True}))
+        waiting = asyncio.Event()
+        backend.on_waiting = waiting.set
+        await waiting.wait()
+        await server.stop()
+        events = [line for line in (await asked).text.splitlines() if line.startswith("data: ")]
 
-            assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "not_ready"
-            assert backend.streams[0].cancelled.is_set(), "the worker hears of it"
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "not_ready"
+        assert backend.streams[0].cancelled.is_set(), "the worker hears of it"
 
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
-def test_one_who_sends_half_a_request_is_cut_in_time(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        server = HttpServer(application(FakeBackend()), "127.0.0.1", 0, "port", 200.0)
-        server.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
-        while not server.connections.bodies:  # noqa: ASYNC110 - it tells nobody
-            await asyncio.sleep(0.001)
-        async with asyncio.timeout(5):
-            await server.stop()
-            assert await reader.read() == b""
-        writer.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+async def test_one_who_sends_half_a_request_is_cut_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    server = HttpServer(application(FakeBackend()), "127.0.0.1", 0, "port", 200.0)
+    server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
+    while not server.connections.bodies:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0.001)
+    async with asyncio.timeout(5):
+        await server.stop()
+        assert await reader.read() == b""
+    writer.close()
 
     assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == [
         "shutting down: aborting 1 connections with a request in flight"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import json
@@ -208,16 +207,13 @@ ONE_SYSTEM = (
         ("messages", {"system": "s", "messages": [said("user", "u")], "max_tokens": 4}, "<system>s<user>u"),
     ],
 )
-def test_the_messages_of_every_api_are_adapted(path: str, body: dict[str, Any], text: str) -> None:
+async def test_the_messages_of_every_api_are_adapted(path: str, body: dict[str, Any], text: str) -> None:
     backend = FakeBackend()
     model = dataclasses.replace(TINY, template=ChatTemplate(ONE_SYSTEM), encoder=None)
 
-    async def run() -> None:
-        async with in_process(application(backend, models={"tiny": model})) as client:
-            response = await client.post(f"/v1/{path}", json={"model": "tiny", **body})
-            assert response.status_code == 200, response.text
-
-    asyncio.run(run())
+    async with in_process(application(backend, models={"tiny": model})) as client:
+        response = await client.post(f"/v1/{path}", json={"model": "tiny", **body})
+        assert response.status_code == 200, response.text
     assert TINY.decode(backend.requests[0].token_ids) == text
 
 

@@ -31,34 +31,31 @@ def test_short_work_is_done_here_and_long_work_in_a_thread() -> None:
     assert here == threading.get_ident() != there
 
 
-def test_what_does_not_fit_the_queue_is_refused_and_what_was_given_up_leaves_it() -> None:
-    async def go() -> None:
-        pool = TokenizationPool(threads=1, queue_limit=1, inline_bytes=0)
-        begun, gate = threading.Event(), threading.Event()
+async def test_what_does_not_fit_the_queue_is_refused_and_what_was_given_up_leaves_it() -> None:
+    pool = TokenizationPool(threads=1, queue_limit=1, inline_bytes=0)
+    begun, gate = threading.Event(), threading.Event()
 
-        def hold() -> int:
-            begun.set()
-            assert gate.wait(5)
-            return 1
+    def hold() -> int:
+        begun.set()
+        assert gate.wait(5)
+        return 1
 
-        running = asyncio.ensure_future(pool.run(1, hold))
-        queued = asyncio.ensure_future(pool.run(1, lambda: 2))
-        await asyncio.to_thread(begun.wait, 5)
-        assert pool.pending == 2
-        with pytest.raises(RequestError) as refused:
-            await pool.run(1, lambda: 3)
-        assert (refused.value.status, refused.value.code) == (429, "tokenizer_busy")
-        assert (b"retry-after", b"1") in refused.value.headers
+    running = asyncio.ensure_future(pool.run(1, hold))
+    queued = asyncio.ensure_future(pool.run(1, lambda: 2))
+    await asyncio.to_thread(begun.wait, 5)
+    assert pool.pending == 2
+    with pytest.raises(RequestError) as refused:
+        await pool.run(1, lambda: 3)
+    assert (refused.value.status, refused.value.code) == (429, "tokenizer_busy")
+    assert (b"retry-after", b"1") in refused.value.headers
 
-        queued.cancel()
-        await asyncio.gather(queued, return_exceptions=True)
-        assert pool.pending == 1
-        gate.set()
-        assert await running == 1
-        assert await pool.run(1, lambda: 4) == 4
-        pool.close()
-
-    asyncio.run(go())
+    queued.cancel()
+    await asyncio.gather(queued, return_exceptions=True)
+    assert pool.pending == 1
+    gate.set()
+    assert await running == 1
+    assert await pool.run(1, lambda: 4) == 4
+    pool.close()
 
 
 def test_a_request_is_answered_while_a_long_prompt_is_being_tokenized() -> None:

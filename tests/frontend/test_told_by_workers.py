@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES
 from poolgrid.inference.ports import ServedModel
-from poolgrid.wire.card import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatSpec, MediaSpec
+from poolgrid.wire.card import ChatSpec, MediaSpec
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.media.samples import png
 from tests.frontend.server import application, in_process
@@ -45,12 +44,6 @@ async def message(backend: FakeBackend, settings: dict[str, Any] | None = None, 
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()["choices"][0]["message"]
     return found
-
-
-def test_names_of_parsers_are_those_that_there_are() -> None:
-    assert ("auto", "none", *REASONING_NAMES) == REASONING_PARSERS
-    assert TOOL_CALL_PARSERS[:2] == ("auto", "none")
-    assert set(TOOL_CALL_PARSERS[2:]) == set(TOOL_NAMES)
 
 
 @pytest.mark.anyio

@@ -95,10 +95,6 @@ def test_on_demand_each_request_is_a_line_whatever_the_log_level(caplog: pytest.
     assert SECRET not in caplog.text
 
 
-def test_nothing_is_said_of_single_requests_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    assert serve(caplog, access_log=False) == []
-
-
 def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     traffic: Traffic[str] = Traffic(False, lambda request: got, lambda request: ended(name=request))
     got = TokenTotals(100, 0, 0)

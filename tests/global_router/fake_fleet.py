@@ -20,7 +20,7 @@ from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection, Pools
-from poolgrid.global_router.router_link import PoolLost
+from poolgrid.global_router.router_link import PoolLost, PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.inference.inference_request import InferenceRequest
@@ -75,7 +75,9 @@ class FakePool(PoolConnection):
         async def nowhere(url: str) -> str:
             raise OSError(url)
 
-        super().__init__(name, "", pools.breaker, zmq.Context.instance(), nowhere, clock, 250, 2000, pools.say_news)
+        super().__init__(
+            name, "", pools.breaker, PoolNetwork(zmq.Context.instance(), nowhere, clock, 250, 2000), pools.say_news
+        )
         self.status = status(*(workers_of(role, workers) for role in roles))
         self.reached.set()
         self.workers = [WorkerRank(f"{name}-{number}") for number in range(workers)]
@@ -139,7 +141,7 @@ class FakePools(Pools):
         async def nowhere(url: str) -> str:
             raise OSError(url)
 
-        super().__init__({}, zmq.Context.instance(), nowhere, clock, 250, 2000)
+        super().__init__({}, PoolNetwork(zmq.Context.instance(), nowhere, clock, 250, 2000))
         self.breaker = document.circuit_breaker
 
     def add(self, pool: FakePool) -> None:

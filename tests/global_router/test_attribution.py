@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from poolgrid.global_router.core.choice.attribution import Attribution, Served
 from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, Spill
-from poolgrid.global_router.core.choice.destination import Destination, destination
+from poolgrid.global_router.core.choice.destination import Attribution, Destination, Served, destination
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import RequestHints
 from poolgrid.wire.identifiers import Stage
@@ -81,13 +80,3 @@ def test_an_encode_leg_changes_nothing() -> None:
     made.placed(there, "a", Stage.WHOLE, is_first=True, has_moved=False)
 
     assert made.ttft == made.itl == Served(cell(there), "a")
-
-
-def test_after_an_override_nothing_counts() -> None:
-    raw = aggregated()
-    raw["aggregated"]["priority_overrides"] = [{"min_priority": 1, "max_priority": 9, "target_pool": "a"}]
-    there, made = to("aggregated", raw, priority=5), Attribution()
-
-    made.placed(there, "a", Stage.WHOLE, is_first=True, has_moved=False)
-
-    assert made == Attribution()

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from poolgrid.global_router.core.builder.pool_profiles import PoolProfile, WantedGrid
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput
-from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
+from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints, Target
 from poolgrid.global_router.core.document.axis import (
     AXES,
     AXIS,
@@ -26,7 +25,7 @@ from poolgrid.global_router.core.document.axis import (
     StageName,
     axes_of,
 )
-from poolgrid.global_router.core.document.canonical_text import document_text
+from poolgrid.global_router.core.document.diff import document_text
 from poolgrid.global_router.core.document.grid_document import GridDocument, TargetDefaults
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import load_document

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,88 +33,70 @@ class Scene:
         return self.configuration.active.grid.select("aggregated", GridRequest(0)).pool
 
 
-def run(tmp_path: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(20):
-            await scenario(Scene(tmp_path / "grid.json"))
+async def test_a_changed_file_is_noticed_and_put_in_force(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "grid.json")
+    before = scene.configuration.active
+    watching = asyncio.create_task(scene.configuration.watch(0.005, asyncio.Event()))
+    scene.path.write_text(version(100))
 
-    asyncio.run(whole())
+    outcome = await scene.outcomes.get()
+    watching.cancel()
 
-
-def test_a_changed_file_is_noticed_and_put_in_force(tmp_path: Path) -> None:
-    async def scenario(scene: Scene) -> None:
-        before = scene.configuration.active
-        watching = asyncio.create_task(scene.configuration.watch(0.005, asyncio.Event()))
-        scene.path.write_text(version(100))
-
-        outcome = await scene.outcomes.get()
-        watching.cancel()
-
-        assert outcome.outcome == "replaced"
-        assert [str(change) for change in outcome.changes] == ["$.defaults.ttft_target_ms: 900.0 is now 100.0"]
-        assert scene.pool() == "a"
-        assert scene.configuration.active.revision == 2
-        assert before.revision == 1, "what a request holds does not change"
-        assert scene.configuration.active.outputs is before.outputs, "what was learned is kept"
-
-    run(tmp_path, scenario)
+    assert outcome.outcome == "replaced"
+    assert [str(change) for change in outcome.changes] == ["$.defaults.ttft_target_ms: 900.0 is now 100.0"]
+    assert scene.pool() == "a"
+    assert scene.configuration.active.revision == 2
+    assert before.revision == 1, "what a request holds does not change"
+    assert scene.configuration.active.outputs is before.outputs, "what was learned is kept"
 
 
-def test_a_signal_reads_the_file_at_once(tmp_path: Path) -> None:
-    async def scenario(scene: Scene) -> None:
-        wake = asyncio.Event()
-        watching = asyncio.create_task(scene.configuration.watch(3600, wake))
-        wake.set()
-        assert (await scene.outcomes.get()).outcome == "unchanged"
-        scene.path.write_text(version(100))
-        wake.set()
-        assert (await scene.outcomes.get()).outcome == "replaced"
-        watching.cancel()
-
-    run(tmp_path, scenario)
+async def test_a_signal_reads_the_file_at_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "grid.json")
+    wake = asyncio.Event()
+    watching = asyncio.create_task(scene.configuration.watch(3600, wake))
+    wake.set()
+    assert (await scene.outcomes.get()).outcome == "unchanged"
+    scene.path.write_text(version(100))
+    wake.set()
+    assert (await scene.outcomes.get()).outcome == "replaced"
+    watching.cancel()
 
 
-def test_a_broken_file_changes_nothing_and_every_problem_is_kept(tmp_path: Path) -> None:
-    async def scenario(scene: Scene) -> None:
-        raw: dict[str, Any] = changed(aggregated(), ("adpat",), True)
-        scene.path.write_text(json.dumps(changed(raw, ("aggregated", "isl_max"), -1)))
+async def test_a_broken_file_changes_nothing_and_every_problem_is_kept(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "grid.json")
+    raw: dict[str, Any] = changed(aggregated(), ("adpat",), True)
+    scene.path.write_text(json.dumps(changed(raw, ("aggregated", "isl_max"), -1)))
 
-        outcome = await scene.configuration.reload()
+    outcome = await scene.configuration.reload()
 
-        assert outcome is not None
-        assert outcome.outcome == "refused"
-        assert len(outcome.problems) >= 2
-        assert (scene.configuration.active.revision, scene.pool()) == (1, "b")
-        assert scene.configuration.reloads[-1][1] is outcome
-
-    run(tmp_path, scenario)
+    assert outcome is not None
+    assert outcome.outcome == "refused"
+    assert len(outcome.problems) >= 2
+    assert (scene.configuration.active.revision, scene.pool()) == (1, "b")
+    assert scene.configuration.reloads[-1][1] is outcome
 
 
-def test_a_file_that_is_gone_changes_nothing(tmp_path: Path) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.path.unlink()
+async def test_a_file_that_is_gone_changes_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "grid.json")
+    scene.path.unlink()
 
-        assert await scene.configuration.reload() is None
-        assert scene.configuration.active.revision == 1
-
-    run(tmp_path, scenario)
+    assert await scene.configuration.reload() is None
+    assert scene.configuration.active.revision == 1
 
 
-def test_a_rollback_is_a_new_revision_and_stands_until_the_file_changes(tmp_path: Path) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.path.write_text(version(100))
-        await scene.configuration.reload()
+async def test_a_rollback_is_a_new_revision_and_stands_until_the_file_changes(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "grid.json")
+    scene.path.write_text(version(100))
+    await scene.configuration.reload()
 
-        assert (await scene.configuration.rollback()).outcome == "rolled-back"
-        assert (scene.configuration.active.revision, scene.pool()) == (3, "b")
-        assert (await scene.configuration.rollback()).outcome == "unchanged"
+    assert (await scene.configuration.rollback()).outcome == "rolled-back"
+    assert (scene.configuration.active.revision, scene.pool()) == (3, "b")
+    assert (await scene.configuration.rollback()).outcome == "unchanged"
 
-        scene.outcomes = asyncio.Queue()
-        scene.configuration.listen(scene.outcomes.put_nowait)
-        watching = asyncio.create_task(scene.configuration.watch(0.005, asyncio.Event()))
-        scene.path.write_text(version(101))
-        assert (await scene.outcomes.get()).outcome == "replaced"
-        watching.cancel()
-        assert (scene.configuration.active.revision, scene.pool()) == (4, "a")
-
-    run(tmp_path, scenario)
+    scene.outcomes = asyncio.Queue()
+    scene.configuration.listen(scene.outcomes.put_nowait)
+    watching = asyncio.create_task(scene.configuration.watch(0.005, asyncio.Event()))
+    scene.path.write_text(version(101))
+    assert (await scene.outcomes.get()).outcome == "replaced"
+    watching.cancel()
+    assert (scene.configuration.active.revision, scene.pool()) == (4, "a")

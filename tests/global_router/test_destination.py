@@ -65,36 +65,6 @@ def test_a_spill_takes_no_pool_away_when_the_one_it_goes_to_is_down(fallback: di
     assert there.how("c") == "fallback"
 
 
-def test_what_lost_its_worker_tries_the_same_pool_first() -> None:
-    there = made().after_loss("b", faster_first=False)
-
-    assert there.pools == ("b", "c", "a")
-    assert there.how("b") == "same-pool"
-
-
-def test_with_priority_retry_faster_pools_come_before_the_same_one() -> None:
-    there = made().after_loss("b", faster_first=True)
-
-    assert there.pools == ("a", "b", "c")
-    assert [there.how(pool) for pool in there.pools] == ["retry", "same-pool", "grid"]
-
-
-def test_an_override_shows() -> None:
-    raw = aggregated()
-    raw["aggregated"]["priority_overrides"] = [{"min_priority": 1, "max_priority": 9, "target_pool": "a"}]
-    grid = Grid(document(raw)).stages["aggregated"]
-
-    there = destination(grid, ClosedLoop(document(raw)), GridRequest(10, RequestHints(priority=5)), 0.0)
-
-    assert (there.wanted, there.how("a"), there.cell) == ("a", "override", None)
-
-
-def test_requests_of_a_model_that_may_go_to_the_same_pools_wait_together() -> None:
-    assert made().lane("m") == made(spill="a").lane("m")
-    assert made().lane("m") != made().lane("other")
-    assert made().lane("m") != made(with_fallback({"rule": "none"})).lane("m")
-
-
 @st.composite
 def destinations(draw: st.DrawFn) -> Destination:
     names = [f"p{number}" for number in range(draw(st.integers(1, 6)))]

@@ -8,6 +8,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from lab.website.configuration_page import description_cell
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.http_api import add_global_router_endpoints
 from poolgrid.global_router.settings import GlobalRouterSettings
@@ -15,13 +16,14 @@ from tests.global_router.documents import ROOT, aggregated
 from tests.global_router.fake_fleet import FakeFleet
 
 PAGE = (ROOT / "docs" / "global_router.md").read_text()
+SETTINGS = (ROOT / "docs" / "configuration.md").read_text()
 
 
 def test_every_setting_is_documented_with_its_description() -> None:
     for name, field in GlobalRouterSettings.model_fields.items():
-        assert f"| `{name}` |" in PAGE, f"docs/global_router.md does not name the setting {name}"
+        assert f"`--{name.replace('_', '-')}`" in SETTINGS, f"docs/configuration.md does not name the setting {name}"
         assert field.description
-        assert field.description in PAGE, f"docs/global_router.md describes the setting {name} differently"
+        assert description_cell(field.description) in SETTINGS, f"docs/configuration.md describes {name} differently"
 
 
 def test_every_endpoint_and_state_is_documented() -> None:

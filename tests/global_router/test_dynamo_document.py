@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput
-from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
-from poolgrid.global_router.core.document.canonical_text import document_text
+from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints, Target
+from poolgrid.global_router.core.document.diff import document_text
 from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import (
     DYNAMO_DOCUMENTS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.core.choice.fallback import PoolStanding, choose_available, fallback_order, retry_order
+from poolgrid.global_router.core.choice.fallback import PoolStanding, choose_available, fallback_order
 from poolgrid.global_router.core.document.grid_document import Stage
 from tests.global_router.documents import document
 
@@ -53,22 +53,6 @@ def test_pools_follow_the_rule(chosen: str, rule: str, expected: list[str]) -> N
     assert [candidate.pool for candidate in order] == expected
 
 
-def test_an_explicit_order_is_exactly_that() -> None:
-    made = stage(RANKS, {"order": {"mid": ["slowest", "fast"], "fast": []}})
-
-    assert [candidate.pool for candidate in fallback_order(made, "mid")] == ["mid", "slowest", "fast"]
-    assert [candidate.pool for candidate in fallback_order(made, "fast")] == ["fast"]
-    assert len(fallback_order(made, "slow")) == 5
-
-
-def test_a_retry_goes_to_strictly_faster_pools_from_slow_to_fast() -> None:
-    made = stage(RANKS)
-
-    assert retry_order(made, "slowest") == ("slow", "mid", "also-mid", "fast")
-    assert retry_order(made, "mid") == ("fast",)
-    assert retry_order(made, "fast") == ()
-
-
 def test_the_first_available_pool_is_taken_and_the_others_are_explained() -> None:
     order = fallback_order(stage(RANKS), "mid")
     states = {
@@ -86,12 +70,6 @@ def test_the_first_available_pool_is_taken_and_the_others_are_explained() -> Non
         {"pool": "also-mid", "state": "draining"},
         {"pool": "fast", "state": "saturated"},
     ]
-
-
-def test_the_chosen_pool_is_no_fallback() -> None:
-    choice = choose_available(fallback_order(stage(RANKS), "mid"), {"mid": UP})
-
-    assert (choice.chosen, choice.pool, choice.passed_over) == ("mid", "mid", ())
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from poolgrid.global_router.core.document.canonical_text import document_text
+from poolgrid.global_router.core.document.diff import document_text
 from poolgrid.global_router.core.document.grid_document import CELLS_MAX
-from poolgrid.global_router.core.document.json_text import DOCUMENT_BYTES_MAX
-from poolgrid.global_router.core.document.problems import PROBLEMS_MAX, GridDocumentError
+from poolgrid.global_router.core.document.problems import DOCUMENT_BYTES_MAX, PROBLEMS_MAX, GridDocumentError
 from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import aggregated, changed, disagg, document, load, problems, warnings
 
@@ -283,11 +281,6 @@ def test_a_fault_is_named_with_its_place(path: tuple[str | int, ...], value: Any
     assert any(problem.startswith(expected) for problem in found), "\n".join(found)
 
 
-@pytest.mark.parametrize("raw", [disagg(), aggregated()], ids=["disagg", "aggregated"])
-def test_a_valid_document_has_neither_problems_nor_warnings(raw: dict[str, Any]) -> None:
-    assert load(raw).warnings == ()
-
-
 def test_every_problem_is_found_at_once() -> None:
     raw = disagg()
     raw["isl_basi"] = "total"
@@ -339,22 +332,6 @@ def test_text_that_is_no_document_is_refused(text: str | bytes, expected: str) -
     assert any(problem.startswith(expected) for problem in found), found
 
 
-def test_a_byte_order_mark_is_no_problem() -> None:
-    text = json.dumps(disagg())
-
-    assert problems(b"\xef\xbb\xbf" + text.encode()) == []
-    assert problems("\ufeff" + text) == []
-
-
-def test_names_and_indices_mean_the_same() -> None:
-    raw = disagg()
-    by_index = changed(raw, ("prefill", "mapping"), [[0, 1], [0, 0]])
-    by_index["prefill"]["fallback"] = {"order": {"0": [1]}}
-    raw["prefill"]["fallback"] = {"order": {"p-fast": ["p-cheap"]}}
-
-    assert document(by_index) == document(raw)
-
-
 def test_slower_pools_in_the_order_of_the_document_are_only_a_warning() -> None:
     raw = disagg()
     for pool in raw["prefill"]["pools"]:
@@ -396,14 +373,6 @@ def test_a_pool_that_is_no_cell_can_be_reached_otherwise(how: str) -> None:
         raw["adapt"] = True
 
     assert problems(raw) == []
-
-
-def test_an_equally_fast_pool_is_not_reached_by_retrying_towards_faster_ones() -> None:
-    raw = {**disagg(), "enable_priority_retry": True}
-    raw["prefill"]["mapping"] = [["p-cheap", "p-cheap"], ["p-cheap", "p-cheap"]]
-    raw["prefill"]["pools"][0]["priority"] = 1
-
-    assert [problem.split(": ")[0] for problem in problems(raw)] == ["$.prefill.pools[0]"]
 
 
 def test_the_isl_axis_of_an_aggregated_grid_comes_whole_or_not_at_all() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput, OutputLengths
+from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, OutputLengths
 from poolgrid.global_router.core.document.grid_document import OutputLengthSettings
 
 SETTINGS = OutputLengthSettings(default_tokens=256, learn_after_requests=3, memory_requests=10)
@@ -42,13 +41,6 @@ def test_the_mean_follows_a_change_of_traffic() -> None:
     assert lengths.expected("m").tokens == 1000
 
 
-def test_learning_can_be_switched_off() -> None:
-    lengths = OutputLengths(OutputLengthSettings(learn=False))
-    lengths.finished("m", 5)
-
-    assert len(lengths) == 0
-
-
 def test_the_number_of_models_is_bounded() -> None:
     lengths = OutputLengths(SETTINGS, models_max=2)
     for model in ("a", "b", "a", "c"):
@@ -68,8 +60,3 @@ def test_the_expectation_lies_within_what_was_seen(tokens: list[int]) -> None:
 
     seen = [min(length, 2**31 - 1) for length in tokens if length >= 0] or [0]
     assert min(seen) - 1 <= lengths.expected("m").tokens <= max(seen) + 1
-
-
-@pytest.mark.parametrize("limit", [0, -3])
-def test_a_limit_below_nothing_is_nothing(limit: int) -> None:
-    assert OutputLengths(SETTINGS).expected("m", max_tokens=limit).tokens == 0

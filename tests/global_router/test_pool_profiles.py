@@ -90,14 +90,6 @@ def test_each_cell_gets_the_cheapest_pool_that_meets_its_target_else_the_fastest
     assert load_document(built.text).document == document
 
 
-def test_the_stated_load_counts() -> None:
-    built = build_grid(load_profiles(json.dumps({**profiles(), "load": 10})))
-
-    assert built.loaded.document.prefill is not None
-    assert built.loaded.document.prefill.mapping == (("fast", "fast"), ("fast", "fast"))
-    assert built.left_out == ["cheap"]
-
-
 def test_strict_cells_stand_for_their_hardest_request() -> None:
     built = build_grid(load_profiles(json.dumps(profiles())), strict=True)
 

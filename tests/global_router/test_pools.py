@@ -12,9 +12,8 @@ import zmq
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
-from poolgrid.global_router.pool_status import state_for
-from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint
-from poolgrid.global_router.router_link import PoolLost, RouterLink
+from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint, state_for
+from poolgrid.global_router.router_link import PoolLost, PoolNetwork, RouterLink
 from poolgrid.process.clock import SystemClock
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
@@ -98,11 +97,7 @@ class Scene:
             "p",
             "http://pool",
             CircuitBreakerSettings(),
-            context,
-            self._discover,
-            SystemClock(),
-            20,
-            400,
+            PoolNetwork(context, self._discover, SystemClock(), 20, 400),
             self._news.set,
         )
 
@@ -276,94 +271,85 @@ def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: py
     run(scenario)
 
 
-def test_a_changed_document_adds_drops_and_moves_pools_and_keeps_the_others() -> None:
-    async def scenario() -> None:
-        looked: list[str] = []
+async def test_a_changed_document_adds_drops_and_moves_pools_and_keeps_the_others() -> None:
+    looked: list[str] = []
 
-        async def discover(url: str) -> str:
-            looked.append(url)
-            raise OSError("nobody there")
+    async def discover(url: str) -> str:
+        looked.append(url)
+        raise OSError("nobody there")
 
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        pools = Pools({"c": "http://given"}, context, discover, SystemClock(), 20, 400)
-        raw = changed(aggregated(), ("aggregated", "pools", 0, "url"), "http://a:1/")
-        try:
-            pools.use(document(raw))
-            await pools.first_look()
-            before = {pool.name: pool for pool in pools.all()}
-            raw = changed(raw, ("aggregated", "pools", 0, "url"), "http://a:2")
-            pools.use(document(raw))
-            after = {pool.name: pool for pool in pools.all()}
-        finally:
-            pools.close()
-            context.destroy(linger=0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pools = Pools({"c": "http://given"}, PoolNetwork(context, discover, SystemClock(), 20, 400))
+    raw = changed(aggregated(), ("aggregated", "pools", 0, "url"), "http://a:1/")
+    try:
+        pools.use(document(raw))
+        await pools.first_look()
+        before = {pool.name: pool for pool in pools.all()}
+        raw = changed(raw, ("aggregated", "pools", 0, "url"), "http://a:2")
+        pools.use(document(raw))
+        after = {pool.name: pool for pool in pools.all()}
+    finally:
+        pools.close()
+        context.destroy(linger=0)
 
-        assert {name: pool.url for name, pool in before.items()} == {"a": "http://a:1", "b": "", "c": "http://given"}
-        assert after["b"] is before["b"]
-        assert after["c"] is before["c"]
-        assert after["a"] is not before["a"]
-        assert after["a"].url == "http://a:2"
-        assert before["c"].last_error == "nobody there"
-
-    asyncio.run(scenario())
+    assert {name: pool.url for name, pool in before.items()} == {"a": "http://a:1", "b": "", "c": "http://given"}
+    assert after["b"] is before["b"]
+    assert after["c"] is before["c"]
+    assert after["a"] is not before["a"]
+    assert after["a"].url == "http://a:2"
+    assert before["c"].last_error == "nobody there"
 
 
-def test_other_settings_of_the_breaker_forget_nothing() -> None:
-    async def scenario() -> None:
-        async def discover(url: str) -> str:
-            raise OSError("nobody there")
+async def test_other_settings_of_the_breaker_forget_nothing() -> None:
+    async def discover(url: str) -> str:
+        raise OSError("nobody there")
 
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        pools = Pools({}, context, discover, SystemClock(), 20, 400)
-        raw = changed(aggregated(), ("circuit_breaker",), {"failures_to_open": 1})
-        try:
-            pools.use(document(raw))
-            pool = pools.get("a")
-            assert pool is not None
-            ticket, _ = pool.breaker.admit(0)
-            late, _ = pool.breaker.admit(0)
-            assert ticket is not None
-            assert late is not None
-            pool.breaker.failed(ticket, 0)
-            pools.use(document(changed(raw, ("circuit_breaker", "open_ms"), 3000)))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pools = Pools({}, PoolNetwork(context, discover, SystemClock(), 20, 400))
+    raw = changed(aggregated(), ("circuit_breaker",), {"failures_to_open": 1})
+    try:
+        pools.use(document(raw))
+        pool = pools.get("a")
+        assert pool is not None
+        ticket, _ = pool.breaker.admit(0)
+        late, _ = pool.breaker.admit(0)
+        assert ticket is not None
+        assert late is not None
+        pool.breaker.failed(ticket, 0)
+        pools.use(document(changed(raw, ("circuit_breaker", "open_ms"), 3000)))
 
-            assert pool.breaker.state is BreakerState.OPEN
-            assert pool.breaker.succeeded(late, 1) == []
-            assert pool.breaker.state is BreakerState.OPEN
-        finally:
-            pools.close()
-            context.destroy(linger=0)
-
-    asyncio.run(scenario())
+        assert pool.breaker.state is BreakerState.OPEN
+        assert pool.breaker.succeeded(late, 1) == []
+        assert pool.breaker.state is BreakerState.OPEN
+    finally:
+        pools.close()
+        context.destroy(linger=0)
 
 
-def test_a_pool_that_a_new_document_moved_is_waited_for_until_it_answers_or_does_not() -> None:
-    async def scenario() -> None:
-        answers: asyncio.Queue[OSError] = asyncio.Queue()
+async def test_a_pool_that_a_new_document_moved_is_waited_for_until_it_answers_or_does_not() -> None:
+    answers: asyncio.Queue[OSError] = asyncio.Queue()
 
-        async def discover(url: str) -> str:
-            raise await answers.get()
+    async def discover(url: str) -> str:
+        raise await answers.get()
 
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        pools = Pools({}, context, discover, SystemClock(), 20, 400)
-        news = asyncio.Event()
-        pools.listen(news.set)
-        try:
-            pools.use(document(aggregated()))
-            pool = pools.get("a")
-            assert pool is not None
-            assert pool.state("m", Stage.WHOLE, 0) is pool.overall_state(0) is PoolStanding.CONNECTING
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pools = Pools({}, PoolNetwork(context, discover, SystemClock(), 20, 400))
+    news = asyncio.Event()
+    pools.listen(news.set)
+    try:
+        pools.use(document(aggregated()))
+        pool = pools.get("a")
+        assert pool is not None
+        assert pool.state("m", Stage.WHOLE, 0) is pool.overall_state(0) is PoolStanding.CONNECTING
 
-            answers.put_nowait(OSError("nobody there"))
-            await asyncio.wait_for(news.wait(), 10)
+        answers.put_nowait(OSError("nobody there"))
+        await asyncio.wait_for(news.wait(), 10)
 
-            states = [each.state("m", Stage.WHOLE, 0) for each in pools.all()]
-            assert sorted(states) == [PoolStanding.CONNECTING, PoolStanding.CONNECTING, PoolStanding.DOWN]
-        finally:
-            pools.close()
-            context.destroy(linger=0)
-
-    asyncio.run(scenario())
+        states = [each.state("m", Stage.WHOLE, 0) for each in pools.all()]
+        assert sorted(states) == [PoolStanding.CONNECTING, PoolStanding.CONNECTING, PoolStanding.DOWN]
+    finally:
+        pools.close()
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(

@@ -45,82 +45,72 @@ def refusing(kind: RefusalKind, retry_after_ms: int | None = None, unknown: bool
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_request_goes_on_at_once_where_there_is_room_and_a_full_worker_gets_nothing_for_its_time(after: int) -> None:
-    async def scenario() -> None:
-        fleet = FakeFleet(aggregated(), migration_limit=0)
-        fleet.scripts["a-1"] = refusing(RefusalKind.BUSY, 5000, after=after)
+async def test_a_request_goes_on_at_once_where_there_is_room_and_a_full_worker_gets_nothing_for_its_time(
+    after: int,
+) -> None:
+    fleet = FakeFleet(aggregated(), migration_limit=0)
+    fleet.scripts["a-1"] = refusing(RefusalKind.BUSY, 5000, after=after)
 
-        tokens, last = await read(await fleet.service.submit(request(hints=targets(0, 0))))
+    tokens, last = await read(await fleet.service.submit(request(hints=targets(0, 0))))
 
-        assert (tokens, last.finish_reason) == (right_answer(), "length")
-        for number in range(4):
-            await read(await fleet.service.submit(request(f"r{number}", hints=targets(0, 0))))
-        assert [len(link.sent) for name, link in fleet.links.links.items() if name == "tcp://a-1"] == [1]
-        assert fleet.pool("a").breaker_steps == [], "it is no failure"
-        assert fleet.count("poolgrid_global_router_moves_total", cause="before_output") == 0
-        fleet.clock.now_ms += 5001
-        fleet.scripts.clear()
-        for number in range(4, 8):
-            await read(await fleet.service.submit(request(f"r{number}", hints=targets(0, 0))))
-        assert len(fleet.links.links["tcp://a-1"].sent) > 1
-        fleet.assert_nothing_is_left()
-
-    asyncio.run(scenario())
+    assert (tokens, last.finish_reason) == (right_answer(), "length")
+    for number in range(4):
+        await read(await fleet.service.submit(request(f"r{number}", hints=targets(0, 0))))
+    assert [len(link.sent) for name, link in fleet.links.links.items() if name == "tcp://a-1"] == [1]
+    assert fleet.pool("a").breaker_steps == [], "it is no failure"
+    assert fleet.count("poolgrid_global_router_moves_total", cause="before_output") == 0
+    fleet.clock.now_ms += 5001
+    fleet.scripts.clear()
+    for number in range(4, 8):
+        await read(await fleet.service.submit(request(f"r{number}", hints=targets(0, 0))))
+    assert len(fleet.links.links["tcp://a-1"].sent) > 1
+    fleet.assert_nothing_is_left()
 
 
-def test_when_every_worker_is_full_a_request_waits_and_is_served_when_time_is_over() -> None:
-    async def scenario() -> None:
-        fleet = FakeFleet(aggregated(), migration_limit=0)
-        fleet.default_script = refusing(RefusalKind.BUSY, 5000)
-        stream = await fleet.service.submit(request())
-        await until(lambda: len(fleet.service.queue) == 1)
-        asked = sum(len(link.sent) for link in fleet.links.links.values())
-        assert asked == 6, "every worker of three pools, once"
-        for _ in range(50):
-            fleet.service.queue.changed()
-            await asyncio.sleep(0)
-        assert sum(len(link.sent) for link in fleet.links.links.values()) == asked
-
-        fleet.default_script = speak
-        fleet.clock.now_ms += 5001
+async def test_when_every_worker_is_full_a_request_waits_and_is_served_when_time_is_over() -> None:
+    fleet = FakeFleet(aggregated(), migration_limit=0)
+    fleet.default_script = refusing(RefusalKind.BUSY, 5000)
+    stream = await fleet.service.submit(request())
+    await until(lambda: len(fleet.service.queue) == 1)
+    asked = sum(len(link.sent) for link in fleet.links.links.values())
+    assert asked == 6, "every worker of three pools, once"
+    for _ in range(50):
         fleet.service.queue.changed()
+        await asyncio.sleep(0)
+    assert sum(len(link.sent) for link in fleet.links.links.values()) == asked
 
-        assert (await read(stream))[0] == right_answer()
-        fleet.assert_nothing_is_left()
+    fleet.default_script = speak
+    fleet.clock.now_ms += 5001
+    fleet.service.queue.changed()
 
-    asyncio.run(scenario())
+    assert (await read(stream))[0] == right_answer()
+    fleet.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("document", [aggregated(), disagg()])
-def test_without_room_in_time_the_client_is_told_when_to_come_back(document: dict[str, object]) -> None:
-    async def scenario() -> None:
-        fleet = FakeFleet(document, queue_timeout_ms=50)
-        fleet.default_script = refusing(RefusalKind.BUSY, 5000)
+async def test_without_room_in_time_the_client_is_told_when_to_come_back(document: dict[str, object]) -> None:
+    fleet = FakeFleet(document, queue_timeout_ms=50)
+    fleet.default_script = refusing(RefusalKind.BUSY, 5000)
 
-        reading = asyncio.ensure_future(read(await fleet.service.submit(request())))
-        while not reading.done():
-            fleet.clock.now_ms += 1
-            await asyncio.sleep(0.002)
-        _, last = reading.result()
+    reading = asyncio.ensure_future(read(await fleet.service.submit(request())))
+    while not reading.done():
+        fleet.clock.now_ms += 1
+        await asyncio.sleep(0.002)
+    _, last = reading.result()
 
-        assert last.finish_reason == "error"
-        assert last.retry_after_s is not None
-        fleet.assert_nothing_is_left()
-
-    asyncio.run(scenario())
+    assert last.finish_reason == "error"
+    assert last.retry_after_s is not None
+    fleet.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("unknown", [False, True])
-def test_what_no_worker_can_do_each_is_asked_once_and_the_client_gets_their_words(unknown: bool) -> None:
-    async def scenario() -> None:
-        fleet = FakeFleet(aggregated(), migration_limit=20)
-        fleet.default_script = refusing(RefusalKind.CANNOT_DO, unknown=unknown)
+async def test_what_no_worker_can_do_each_is_asked_once_and_the_client_gets_their_words(unknown: bool) -> None:
+    fleet = FakeFleet(aggregated(), migration_limit=20)
+    fleet.default_script = refusing(RefusalKind.CANNOT_DO, unknown=unknown)
 
-        _, last = await read(await fleet.service.submit(request()))
+    _, last = await read(await fleet.service.submit(request()))
 
-        assert (last.unsupported, last.unknown_model) == (True, unknown)
-        assert (last.error or "").endswith("says no")
-        assert [len(link.sent) for link in fleet.links.links.values()] == [1] * 6
-        fleet.assert_nothing_is_left()
-
-    asyncio.run(scenario())
+    assert (last.unsupported, last.unknown_model) == (True, unknown)
+    assert (last.error or "").endswith("says no")
+    assert [len(link.sent) for link in fleet.links.links.values()] == [1] * 6
+    fleet.assert_nothing_is_left()

@@ -11,26 +11,12 @@ from hypothesis import strategies as st
 from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, Target, read_hints
 
 
-def test_nothing_asked_is_nothing() -> None:
-    assert read_hints(None) == RequestHints()
-    assert read_hints({"router": None, "agent_hints": {"priority": None}}, {}) == RequestHints()
-
-
 def test_targets_priority_and_length_are_read() -> None:
     nvext = {"router": {"ttft_target": 0, "itl_target": 20.5}, "agent_hints": {"priority": -3, "osl": 0}, "x": 1}
 
     assert read_hints(nvext) == RequestHints(
         {"ttft": Target(0.0, "nvext.router.ttft_target"), "itl": Target(20.5, "nvext.router.itl_target")}, -3, 0
     )
-
-
-def test_a_header_counts_where_the_body_says_nothing() -> None:
-    headers = {"x-ttft-target-ms": "150", "x-itl-target-ms": " 2e1 "}
-
-    hints = read_hints({"router": {"ttft_target": 99}}, headers)
-
-    assert hints.targets["ttft"] == Target(99.0, "nvext.router.ttft_target")
-    assert hints.targets["itl"] == Target(20.0, "x-itl-target-ms")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -1, -0.001, "200", True, [], {}, 10**400])

@@ -12,9 +12,8 @@ from poolgrid.inference.ports import Refused
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
 from poolgrid.wire.selection import SelectRefusal, SelectRefused, WorkerRank
-from tests.frontend.inference_requests import like
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,
@@ -78,40 +77,21 @@ def silent(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
 
 
 class TestTheGrid:
-    @pytest.mark.parametrize(
-        ("ttft", "itl", "isl", "pool"),
-        [(100, 5, 32, "a"), (100, 15, 32, "b"), (900, 5, 32, "b"), (900, 15, 32, "c"), (100, 15, 1500, "a")],
-    )
-    def test_the_cell_names_the_pool(self, ttft: float, itl: float, isl: int, pool: str) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
+    async def test_headers_ask_too_and_the_record_says_so(self) -> None:
+        fleet = FakeFleet(aggregated())
+        hints = {"headers": {"x-ttft-target-ms": "0", "x-itl-target-ms": "0"}}
 
-            tokens, last, served_by = await answer(fleet, isl=isl, hints=targets(ttft, itl))
+        stream = await fleet.service.submit(request(hints=hints))
+        await read(stream)
 
-            assert served_by == pool
-            assert (tokens, last.finish_reason) == (right_answer(isl), "length")
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    def test_headers_ask_too_and_the_record_says_so(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            hints = {"headers": {"x-ttft-target-ms": "0", "x-itl-target-ms": "0"}}
-
-            stream = await fleet.service.submit(request(hints=hints))
-            await read(stream)
-
-            record = fleet.service.decisions.get("r")
-            assert record is not None
-            explained = record.explanation()
-            assert stream.pool == "a"
-            assert stream.decision_reason == "grid-kv"
-            assert explained.hints["ttft_target_ms"] == 0
-            assert explained.placements[0].selection["axes"][1]["source"] == "x-ttft-target-ms"
-            assert (explained.outcome, explained.output_tokens) == ("length", 6)
-
-        run(scenario)
+        record = fleet.service.decisions.get("r")
+        assert record is not None
+        explained = record.explanation()
+        assert stream.pool == "a"
+        assert stream.decision_reason == "grid-kv"
+        assert explained.hints["ttft_target_ms"] == 0
+        assert explained.placements[0].selection["axes"][1]["source"] == "x-ttft-target-ms"
+        assert (explained.outcome, explained.output_tokens) == ("length", 6)
 
     @pytest.mark.parametrize(
         ("hints", "field"),
@@ -121,61 +101,49 @@ class TestTheGrid:
             ({"headers": {"x-itl-target-ms": "soon"}}, "x-itl-target-ms"),
         ],
     )
-    def test_a_bad_hint_is_a_400_that_names_the_field(self, hints: dict[str, Any], field: str) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
+    async def test_a_bad_hint_is_a_400_that_names_the_field(self, hints: dict[str, Any], field: str) -> None:
+        fleet = FakeFleet(aggregated())
 
-            with pytest.raises(Refused) as refused:
-                await fleet.service.submit(request(hints=hints))
+        with pytest.raises(Refused) as refused:
+            await fleet.service.submit(request(hints=hints))
 
-            assert (refused.value.status, refused.value.param) == (400, field)
-            fleet.assert_nothing_is_left()
+        assert (refused.value.status, refused.value.param) == (400, field)
+        fleet.assert_nothing_is_left()
 
-        run(scenario)
+    async def test_the_pool_is_asked_with_the_hashes_of_whole_blocks_and_no_tokens(self) -> None:
+        fleet = FakeFleet(aggregated())
+        await answer(fleet, isl=40, hints=targets(0, 0))
 
-    def test_the_pool_is_asked_with_the_hashes_of_whole_blocks_and_no_tokens(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            await answer(fleet, isl=40, hints=targets(0, 0))
+        select = fleet.pool("a").selects[0]
+        assert (select.isl, select.stage, select.model) == (40, Stage.WHOLE, "m")
+        assert len(unpack_hashes(select.sequence_hashes)) == 2
 
-            select = fleet.pool("a").selects[0]
-            assert (select.isl, select.stage, select.model) == (40, Stage.WHOLE, "m")
-            assert len(unpack_hashes(select.sequence_hashes)) == 2
+    async def test_uncached_work_is_what_counts_when_the_document_says_so(self) -> None:
+        raw = changed(aggregated(), ("isl_basis",), "uncached")
+        fleet = FakeFleet(raw)
+        hints = targets(100, 15)
+        _, _, cold = await answer(fleet, isl=1500, hints=hints)
+        fleet.pool("b").overlap_blocks = 80
+        _, _, warm = await answer(fleet, request_id="r2", isl=1500, hints=hints)
+        fleet.pool("b").lost = True
+        fleet.pool("b").overlap_blocks = 0
+        _, _, unknown = await answer(fleet, request_id="r3", isl=1500, hints=hints)
 
-        run(scenario)
+        assert (cold, warm, unknown) == ("a", "b", "a")
+        record = fleet.service.decisions.get("r3")
+        assert record is not None
+        assert "not known" in record.notes[0]
 
-    def test_uncached_work_is_what_counts_when_the_document_says_so(self) -> None:
-        async def scenario() -> None:
-            raw = changed(aggregated(), ("isl_basis",), "uncached")
-            fleet = FakeFleet(raw)
-            hints = targets(100, 15)
-            _, _, cold = await answer(fleet, isl=1500, hints=hints)
-            fleet.pool("b").overlap_blocks = 80
-            _, _, warm = await answer(fleet, request_id="r2", isl=1500, hints=hints)
-            fleet.pool("b").lost = True
-            fleet.pool("b").overlap_blocks = 0
-            _, _, unknown = await answer(fleet, request_id="r3", isl=1500, hints=hints)
+    async def test_the_expected_output_is_learned(self) -> None:
+        raw = changed(aggregated(), ("output_length",), {"default_tokens": 1, "learn_after_requests": 2})
+        fleet = FakeFleet(raw)
+        for number in range(3):
+            await answer(fleet, request_id=f"r{number}", max_tokens=6)
 
-            assert (cold, warm, unknown) == ("a", "b", "a")
-            record = fleet.service.decisions.get("r3")
-            assert record is not None
-            assert "not known" in record.notes[0]
-
-        run(scenario)
-
-    def test_the_expected_output_is_learned(self) -> None:
-        async def scenario() -> None:
-            raw = changed(aggregated(), ("output_length",), {"default_tokens": 1, "learn_after_requests": 2})
-            fleet = FakeFleet(raw)
-            for number in range(3):
-                await answer(fleet, request_id=f"r{number}", max_tokens=6)
-
-            first, last = fleet.service.decisions.get("r0"), fleet.service.decisions.get("r2")
-            assert first is not None
-            assert last is not None
-            assert (first.expected.tokens, last.expected.tokens) == (1, 6)
-
-        run(scenario)
+        first, last = fleet.service.decisions.get("r0"), fleet.service.decisions.get("r2")
+        assert first is not None
+        assert last is not None
+        assert (first.expected.tokens, last.expected.tokens) == (1, 6)
 
 
 class TestPoolsThatCannotBeUsed:
@@ -202,349 +170,179 @@ class TestPoolsThatCannotBeUsed:
             "other model",
         ],
     )
-    def test_the_next_in_order_serves_and_it_shows(self, break_pool: Callable[[Any], None], state: str) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            break_pool(fleet.pool("b"))
+    async def test_the_next_in_order_serves_and_it_shows(self, break_pool: Callable[[Any], None], state: str) -> None:
+        fleet = FakeFleet(aggregated())
+        break_pool(fleet.pool("b"))
 
-            stream = await fleet.service.submit(request(hints=targets(100, 15)))
-            tokens, last = await read(stream)
+        stream = await fleet.service.submit(request(hints=targets(100, 15)))
+        tokens, last = await read(stream)
 
-            assert (tokens, last.finish_reason, stream.pool) == (right_answer(), "length", "a")
-            assert stream.decision_reason.startswith("fallback")
-            record = fleet.service.decisions.get("r")
-            assert record is not None
-            passed = record.explanation().placements[0].fallback["passed_over"]
-            assert passed == [{"pool": "b", "state": state}]
-            assert fleet.count("poolgrid_global_router_passed_over_total", pool="b", state=state) == 1
-            fleet.assert_nothing_is_left()
+        assert (tokens, last.finish_reason, stream.pool) == (right_answer(), "length", "a")
+        assert stream.decision_reason.startswith("fallback")
+        record = fleet.service.decisions.get("r")
+        assert record is not None
+        passed = record.explanation().placements[0].fallback["passed_over"]
+        assert passed == [{"pool": "b", "state": state}]
+        assert fleet.count("poolgrid_global_router_passed_over_total", pool="b", state=state) == 1
+        fleet.assert_nothing_is_left()
 
-        run(scenario)
+    async def test_when_every_pool_is_full_the_client_may_come_back(self) -> None:
+        fleet = FakeFleet(aggregated(), queue_limit=0)
+        for name in "abc":
+            fleet.pool(name).refuse = BUSY
 
-    def test_when_every_pool_is_full_the_client_may_come_back(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated(), queue_limit=0)
-            for name in "abc":
-                fleet.pool(name).refuse = BUSY
+        with pytest.raises(Refused) as refused:
+            await fleet.service.submit(request())
 
-            with pytest.raises(Refused) as refused:
-                await fleet.service.submit(request())
+        assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (429, "busy", 3.0)
+        fleet.assert_nothing_is_left()
 
-            assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (429, "busy", 3.0)
-            fleet.assert_nothing_is_left()
+    async def test_when_every_pool_is_down_it_is_a_503_that_names_them(self) -> None:
+        fleet = FakeFleet(aggregated())
+        for name in "abc":
+            fleet.pool(name).status = None
 
-        run(scenario)
+        with pytest.raises(Refused, match="c is down, b is down, a is down") as refused:
+            await fleet.service.submit(request())
 
-    def test_when_every_pool_is_down_it_is_a_503_that_names_them(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            for name in "abc":
-                fleet.pool(name).status = None
+        assert refused.value.status == 503
+        assert fleet.service.view.missing() == "no aggregated pool is up"
 
-            with pytest.raises(Refused, match="c is down, b is down, a is down") as refused:
-                await fleet.service.submit(request())
+    async def test_a_worker_out_of_reach_is_excluded_and_its_reservation_released(self) -> None:
+        fleet = FakeFleet(aggregated())
+        fleet.links.out_of_reach = {"a-0", "a-1", "b-0"}
 
-            assert refused.value.status == 503
-            assert fleet.service.view.missing() == "no aggregated pool is up"
+        tokens, _, pool = await answer(fleet, hints=targets(0, 0))
 
-        run(scenario)
+        assert (tokens, pool) == (right_answer(), "b")
+        assert [len(select.excluded) for select in fleet.pool("a").selects] == [0, 1, 2]
+        fleet.assert_nothing_is_left()
 
-    def test_a_worker_out_of_reach_is_excluded_and_its_reservation_released(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.links.out_of_reach = {"a-0", "a-1", "b-0"}
+    async def test_requests_that_a_pool_cannot_serve_do_not_open_its_breaker(self) -> None:
+        fleet = FakeFleet(changed(aggregated(), ("circuit_breaker",), {"failures_to_open": 1}))
+        for refusal in (NO_WORKER, BUSY, LEAVING):
+            fleet.pool("a").refuse = refusal
+            assert (await answer(fleet, hints=targets(0, 0)))[2] == "b"
+        fleet.pool("a").refuse = None
 
-            tokens, _, pool = await answer(fleet, hints=targets(0, 0))
+        assert (await answer(fleet, hints=targets(0, 0)))[2] == "a"
+        assert fleet.pool("a").breaker_steps == []
 
-            assert (tokens, pool) == (right_answer(), "b")
-            assert [len(select.excluded) for select in fleet.pool("a").selects] == [0, 1, 2]
-            fleet.assert_nothing_is_left()
+    async def test_a_failing_pool_is_left_alone_then_probed_then_used_again(self) -> None:
+        settings = {"failures_to_open": 2, "open_ms": 1000, "successes_to_close": 1}
+        fleet = FakeFleet(changed(aggregated(), ("circuit_breaker",), settings))
+        fleet.pool("a").lost = True
+        for number in range(3):
+            assert (await answer(fleet, request_id=f"r{number}", hints=targets(0, 0)))[2] == "b"
+        assert len(fleet.pool("a").selects) == 2, "the open breaker keeps the third request away"
+        assert fleet.service.view.pool_states()["a"].value == "breaker-open"
 
-        run(scenario)
-
-    def test_requests_that_a_pool_cannot_serve_do_not_open_its_breaker(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(changed(aggregated(), ("circuit_breaker",), {"failures_to_open": 1}))
-            for refusal in (NO_WORKER, BUSY, LEAVING):
-                fleet.pool("a").refuse = refusal
-                assert (await answer(fleet, hints=targets(0, 0)))[2] == "b"
-            fleet.pool("a").refuse = None
-
-            assert (await answer(fleet, hints=targets(0, 0)))[2] == "a"
-            assert fleet.pool("a").breaker_steps == []
-
-        run(scenario)
-
-    def test_a_failing_pool_is_left_alone_then_probed_then_used_again(self) -> None:
-        async def scenario() -> None:
-            settings = {"failures_to_open": 2, "open_ms": 1000, "successes_to_close": 1}
-            fleet = FakeFleet(changed(aggregated(), ("circuit_breaker",), settings))
-            fleet.pool("a").lost = True
-            for number in range(3):
-                assert (await answer(fleet, request_id=f"r{number}", hints=targets(0, 0)))[2] == "b"
-            assert len(fleet.pool("a").selects) == 2, "the open breaker keeps the third request away"
-            assert fleet.service.view.pool_states()["a"].value == "breaker-open"
-
-            fleet.pool("a").lost = False
-            fleet.clock.now_ms += 1001
-            assert (await answer(fleet, request_id="probe", hints=targets(0, 0)))[2] == "a"
-            assert (await answer(fleet, request_id="after", hints=targets(0, 0)))[2] == "a"
-            assert [step.after.value for step in fleet.pool("a").breaker_steps] == ["open", "half-open", "closed"]
-
-        run(scenario)
+        fleet.pool("a").lost = False
+        fleet.clock.now_ms += 1001
+        assert (await answer(fleet, request_id="probe", hints=targets(0, 0)))[2] == "a"
+        assert (await answer(fleet, request_id="after", hints=targets(0, 0)))[2] == "a"
+        assert [step.after.value for step in fleet.pool("a").breaker_steps] == ["open", "half-open", "closed"]
 
 
 class TestFailuresUnderWay:
-    @pytest.mark.parametrize("script", [fail_at, break_at], ids=["reports an error", "dies"])
-    @pytest.mark.parametrize("position", [0, 1, 3])
-    def test_one_worker_fails_and_another_of_the_pool_goes_on(self, script: Any, position: int) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.scripts["a-1"] = script(position)
-
-            tokens, last, pool = await answer(fleet, hints=targets(0, 0))
-
-            assert (tokens, last.finish_reason, pool) == (right_answer(), "length", "a")
-            record = fleet.service.decisions.get("r")
-            assert record is not None
-            assert [placement.worker for placement in record.placements] == ["a-1", "a-0"]
-            assert record.placements[1].how == "same-pool"
-            resumed = fleet.sent_to("a")[-1]
-            assert resumed.routing.emitted_tokens == position
-            assert len(resumed.token_ids) == 4 * (32 + position)
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    @pytest.mark.parametrize("position", [0, 2])
-    def test_an_output_with_a_guide_goes_on_with_what_the_client_has_named(self, position: int) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.scripts["a-1"] = break_at(position)
-            guided = Sampling(max_tokens=6, guided_regex="a+")
-            asked = like(request(hints=targets(0, 0)), sampling=guided)
-
-            _, last = await read(await fleet.service.submit(asked))
-
-            assert last.finish_reason == "length"
-            resumed = fleet.sent_to("a")[-1]
-            assert (resumed.sampling.guide, resumed.routing.emitted_tokens) == ("guided_regex", position)
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    @pytest.mark.parametrize("position", [0, 1, 3])
-    def test_a_whole_pool_fails_and_its_fallback_goes_on(self, position: int) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-
-            def die(_: FakeFleet, link: FakeLink, message: Generate) -> None:
-                fleet.pool("b").status = None
-                break_at(position)(fleet, link, message)
-
-            fleet.scripts["b"] = die
-
-            tokens, last, pool = await answer(fleet, hints=targets(100, 15))
-
-            assert (tokens, last.finish_reason, pool) == (right_answer(), "length", "a")
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    def test_a_lost_pool_router_does_not_touch_what_is_under_way(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-
-            def lose_the_router(_: FakeFleet, link: FakeLink, message: Generate) -> None:
-                fleet.pool("a").status = None
-                speak(fleet, link, message)
-
-            fleet.scripts["a"] = lose_the_router
-
-            tokens, _, pool = await answer(fleet, hints=targets(0, 0))
-
-            assert (tokens, pool) == (right_answer(), "a")
-
-        run(scenario)
-
-    @pytest.mark.parametrize("position", [0, 3])
-    def test_what_a_retry_cannot_mend_is_not_retried(self, position: int) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(changed(aggregated(), ("enable_priority_retry",), True))
-            fleet.default_script = fail_at(position, None)
-
-            tokens, last, _ = await answer(fleet)
-
-            assert len(tokens) == position
-            assert (last.finish_reason, last.error) == ("error", "out of memory")
-            assert len(fleet.links.links) == 1
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    @pytest.mark.parametrize("kind", [RefusalKind.INVALID, RefusalKind.CANNOT_DO])
-    def test_what_no_worker_can_do_ends_as_the_clients_fault(self, kind: RefusalKind) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated(), migration_limit=1)
-            fleet.default_script = fail_at(0, kind)
-
-            _, last, _ = await answer(fleet)
-
-            assert (last.finish_reason, last.unsupported) == ("error", True)
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
     @pytest.mark.parametrize(("position", "pool", "how"), [(0, "b", "retry"), (1, "c", "same-pool")])
-    def test_priority_retry_goes_to_the_next_faster_pool_before_the_first_token_only(
+    async def test_priority_retry_goes_to_the_next_faster_pool_before_the_first_token_only(
         self, position: int, pool: str, how: str
     ) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(changed(aggregated(), ("enable_priority_retry",), True))
-            fleet.scripts["c-1"] = fail_at(position)
+        fleet = FakeFleet(changed(aggregated(), ("enable_priority_retry",), True))
+        fleet.scripts["c-1"] = fail_at(position)
 
-            tokens, _, served_by = await answer(fleet, hints=targets(900, 15))
+        tokens, _, served_by = await answer(fleet, hints=targets(900, 15))
 
-            assert (tokens, served_by) == (right_answer(), pool)
-            record = fleet.service.decisions.get("r")
-            assert record is not None
-            assert [placement.how for placement in record.placements] == ["grid", how]
+        assert (tokens, served_by) == (right_answer(), pool)
+        record = fleet.service.decisions.get("r")
+        assert record is not None
+        assert [placement.how for placement in record.placements] == ["grid", how]
 
-        run(scenario)
+    async def test_a_request_that_lost_its_worker_waits_for_a_pool_with_room(self) -> None:
+        fleet = FakeFleet(aggregated())
+        full = asyncio.Event()
 
-    def test_moving_ends_at_the_limit(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated(), workers=4, migration_limit=2)
-            fleet.default_script = fail_at(0)
+        def die_in_a_full_fleet(_: FakeFleet, link: FakeLink, message: Generate) -> None:
+            for name in "abc":
+                fleet.pool(name).refuse = BUSY
+            fleet.scripts.clear()
+            break_at(1)(fleet, link, message)
+            full.set()
 
-            _, last, _ = await answer(fleet)
-
-            assert last.finish_reason == "error"
-            assert last.error == "out of memory; moved 2 times already"
-            assert sum(len(link.sent) for link in fleet.links.links.values()) == 3
-            [(requests, _, _, moves)] = fleet.service.decisions.seconds.rows().values()
-            assert (requests, moves) == (1, 2)
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated(), workers=4)
-            fleet.default_script = break_at(0)
-
-            _, last, _ = await answer(fleet)
-
-            assert (last.finish_reason, last.poison) == ("error", True)
-            assert "before its first token" in (last.error or "")
-            assert sum(len(link.sent) for link in fleet.links.links.values()) == 2
-            assert fleet.service._metrics.poison_requests.value == 1
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    def test_a_request_that_lost_its_worker_waits_for_a_pool_with_room(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            full = asyncio.Event()
-
-            def die_in_a_full_fleet(_: FakeFleet, link: FakeLink, message: Generate) -> None:
-                for name in "abc":
-                    fleet.pool(name).refuse = BUSY
-                fleet.scripts.clear()
-                break_at(1)(fleet, link, message)
-                full.set()
-
-            fleet.scripts["a"] = die_in_a_full_fleet
-            stream = await fleet.service.submit(request(hints=targets(0, 0)))
-            await full.wait()
+        fleet.scripts["a"] = die_in_a_full_fleet
+        stream = await fleet.service.submit(request(hints=targets(0, 0)))
+        await full.wait()
+        await asyncio.sleep(0)
+        fleet.pool("c").refuse = None
+        while not stream.finished:
+            fleet.pools.say_news()
             await asyncio.sleep(0)
-            fleet.pool("c").refuse = None
-            while not stream.finished:
-                fleet.pools.say_news()
-                await asyncio.sleep(0)
 
-            tokens, last = await read(stream)
+        tokens, last = await read(stream)
 
-            assert (tokens, last.finish_reason, stream.pool) == (right_answer(), "length", "c")
-            fleet.assert_nothing_is_left()
+        assert (tokens, last.finish_reason, stream.pool) == (right_answer(), "length", "c")
+        fleet.assert_nothing_is_left()
 
-        run(scenario)
+    async def test_a_hole_in_the_stream_moves_the_request_and_stops_the_worker(self) -> None:
+        fleet = FakeFleet(aggregated())
+        fleet.scripts["a-1"] = lambda f, link, message: f.say(link, message, [7], 2)
 
-    def test_a_hole_in_the_stream_moves_the_request_and_stops_the_worker(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.scripts["a-1"] = lambda f, link, message: f.say(link, message, [7], 2)
+        tokens, _, _ = await answer(fleet, hints=targets(0, 0))
 
-            tokens, _, _ = await answer(fleet, hints=targets(0, 0))
+        assert tokens == right_answer()
+        assert fleet.links.links["tcp://a-1"].cancelled[:1] == ["r"]
+        assert fleet.count("poolgrid_global_router_stream_faults_total", kind="position") == 1
 
-            assert tokens == right_answer()
-            assert fleet.links.links["tcp://a-1"].cancelled[:1] == ["r"]
-            assert fleet.count("poolgrid_global_router_stream_faults_total", kind="position") == 1
+    async def test_output_for_nobody_is_answered_by_a_cancel(self) -> None:
+        fleet = FakeFleet(aggregated())
+        await answer(fleet, hints=targets(0, 0))
+        link = fleet.links.links["tcp://a-1"]
 
-        run(scenario)
+        fleet.say(link, link.sent[0], [1], 6)
 
-    def test_output_for_nobody_is_answered_by_a_cancel(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            await answer(fleet, hints=targets(0, 0))
-            link = fleet.links.links["tcp://a-1"]
-
-            fleet.say(link, link.sent[0], [1], 6)
-
-            assert link.cancelled == ["r"]
-
-        run(scenario)
+        assert link.cancelled == ["r"]
 
 
 class TestClientsThatLeave:
-    def test_while_a_worker_serves_it_is_told_and_the_reservation_ends(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.default_script = silent
-            stream = await fleet.service.submit(request(hints=targets(0, 0)))
+    async def test_while_a_worker_serves_it_is_told_and_the_reservation_ends(self) -> None:
+        fleet = FakeFleet(aggregated())
+        fleet.default_script = silent
+        stream = await fleet.service.submit(request(hints=targets(0, 0)))
 
-            stream.cancel()
+        stream.cancel()
 
-            assert fleet.links.links["tcp://a-1"].cancelled == ["r"]
-            fleet.assert_nothing_is_left()
+        assert fleet.links.links["tcp://a-1"].cancelled == ["r"]
+        fleet.assert_nothing_is_left()
 
-        run(scenario)
+    async def test_while_the_pool_is_asked_nothing_is_dispatched(self) -> None:
+        fleet = FakeFleet(aggregated())
+        fleet.pool("a").answering = asyncio.Event()
+        waiting = asyncio.create_task(fleet.service.submit(request(hints=targets(0, 0))))
+        await until(lambda: bool(fleet.pool("a").selects))
 
-    def test_while_the_pool_is_asked_nothing_is_dispatched(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.pool("a").answering = asyncio.Event()
-            waiting = asyncio.create_task(fleet.service.submit(request(hints=targets(0, 0))))
-            await until(lambda: bool(fleet.pool("a").selects))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
+        assert fleet.links.links == {}
+        fleet.assert_nothing_is_left()
 
-            assert fleet.links.links == {}
-            fleet.assert_nothing_is_left()
+    async def test_while_it_is_being_moved_the_move_ends(self) -> None:
+        fleet = FakeFleet(aggregated())
+        fleet.scripts["a-1"] = break_at(1)
+        stream = await fleet.service.submit(request(hints=targets(0, 0)))
+        pool = fleet.pool("a")
+        pool.answering = asyncio.Event()
+        await until(lambda: len(pool.selects) == 2)
 
-        run(scenario)
+        stream.cancel()
+        pool.answering.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
-    def test_while_it_is_being_moved_the_move_ends(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.scripts["a-1"] = break_at(1)
-            stream = await fleet.service.submit(request(hints=targets(0, 0)))
-            pool = fleet.pool("a")
-            pool.answering = asyncio.Event()
-            await until(lambda: len(pool.selects) == 2)
-
-            stream.cancel()
-            pool.answering.set()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-
-            assert len(fleet.sent_to("a")) == 1
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
+        assert len(fleet.sent_to("a")) == 1
+        fleet.assert_nothing_is_left()
 
 
 def prefill(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
@@ -565,152 +363,101 @@ class TestDisaggregated:
         fleet.scripts |= {"p-fast": prefill, "p-cheap": prefill, "d-fast": decode, "d-cheap": decode}
         return fleet
 
-    def test_a_prefill_pool_and_a_decode_pool_share_the_request(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet()
+    async def test_a_prefill_pool_and_a_decode_pool_share_the_request(self) -> None:
+        fleet = self.fleet()
 
-            tokens, last, pool = await answer(fleet, hints=targets(900, 25))
+        tokens, last, pool = await answer(fleet, hints=targets(900, 25))
 
-            assert (tokens, last.finish_reason, pool) == (right_answer(), "length", "p-cheap,d-cheap")
-            fleet.assert_nothing_is_left()
+        assert (tokens, last.finish_reason, pool) == (right_answer(), "length", "p-cheap,d-cheap")
+        fleet.assert_nothing_is_left()
 
-        run(scenario)
+    async def test_without_prefill_pools_the_decode_pool_does_the_whole(self) -> None:
+        fleet = self.fleet()
+        fleet.pool("p-fast").status = fleet.pool("p-cheap").status = None
 
-    def test_a_prefill_that_ends_the_request_needs_no_decode(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet()
-            fleet.scripts["p-cheap"] = speak
+        tokens, _, pool = await answer(fleet, hints=targets(900, 25))
 
-            tokens, _, pool = await answer(fleet, max_tokens=1, hints=targets(900, 25))
+        assert (tokens, pool) == (right_answer(), "d-cheap")
+        assert fleet.sent_to("d-cheap")[0].stage is Stage.WHOLE
 
-            assert (tokens, pool) == (right_answer(max_tokens=1), "p-cheap")
-            fleet.assert_nothing_is_left()
+    async def test_without_decode_pools_nothing_is_prefilled(self) -> None:
+        fleet = self.fleet()
+        fleet.pool("d-fast").status = fleet.pool("d-cheap").status = None
 
-        run(scenario)
+        with pytest.raises(Refused, match="d-cheap is down"):
+            await fleet.service.submit(request())
 
-    def test_without_prefill_pools_the_decode_pool_does_the_whole(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet()
-            fleet.pool("p-fast").status = fleet.pool("p-cheap").status = None
+        assert fleet.links.links == {}
+        fleet.assert_nothing_is_left()
 
-            tokens, _, pool = await answer(fleet, hints=targets(900, 25))
+    async def test_a_short_prompt_may_be_prefilled_where_it_is_decoded(self) -> None:
+        fleet = self.fleet(local_prefill_max_tokens=32)
 
-            assert (tokens, pool) == (right_answer(), "d-cheap")
-            assert fleet.sent_to("d-cheap")[0].stage is Stage.WHOLE
+        assert (await answer(fleet, isl=32, hints=targets(900, 25)))[2] == "d-cheap"
+        assert (await answer(fleet, request_id="r2", isl=33, hints=targets(900, 25)))[2] == "p-cheap,d-cheap"
 
-        run(scenario)
+    async def test_a_decode_worker_that_dies_costs_a_second_prefill_and_no_token(self) -> None:
+        fleet = self.fleet()
+        fleet.scripts["d-cheap-1"] = break_at(3)
 
-    def test_without_decode_pools_nothing_is_prefilled(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet()
-            fleet.pool("d-fast").status = fleet.pool("d-cheap").status = None
+        tokens, last, _ = await answer(fleet, hints=targets(900, 25))
 
-            with pytest.raises(Refused, match="d-cheap is down"):
-                await fleet.service.submit(request())
-
-            assert fleet.links.links == {}
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    def test_a_short_prompt_may_be_prefilled_where_it_is_decoded(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet(local_prefill_max_tokens=32)
-
-            assert (await answer(fleet, isl=32, hints=targets(900, 25)))[2] == "d-cheap"
-            assert (await answer(fleet, request_id="r2", isl=33, hints=targets(900, 25)))[2] == "p-cheap,d-cheap"
-
-        run(scenario)
-
-    def test_a_decode_worker_that_dies_costs_a_second_prefill_and_no_token(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet()
-            fleet.scripts["d-cheap-1"] = break_at(3)
-
-            tokens, last, _ = await answer(fleet, hints=targets(900, 25))
-
-            assert (tokens, last.finish_reason) == (right_answer(), "length")
-            record = fleet.service.decisions.get("r")
-            assert record is not None
-            assert [each.work for each in record.placements] == ["prefill", "decode", "prefill", "decode"]
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
-
-    def test_a_client_that_leaves_ends_both_legs(self) -> None:
-        async def scenario() -> None:
-            fleet = self.fleet()
-            fleet.scripts["d-cheap"] = silent
-            stream = await fleet.service.submit(request(hints=targets(900, 25)))
-            await until(lambda: bool(fleet.sent_to("d-cheap")))
-
-            stream.cancel()
-
-            cancelled = {each for link in fleet.links.links.values() for each in link.cancelled}
-            assert cancelled == {"r", "r~1"}
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
+        assert (tokens, last.finish_reason) == (right_answer(), "length")
+        record = fleet.service.decisions.get("r")
+        assert record is not None
+        assert [each.work for each in record.placements] == ["prefill", "decode", "prefill", "decode"]
+        fleet.assert_nothing_is_left()
 
 
 class TestHousekeeping:
-    def test_a_reservation_that_no_worker_confirmed_is_renewed_until_output_comes(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.default_script = silent
-            stream = await fleet.service.submit(request(hints=targets(0, 0)))
-            pool = fleet.pool("a")
+    async def test_a_reservation_that_no_worker_confirmed_is_renewed_until_output_comes(self) -> None:
+        fleet = FakeFleet(aggregated())
+        fleet.default_script = silent
+        stream = await fleet.service.submit(request(hints=targets(0, 0)))
+        pool = fleet.pool("a")
 
-            fleet.service.tracker.renew(fleet.clock.now_ms + 10_000)
-            assert pool.renewed == []
-            fleet.service.tracker.renew(fleet.clock.now_ms + 16_000)
-            assert [each.request_id for each in pool.renewed] == ["r"]
-            link = fleet.links.links["tcp://a-1"]
-            fleet.say(link, link.sent[0], [1], 0)
-            fleet.service.tracker.renew(fleet.clock.now_ms + 60_000)
+        fleet.service.tracker.renew(fleet.clock.now_ms + 10_000)
+        assert pool.renewed == []
+        fleet.service.tracker.renew(fleet.clock.now_ms + 16_000)
+        assert [each.request_id for each in pool.renewed] == ["r"]
+        link = fleet.links.links["tcp://a-1"]
+        fleet.say(link, link.sent[0], [1], 0)
+        fleet.service.tracker.renew(fleet.clock.now_ms + 60_000)
 
-            assert len(pool.renewed) == 1
-            stream.cancel()
+        assert len(pool.renewed) == 1
+        stream.cancel()
 
-        run(scenario)
+    async def test_a_cell_that_misses_its_target_spills_to_the_next_faster_pool(self) -> None:
+        loop = {"samples_min": 2, "spill_after_ms": 100, "step_share": 0.9, "share_max": 0.9}
+        raw = changed(changed(aggregated(), ("adapt",), True), ("closed_loop",), loop)
+        fleet = FakeFleet(raw)
 
-    def test_a_cell_that_misses_its_target_spills_to_the_next_faster_pool(self) -> None:
-        async def scenario() -> None:
-            loop = {"samples_min": 2, "spill_after_ms": 100, "step_share": 0.9, "share_max": 0.9}
-            raw = changed(changed(aggregated(), ("adapt",), True), ("closed_loop",), loop)
-            fleet = FakeFleet(raw)
+        def late(_: FakeFleet, link: FakeLink, message: Generate) -> None:
+            fleet.clock.now_ms += 900
+            speak(fleet, link, message)
 
-            def late(_: FakeFleet, link: FakeLink, message: Generate) -> None:
-                fleet.clock.now_ms += 900
-                speak(fleet, link, message)
+        fleet.scripts["c"] = late
+        for number in range(4):
+            await answer(fleet, request_id=f"slow{number}", hints=targets(900, 15))
+        fleet.service.judge(fleet.clock.now_ms)
+        fleet.clock.now_ms += 200
+        fleet.service.judge(fleet.clock.now_ms)
+        spilled = [await answer(fleet, request_id=f"r{number}", hints=targets(900, 15)) for number in range(20)]
 
-            fleet.scripts["c"] = late
-            for number in range(4):
-                await answer(fleet, request_id=f"slow{number}", hints=targets(900, 15))
-            fleet.service.judge(fleet.clock.now_ms)
-            fleet.clock.now_ms += 200
-            fleet.service.judge(fleet.clock.now_ms)
-            spilled = [await answer(fleet, request_id=f"r{number}", hints=targets(900, 15)) for number in range(20)]
+        assert len(fleet.service.tracker.loop_steps) == 1
+        assert sum(pool == "b" for _, _, pool in spilled) >= 14
+        assert {pool for _, _, pool in spilled} <= {"b", "c"}
+        assert fleet.count("poolgrid_global_router_loop_steps_total", pool="c") == 1
 
-            assert len(fleet.service.tracker.loop_steps) == 1
-            assert sum(pool == "b" for _, _, pool in spilled) >= 14
-            assert {pool for _, _, pool in spilled} <= {"b", "c"}
-            assert fleet.count("poolgrid_global_router_loop_steps_total", pool="c") == 1
+    async def test_the_end_of_the_process_ends_every_request(self) -> None:
+        fleet = FakeFleet(aggregated())
+        fleet.default_script = silent
+        stream = await fleet.service.submit(request())
 
-        run(scenario)
+        fleet.service.stop()
 
-    def test_the_end_of_the_process_ends_every_request(self) -> None:
-        async def scenario() -> None:
-            fleet = FakeFleet(aggregated())
-            fleet.default_script = silent
-            stream = await fleet.service.submit(request())
-
-            fleet.service.stop()
-
-            _, last = await read(stream)
-            assert last.error == "the global router is shutting down"
-            with pytest.raises(Refused, match="shutting down"):
-                await fleet.service.submit(request("r2"))
-            fleet.assert_nothing_is_left()
-
-        run(scenario)
+        _, last = await read(stream)
+        assert last.error == "the global router is shutting down"
+        with pytest.raises(Refused, match="shutting down"):
+            await fleet.service.submit(request("r2"))
+        fleet.assert_nothing_is_left()

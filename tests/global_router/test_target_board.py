@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.global_router.core.choice.attribution import Served
 from poolgrid.global_router.core.choice.closed_loop import CellKey
+from poolgrid.global_router.core.choice.destination import Served
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest, Selection
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
 from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.target_board import LINES_MAX, TargetBoard
+from poolgrid.global_router.metrics import LINES_MAX, TargetBoard
 from tests.global_router.documents import aggregated, disagg, document
 
 JUDGED = "poolgrid_global_router_target_judgements_total"
@@ -83,18 +83,6 @@ def test_a_grid_of_many_cells_has_few_series() -> None:
     cells = board.series(CELLS)
     assert len({labels[1] for labels in cells}) == len({labels[2] for labels in cells}) == LINES_MAX
     assert sum(cells.values()) == fine * len(range(0, fine, 9))
-
-
-def test_rows_sort_as_their_ranges_do() -> None:
-    board = Board(document(aggregated()))
-    axis = board.grid["aggregated"].axes[-2]
-
-    rows = []
-    for index in range(axis.resolution):
-        board.board.placed(board.selection("aggregated", ttft=axis.cell_middle(index)), "a", 1)
-        rows.append(max(labels[1] for labels in board.series(CELLS)))
-
-    assert rows == sorted(set(rows))
 
 
 def test_a_new_revision_begins_its_cells_anew_and_a_late_request_of_the_old_one_is_left_out() -> None:

@@ -43,16 +43,13 @@ def test_one_that_its_server_has_ended_is_not_used_again_before_it_is_lost() -> 
     assert not connection.usable
 
 
-def test_nothing_is_sent_or_awaited_on_one_that_was_lost_before() -> None:
-    async def scenario() -> None:
-        connection, transport = Connection(SystemClock()), Recorded()
-        connection.connection_made(transport)
-        connection.connection_lost(None)
-        with pytest.raises(RequestFailed, match="disconnect: the server closed the connection before"):
-            await connection.send((b"head", b"body"), Exchange())
-        assert transport.sent == []
-
-    asyncio.run(scenario())
+async def test_nothing_is_sent_or_awaited_on_one_that_was_lost_before() -> None:
+    connection, transport = Connection(SystemClock()), Recorded()
+    connection.connection_made(transport)
+    connection.connection_lost(None)
+    with pytest.raises(RequestFailed, match="disconnect: the server closed the connection before"):
+        await connection.send((b"head", b"body"), Exchange())
+    assert transport.sent == []
 
 
 @LOOPS
@@ -102,27 +99,23 @@ ENDLESS = {
 
 @pytest.mark.parametrize("what", ENDLESS)
 @pytest.mark.parametrize("size", [7, 1200, 250_000])
-def test_an_answer_that_does_not_come_to_its_body_is_given_up_after_some_bytes(what: str, size: int) -> None:
+async def test_an_answer_that_does_not_come_to_its_body_is_given_up_after_some_bytes(what: str, size: int) -> None:
     beginning, more = ENDLESS[what]
     piece = (more * (size // len(more) + 1))[: size // len(more) * len(more)] or more
     fed = 0
 
-    async def scenario() -> None:
-        nonlocal fed
-        connection = Connection(SystemClock())
-        connection.connection_made(Recorded())
-        asking = asyncio.ensure_future(connection.send((b"head", b""), _Taken()))
-        await asyncio.sleep(0)
-        if beginning:
-            connection.data_received(beginning)
-        while connection.usable:
-            assert fed < 8 * HEADERS_BYTES_MAX
-            connection.data_received(piece)
-            fed += len(piece)
-        with pytest.raises(RequestFailed, match="protocol"):
-            await asking
-
-    asyncio.run(scenario())
+    connection = Connection(SystemClock())
+    connection.connection_made(Recorded())
+    asking = asyncio.ensure_future(connection.send((b"head", b""), _Taken()))
+    await asyncio.sleep(0)
+    if beginning:
+        connection.data_received(beginning)
+    while connection.usable:
+        assert fed < 8 * HEADERS_BYTES_MAX
+        connection.data_received(piece)
+        fed += len(piece)
+    with pytest.raises(RequestFailed, match="protocol"):
+        await asking
     assert fed <= 2 * HEADERS_BYTES_MAX + len(piece)
 
 
@@ -149,20 +142,17 @@ def test_whole_answers_of_any_size_and_in_any_pieces_are_read() -> None:
     asyncio.run(scenario())
 
 
-def test_the_failure_of_an_answer_does_not_keep_what_arrived() -> None:
+async def test_the_failure_of_an_answer_does_not_keep_what_arrived() -> None:
     class Unread(Exchange):
         def take_body(self, data: bytes) -> None:
             raise RequestFailed("protocol", "it cannot be read")
 
-    async def scenario() -> None:
-        connection = Connection(SystemClock())
-        connection.connection_made(Recorded())
-        answer = asyncio.ensure_future(connection.send((b"head", b"body"), Unread()))
-        await asyncio.sleep(0)
-        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlarge")
-        with pytest.raises(RequestFailed, match="it cannot be read") as caught:
-            await answer
-        assert "take_body" not in [entry.name for entry in caught.traceback]
-        assert caught.value.__context__ is None
-
-    asyncio.run(scenario())
+    connection = Connection(SystemClock())
+    connection.connection_made(Recorded())
+    answer = asyncio.ensure_future(connection.send((b"head", b"body"), Unread()))
+    await asyncio.sleep(0)
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlarge")
+    with pytest.raises(RequestFailed, match="it cannot be read") as caught:
+        await answer
+    assert "take_body" not in [entry.name for entry in caught.traceback]
+    assert caught.value.__context__ is None

@@ -280,24 +280,18 @@ def test_a_head_has_its_limit_whatever_pieces_it_comes_in(run: Run, pace: int) -
     ],
     ids=["line fits", "line too long", "path fits", "path too long", "as many fields", "too many fields"],
 )
-def test_lines_and_their_number_have_limits(request_head: bytes, status: bytes) -> None:
-    async def scenario() -> None:
-        async with serving() as pair:
-            assert (await pair.ask(request_head)).split()[1] == status
-            assert pair.application.begun == (status == b"200")
-
-    asyncio.run(scenario())
+async def test_lines_and_their_number_have_limits(request_head: bytes, status: bytes) -> None:
+    async with serving() as pair:
+        assert (await pair.ask(request_head)).split()[1] == status
+        assert pair.application.begun == (status == b"200")
 
 
-def test_a_body_behind_a_head_that_is_refused_is_dropped() -> None:
-    async def scenario() -> None:
-        async with serving() as pair:
-            request = post(b"x" * 100_000, "/", None, *(f"h{n}: x" for n in range(20)))
-            answer = await pair.ask(request + get("/", CLOSE))
-            assert answer.count(b"HTTP/1.1 ") == 1
-            assert answer.split()[1] == b"431"
-
-    asyncio.run(scenario())
+async def test_a_body_behind_a_head_that_is_refused_is_dropped() -> None:
+    async with serving() as pair:
+        request = post(b"x" * 100_000, "/", None, *(f"h{n}: x" for n in range(20)))
+        answer = await pair.ask(request + get("/", CLOSE))
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert answer.split()[1] == b"431"
 
 
 def test_a_head_has_a_time(run: Run) -> None:
@@ -352,21 +346,18 @@ def test_the_head_of_a_further_request_has_a_time_of_its_own(run: Run) -> None:
     run(scenario())
 
 
-def test_blank_lines_do_not_lengthen_the_time_of_a_head() -> None:
-    async def scenario() -> None:
-        async with serving(header_timeout_s=0.1) as pair:
-            reader, writer = await pair.connect()
+async def test_blank_lines_do_not_lengthen_the_time_of_a_head() -> None:
+    async with serving(header_timeout_s=0.1) as pair:
+        reader, writer = await pair.connect()
 
-            async def drip() -> None:
-                while True:
-                    writer.write(b"\r\n")
-                    await asyncio.sleep(0.005)
+        async def drip() -> None:
+            while True:
+                writer.write(b"\r\n")
+                await asyncio.sleep(0.005)
 
-            dripping = asyncio.ensure_future(drip())
-            assert (await within(reader.read())).startswith(b"HTTP/1.1 408 ")
-            dripping.cancel()
-
-    asyncio.run(scenario())
+        dripping = asyncio.ensure_future(drip())
+        assert (await within(reader.read())).startswith(b"HTTP/1.1 408 ")
+        dripping.cancel()
 
 
 def test_a_connection_that_waits_for_a_further_request_is_closed(run: Run) -> None:
@@ -381,35 +372,6 @@ def test_a_connection_that_waits_for_a_further_request_is_closed(run: Run) -> No
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("announced", [100, 100_000])
-def test_a_body_has_a_time(run: Run, announced: int) -> None:
-    async def scenario() -> None:
-        async with serving(body_timeout_s=0.05) as pair:
-            answer = await pair.ask(post(b"abc", "/", announced))
-            assert answer.startswith(b"HTTP/1.1 408 ")
-            assert b"http_request_timeout_ms" in answer
-            assert pair.refused("body_timeout") == 1
-            if announced > BODY_BUFFER_BYTES:
-                await within(pair.application.left.wait())
-            else:
-                assert pair.application.begun == 0
-
-    run(scenario())
-
-
-def test_a_long_body_has_more_time() -> None:
-    async def scenario() -> None:
-        async with serving(body_timeout_s=0.05, body_bytes_per_s=100) as pair:
-            reader, writer = await pair.connect()
-            writer.write(post(b"x" * 99_999, "/", 100_000, CLOSE))
-            slow = await pair.ask(post(b"x", "/", 100_000))
-            assert slow.startswith(b"HTTP/1.1 408 ")
-            writer.write(b"x")
-            assert (await within(reader.read())).endswith(b"100000 bytes")
-
-    asyncio.run(scenario())
 
 
 def test_the_body_that_began_first_gives_way_when_too_much_is_held(run: Run) -> None:
@@ -435,20 +397,17 @@ def test_the_body_that_began_first_gives_way_when_too_much_is_held(run: Run) -> 
     run(scenario())
 
 
-def test_chunks_must_hold_more_than_what_is_around_them() -> None:
-    async def scenario() -> None:
-        async with serving() as pair:
-            chunked = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
-            tiny = b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n"
-            assert (await pair.ask(chunked + tiny)).endswith(b"5000 bytes")
-            extended = b"1;" + b"e" * 500 + b"\r\nx\r\n"
-            assert (await pair.ask(chunked + extended * 100)).startswith(b"HTTP/1.1 400 ")
-            assert (await pair.ask(chunked + b"1\r\nx\r\n0\r\ntrailer: " + b"t" * 9000)).startswith(b"HTTP/1.1 400 ")
-            assert pair.refused("chunk_overhead") == 2
-            await pair.ask(chunked + b"1\r\nx\r\n0\r\nauthorization: Bearer other\r\n\r\n")
-            assert b"authorization" not in dict(pair.application.headers), "a trailer is no header"
-
-    asyncio.run(scenario())
+async def test_chunks_must_hold_more_than_what_is_around_them() -> None:
+    async with serving() as pair:
+        chunked = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+        tiny = b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n"
+        assert (await pair.ask(chunked + tiny)).endswith(b"5000 bytes")
+        extended = b"1;" + b"e" * 500 + b"\r\nx\r\n"
+        assert (await pair.ask(chunked + extended * 100)).startswith(b"HTTP/1.1 400 ")
+        assert (await pair.ask(chunked + b"1\r\nx\r\n0\r\ntrailer: " + b"t" * 9000)).startswith(b"HTTP/1.1 400 ")
+        assert pair.refused("chunk_overhead") == 2
+        await pair.ask(chunked + b"1\r\nx\r\n0\r\nauthorization: Bearer other\r\n\r\n")
+        assert b"authorization" not in dict(pair.application.headers), "a trailer is no header"
 
 
 def test_one_that_is_refused_amid_a_body_and_stays_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,20 +454,17 @@ def test_a_body_of_tiny_chunks_is_read_in_slices(run: Run, piece: bytes, monkeyp
     assert max(taken) <= SLICE_PIECES + SLICE_BYTES // len(chunk) + 1
 
 
-def test_a_body_that_nobody_wants_is_skipped_and_a_huge_one_ends_the_connection() -> None:
-    async def scenario() -> None:
-        async with serving() as pair:
-            reader, writer = await pair.connect()
-            writer.write(post(b"x" * 70_000, "/unread", 80_000))
-            assert await within(reader.readuntil(b"unread"))
-            writer.write(b"x" * 10_000 + post(b"abc", "/", None, CLOSE))
-            assert (await within(reader.read())).endswith(b"3 bytes")
-            answer = await pair.ask(post(b"x", "/unread", 2**40))
-            assert answer.endswith(b"unread")
-            assert answer.count(b"HTTP/1.1 ") == 1
-            assert pair.refused("unread_body") == 1
-
-    asyncio.run(scenario())
+async def test_a_body_that_nobody_wants_is_skipped_and_a_huge_one_ends_the_connection() -> None:
+    async with serving() as pair:
+        reader, writer = await pair.connect()
+        writer.write(post(b"x" * 70_000, "/unread", 80_000))
+        assert await within(reader.readuntil(b"unread"))
+        writer.write(b"x" * 10_000 + post(b"abc", "/", None, CLOSE))
+        assert (await within(reader.read())).endswith(b"3 bytes")
+        answer = await pair.ask(post(b"x", "/unread", 2**40))
+        assert answer.endswith(b"unread")
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert pair.refused("unread_body") == 1
 
 
 # -- requests behind a request -----------------------------------------------------------------------------------------
@@ -566,23 +522,20 @@ def test_a_client_that_leaves_with_requests_waiting_is_noticed_and_forgotten(run
     run(scenario())
 
 
-def test_requests_that_nobody_has_begun_are_dropped_when_there_is_no_room_for_them() -> None:
-    async def scenario() -> None:
-        async with serving(unfinished_bytes=1000) as pair:
-            pair.application.hold.clear()
-            reader, writer = await pair.connect()
-            writer.write(post(b"abc") * 100)
-            await within(pair.application.entered.wait())
-            await pair.until(lambda: pair.refused("unfinished_bytes") == 1)
-            pair.application.hold.set()
-            answer = await within(reader.read())
-            assert answer.count(b"HTTP/1.1 200 ") == 1
-            assert b"connection: close" in answer
-
-    asyncio.run(scenario())
+async def test_requests_that_nobody_has_begun_are_dropped_when_there_is_no_room_for_them() -> None:
+    async with serving(unfinished_bytes=1000) as pair:
+        pair.application.hold.clear()
+        reader, writer = await pair.connect()
+        writer.write(post(b"abc") * 100)
+        await within(pair.application.entered.wait())
+        await pair.until(lambda: pair.refused("unfinished_bytes") == 1)
+        pair.application.hold.set()
+        answer = await within(reader.read())
+        assert answer.count(b"HTTP/1.1 200 ") == 1
+        assert b"connection: close" in answer
 
 
-def test_the_ends_of_requests_are_found_in_any_pieces() -> None:
+async def test_the_ends_of_requests_are_found_in_any_pieces() -> None:
     requests = [
         post(b"abc"),
         get(),
@@ -592,19 +545,16 @@ def test_the_ends_of_requests_are_found_in_any_pieces() -> None:
     ]
     whole = b"".join(requests)
 
-    async def scenario() -> None:
-        async with serving() as pair:
-            for cut in range(1, len(whole)):
-                reader, writer = await pair.connect()
-                writer.write(whole[:cut])
-                await writer.drain()
-                await asyncio.sleep(0)
-                writer.write(whole[cut:])
-                answer = await within(reader.read())
-                sizes = [part.split(b"\r\n\r\n")[1] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
-                assert sizes == [b"3 bytes", b"0 bytes", b"4 bytes", b"20 bytes", b"0 bytes"], cut
-
-    asyncio.run(scenario())
+    async with serving() as pair:
+        for cut in range(1, len(whole)):
+            reader, writer = await pair.connect()
+            writer.write(whole[:cut])
+            await writer.drain()
+            await asyncio.sleep(0)
+            writer.write(whole[cut:])
+            answer = await within(reader.read())
+            sizes = [part.split(b"\r\n\r\n")[1] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+            assert sizes == [b"3 bytes", b"0 bytes", b"4 bytes", b"20 bytes", b"0 bytes"], cut
 
 
 # -- connections -------------------------------------------------------------------------------------------------------
@@ -652,18 +602,15 @@ def test_with_a_request_in_work_on_every_connection_a_new_one_is_answered_503(ru
     run(scenario())
 
 
-def test_one_address_has_its_share_of_the_connections() -> None:
-    async def scenario() -> None:
-        async with serving(connections=8) as pair:
-            for _ in range(6):
-                await pair.connect()
-                await pair.until(lambda: pair.server.connections.count == len(pair.writers))
-            answer = await pair.ask(b"")
-            assert answer.startswith(b"HTTP/1.1 503 ")
-            assert b"127.0.0.1" in answer
-            assert pair.refused("connections_per_address") == 1
-
-    asyncio.run(scenario())
+async def test_one_address_has_its_share_of_the_connections() -> None:
+    async with serving(connections=8) as pair:
+        for _ in range(6):
+            await pair.connect()
+            await pair.until(lambda: pair.server.connections.count == len(pair.writers))
+        answer = await pair.ask(b"")
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"127.0.0.1" in answer
+        assert pair.refused("connections_per_address") == 1
 
 
 @pytest.mark.parametrize(
@@ -752,23 +699,6 @@ def test_a_stream_goes_on_for_a_client_that_has_ended_its_side(run: Run) -> None
             assert await within(reader.readuntil(b"first"))
             pair.application.hold.set()
             assert b"last\r\n" in await within(reader.read())
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("path", ["/", "/watched", "/stream"])
-def test_a_client_that_leaves_is_noticed_all_the_same(run: Run, path: str) -> None:
-    async def scenario() -> None:
-        async with serving() as pair:
-            pair.application.hold.clear()
-            reader, writer = await pair.connect()
-            writer.write(post(b"abc", path))
-            await within(pair.application.entered.wait())
-            if path == "/stream":
-                await within(reader.readuntil(b"first"))
-            writer.close()
-            await within(pair.application.left.wait())
-            await pair.until(lambda: pair.server.connections.count == 0)
 
     run(scenario())
 
@@ -930,3 +860,19 @@ def test_the_log_says_each_reason_once_a_minute_with_its_number(caplog: pytest.L
     assert ["head_too_large" in line for line in lines] == [True, True, False]
     assert ["1 since" in lines[0], "3 since" in lines[1], "1 since" in lines[2]] == [True, True, True]
     assert table.refused == {"head_too_large": 4, "connections": 1}
+
+
+@pytest.mark.parametrize("announced", [100, 100_000])
+def test_a_body_has_a_time(run: Run, announced: int) -> None:
+    async def scenario() -> None:
+        async with serving(body_timeout_s=0.05) as pair:
+            answer = await pair.ask(post(b"abc", "/", announced))
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"http_request_timeout_ms" in answer
+            assert pair.refused("body_timeout") == 1
+            if announced > BODY_BUFFER_BYTES:
+                await within(pair.application.left.wait())
+            else:
+                assert pair.application.begun == 0
+
+    run(scenario())

@@ -170,12 +170,21 @@ def judged(interpreter: Path, cases: dict[str, Values]) -> dict[str, Any]:
     return answer
 
 
+def printed_values() -> Values:
+    """Return the values that docs/quickstart.md prints."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    text = page.partition("<!-- values of the chart -->\n```yaml\n")[2].partition("```")[0]
+    values: Values = yaml.safe_load(text)
+    return values
+
+
 def main(arguments: Sequence[str]) -> int:
     """Check all, or write the manifests; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.kubernetes", description="The chart against Kubernetes.")
     parser.add_argument("--write", action="store_true", help="write the manifests that are committed")
     options = parser.parse_args(arguments)
     good = {path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES}
+    VARIATIONS["quickstart"] = printed_values()
     cases = {**good, **VARIATIONS, **{name: values for name, (values, _) in REFUSED.items()}}
     try:
         answer = judged(environment(), cases)

@@ -215,7 +215,7 @@ async def _appends(journal: JetStreamJournal, size: int, last: int) -> tuple[flo
     """Append messages for a while, one after the other; return how many a second, and the last sequence."""
     count, begun_s = 0, time.monotonic()
     while (took_s := time.monotonic() - begun_s) < COST_S:
-        message = Outgoing(f"costs.{last}", f"costs.{last - 1}", 0, False, empty_body(0, 0) + bytes(size))
+        message = Outgoing(f"costs.{last}", 0, False, empty_body(0, 0) + bytes(size))
         await journal.append([message], last, begins=last == 0)
         last += 1
         count += 1

@@ -24,7 +24,7 @@ from poolgrid.wire.leadership import Leader
 from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream
-from tests.consolidator.journal_laws import JournalLaws, fill, offsets, snapshot
+from tests.consolidator.journal_laws import fill, offsets, snapshot
 from tests.consolidator.pusher import stored
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
@@ -98,10 +98,6 @@ def kind(server: NatsServer, loop: asyncio.AbstractEventLoop) -> Iterator[OnServ
     kind.end()
 
 
-class TestJournalLaws(JournalLaws):
-    """On a real server."""
-
-
 def test_a_writer_that_was_overtaken_is_fenced(kind: OnServer) -> None:
     old = fill(kind.open(), 5)
     new = fill(kind.open(), 8)
@@ -172,14 +168,6 @@ def test_a_foreign_entry_of_the_leader_keeps_no_consolidator_from_the_lease(
         return is_lost, leader
 
     assert kind.run(scenario()) == (True, Leader("c"))
-
-
-def test_positions_that_are_none_hold_nothing_back(kind: OnServer) -> None:
-    kind.stream.open()
-    for number, body in enumerate((b"null", b"", b"-1", b"1.5", "²".encode(), b"9" * 5000, b"9" * 21, b"7")):
-        publish(kind, f"$KV.poolgrid-{kind.connection.pool}.router.r{number}", body)
-
-    assert kind.stream.positions() == [7]
 
 
 FOREIGN_HEADERS: list[dict[str, str] | None] = [

@@ -21,6 +21,7 @@ from poolgrid.nats.limit_shares import (
     Use,
     settled,
 )
+from tests.examples import examples
 
 IDLE = Use(0, NOTHING, NOTHING)
 TENANT = "acme"
@@ -233,7 +234,7 @@ class Steps:
 TURNS = ("look", "look", "turn", "turn", "turn", "doubt", "doubt", "delay", "arrive", "begin", "begin", "end", "kill")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(st.integers(2, 3), st.integers(1, 11), st.randoms(use_true_random=False))
 def test_whatever_is_late_lost_or_in_doubt_routers_grant_no_more_than_the_limit(
     count: int, limit: int, random: Random
@@ -244,7 +245,7 @@ def test_whatever_is_late_lost_or_in_doubt_routers_grant_no_more_than_the_limit(
         steps.take(random.choice(TURNS), random.choice(pool.alive), random.randint(0, 12))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(st.integers(2, 4), st.integers(1, 200), st.lists(st.integers(0, 300), min_size=4, max_size=4))
 def test_once_nothing_goes_wrong_all_is_granted_and_who_wants_an_equal_part_has_it(
     count: int, limit: int, wanted: list[int]

@@ -1,4 +1,4 @@
-"""Users of a real server who may do what ``docs/operations.md`` says of their part, and nothing else."""
+"""Users of a real server who may do what ``docs/nats.md`` says of their part, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from poolgrid.frontend.access.key_file import KeyDocument, Tenant
 from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner
 from poolgrid.nats.connection import NatsConnection
-from poolgrid.nats.follower import NatsFeed
-from poolgrid.nats.jetstream import (
-    JetStreamJournal,
-    RouterStream,
-    StreamShape,
-    ThreadedStream,
-)
+from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderLease, read_leader
 from poolgrid.nats.limits import LimitsOnNats
@@ -35,19 +29,17 @@ from poolgrid.nats.shared_meter import SharedMeter
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
 from tests.consolidator.fake_stream import StillClock
-from tests.consolidator.journal_builder import fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX
 from tests.consolidator.journal_laws import fill, snapshot
-from tests.consolidator.test_service import Reader
 from tests.discovery.registrations import registration, seen
 from tests.discovery.waiting import until
 from tests.nats.servers import BINARY, MISSING, NatsServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 ROLES = ("consolidator", "router", "worker", "command")
-LOOKS, REGISTERS, SHARES = "who looks for names", "who registers", "who shares state"
+LOOKS, REGISTERS, SHARES = "names, read", "names, register", "shared state"
 SIZE = 1024 * 1024
 OWNER = Owner("acme", 2)
 
@@ -57,7 +49,7 @@ def permissions(role: str) -> tuple[list[str], list[str]]:
     page = PAGE.read_text()
     (row,) = re.findall(rf"^\| {role} \| ([^|]*`[^|]*) \| (`[^|]*) \|$", page, re.MULTILINE)
     publishes, subscribes = (_subjects(cell) for cell in row)
-    return publishes + (permissions(LOOKS)[0] if "what looking takes" in row[0] else []), subscribes
+    return publishes + (permissions(LOOKS)[0] if "the row above" in row[0] else []), subscribes
 
 
 def _subjects(cell: str) -> list[str]:
@@ -68,7 +60,7 @@ def _subjects(cell: str) -> list[str]:
 
 
 def user(role: str) -> str:
-    return role.replace(" ", "-")
+    return role.replace(", ", "-").replace(" ", "-")
 
 
 def quoted(subjects: list[str]) -> str:
@@ -107,121 +99,108 @@ def violations(server: NatsServer) -> list[str]:
     return re.findall(r"(\w+ Violation .*)", (server.directory / "log").read_text())
 
 
-def test_each_part_does_its_work_with_what_the_page_gives_it_and_a_router_cannot_write_the_journal(
+async def test_each_part_does_its_work_with_what_the_page_gives_it_and_a_router_cannot_write_the_journal(
     server: NatsServer,
 ) -> None:
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        consolidator, router, worker, command = [await connected(server, role) for role in ROLES]
-        stream = JetStreamJournal(consolidator, StreamShape(1, SIZE))
-        await stream.open()
-        await stream.open()  # what is there is looked at, and changed
-        await JetStreamJournal(consolidator, StreamShape(1, 2 * SIZE)).open()
-        lease = LeaderLease(consolidator, "c", 30, SystemClock())
-        await lease.take()
-        await lease.announce("tcp://h:1")
+    loop = asyncio.get_running_loop()
+    consolidator, router, worker, command = [await connected(server, role) for role in ROLES]
+    stream = JetStreamJournal(consolidator, StreamShape(1, SIZE))
+    await stream.open()
+    await stream.open()  # what is there is looked at, and changed
+    await JetStreamJournal(consolidator, StreamShape(1, 2 * SIZE)).open()
+    lease = LeaderLease(consolidator, "c", 30, SystemClock())
+    await lease.take()
+    await lease.announce("tcp://h:1")
 
-        def write() -> None:
-            sizes = StreamJournalSettings(1, bytes_max=SIZE, durable_after_ms=0)
-            journal = StreamJournal(ThreadedStream(stream, loop), "life", StillClock(), sizes)
-            journal.recover(BLOCKS_MAX)
-            fill(journal, 30, at_once=1)
-            for offset in (10, 20, 29):
-                snapshot(journal, offset)
-            assert journal.retain(0) > 0
-            assert journal.recover(BLOCKS_MAX).offset == 30
+    def write() -> None:
+        sizes = StreamJournalSettings(1, bytes_max=SIZE, durable_after_ms=0)
+        journal = StreamJournal(ThreadedStream(stream, loop), "life", StillClock(), sizes)
+        journal.recover(BLOCKS_MAX)
+        fill(journal, 30, at_once=1)
+        for offset in (10, 20, 29):
+            snapshot(journal, offset)
+        assert journal.retain(0) > 0
+        assert journal.recover(BLOCKS_MAX).offset == 30
 
-        await asyncio.to_thread(write)
-        feed = NatsFeed(router, RouterStream(JetStreamJournal(router), "r"), SystemClock(), BLOCKS_MAX)
-        reader = Reader()
-        await feed.start(reader)
-        assert reader.offset == 30
-        assert fold(30).offset == 30
-        await JetStreamJournal(router).note_position("r", 7)
-        assert (await read_leader(command))[1] is not None
-        (_, leader) = await read_leader(worker)
+    await asyncio.to_thread(write)
+    assert (await read_leader(command))[1] is not None
+    for follower in (worker, router):
+        (_, leader) = await read_leader(follower)
         assert leader is not None
         assert leader.ingest == "tcp://h:1"
-        await worker.client.subscribe("poolgrid.p.told.leader")
-        await worker.client.flush()
-        assert violations(server) == [], "nothing that a part needs is refused to it"
+        await follower.client.subscribe("poolgrid.p.told.leader")
+    await worker.client.flush()
+    assert violations(server) == [], "nothing that a part needs is refused to it"
 
-        before = await stream.facts()
-        forged = Outgoing("forged.1", "life.31", 0, False, empty_body(30, 0))
-        for stranger in (router, worker, command):
-            with pytest.raises(StreamUnavailable):
-                await JetStreamJournal(stranger).append([forged], before.last_sequence, begins=True)
-            with pytest.raises(StreamUnavailable):
-                await JetStreamJournal(stranger).remove_before(before.last_sequence)
-        assert await stream.facts() == before
-        assert "poolgrid.p.journal.forged" in str(violations(server))
-        await lease.give_back()
-        await feed.stop()
-        for connection in (consolidator, worker, command):
-            await connection.close()
-
-    asyncio.run(scenario())
+    before = await stream.facts()
+    forged = Outgoing("forged.1", 0, False, empty_body(30, 0))
+    for stranger in (router, worker, command):
+        with pytest.raises(StreamUnavailable):
+            await JetStreamJournal(stranger).append([forged], before.last_sequence, begins=True)
+        with pytest.raises(StreamUnavailable):
+            await JetStreamJournal(stranger).remove_before(before.last_sequence)
+    assert await stream.facts() == before
+    assert "poolgrid.p.journal.forged" in str(violations(server))
+    await lease.give_back()
+    for connection in (consolidator, router, worker, command):
+        await connection.close()
 
 
-def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_them_and_write_nothing_else(
+async def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_them_and_write_nothing_else(
     server: NatsServer,
 ) -> None:
-    async def scenario() -> None:
-        before = violations(server)
-        registers, looks = [
-            NatsRegistrations(DiscoverySettings(names="nats", nats_url=(url_of(server, role),)), 3, 1, SystemClock())
-            for role in (REGISTERS, LOOKS)
-        ]
-        for store in (registers, looks):  # who may make the bucket comes first
-            await store.open()
-            await until(store._is_open.is_set)
-        scopes = [Scope("blue", "router")]
-        await registers.write(registration(1), seen(1).data)
-        for store in (registers, looks):
-            assert [each.key for each in await store.look(scopes)] == [registration(1).key]
-        await registers.remove(registration(1).key)
-        assert await looks.look(scopes) == []
-        assert violations(server) == before, "nothing that they need is refused to them"
+    before = violations(server)
+    registers, looks = [
+        NatsRegistrations(DiscoverySettings(names="nats", nats_url=(url_of(server, role),)), 3, 1, SystemClock())
+        for role in (REGISTERS, LOOKS)
+    ]
+    for store in (registers, looks):  # who may make the bucket comes first
+        await store.open()
+        await until(store._bucket.is_open.is_set)
+    scopes = [Scope("blue", "router")]
+    await registers.write(registration(1), seen(1).data)
+    for store in (registers, looks):
+        assert [each.key for each in await store.look(scopes)] == [registration(1).key]
+    await registers.remove(registration(1).key)
+    assert await looks.look(scopes) == []
+    assert violations(server) == before, "nothing that they need is refused to them"
 
-        for store, *key in ((looks, "blue", "router"), (registers, "blue", "worker"), (registers, "green", "router")):
-            forged = registration(2, namespace=key[0], component=key[1])
-            with pytest.raises(DiscoveryUnavailable):
-                await store.write(forged, seen(2).data)
-            assert f"$KV.poolgrid-names.{forged.key}" in str(violations(server)[len(before) :])
-        assert await looks.look([Scope()]) == []
-        for store in (registers, looks):
-            await store.close()
-
-    asyncio.run(scenario())
+    for store, *key in ((looks, "blue", "router"), (registers, "blue", "worker"), (registers, "green", "router")):
+        forged = registration(2, namespace=key[0], component=key[1])
+        with pytest.raises(DiscoveryUnavailable):
+            await store.write(forged, seen(2).data)
+        assert f"$KV.poolgrid-names.{forged.key}" in str(violations(server)[len(before) :])
+    assert await looks.look([Scope()]) == []
+    for store in (registers, looks):
+        await store.close()
 
 
-def test_who_shares_state_does_so_with_what_the_page_gives_it_and_writes_no_other_pools(server: NatsServer) -> None:
-    async def scenario() -> None:
-        before = violations(server)
-        nats = DiscoverySettings(names="nats", nats_url=(url_of(server, SHARES),))
-        clock = SystemClock()
-        limits = LimitsOnNats(nats, "blue.p", "", 4, 1, clock, CollectorRegistry())
-        tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), limits.meter)
-        limits.start(lambda: tenants)
-        meter = tenants.accounts["acme"].meter
-        assert isinstance(meter, SharedMeter)
-        await until(lambda: meter.shares[0] == 10)
-        stores = [NatsResponseStore(nats, scope, SIZE, 60.0, 1, clock) for scope in ("blue.p", "green.p")]
-        for store in stores:
-            store.start()
-            await until(partial(getattr, store, "is_ready"))
-        kept = KeptResponse("resp_1", None, b"[]", b"[]", b"{}")
-        assert await stores[0].keep(OWNER, kept)
-        assert await stores[0].response(OWNER, "resp_1") == b"{}"
-        assert await stores[0].response(OWNER, "resp_2") is None
-        assert await stores[0].forget(OWNER, "resp_1")
-        assert await stores[0].response(OWNER, "resp_1") is None
-        await limits.close()
-        assert violations(server) == before, "nothing that it needs is refused to it"
+async def test_who_shares_state_does_so_with_what_the_page_gives_it_and_writes_no_other_pools(
+    server: NatsServer,
+) -> None:
+    before = violations(server)
+    nats = DiscoverySettings(names="nats", nats_url=(url_of(server, SHARES),))
+    clock = SystemClock()
+    limits = LimitsOnNats(nats, "blue.p", "", 4, 1, clock, CollectorRegistry())
+    tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), limits.meter)
+    limits.start(lambda: tenants)
+    meter = tenants.accounts["acme"].meter
+    assert isinstance(meter, SharedMeter)
+    await until(lambda: meter.shares[0] == 10)
+    stores = [NatsResponseStore(nats, scope, SIZE, 60.0, 1, clock) for scope in ("blue.p", "green.p")]
+    for store in stores:
+        store.start()
+        await until(partial(getattr, store, "is_ready"))
+    kept = KeptResponse("resp_1", None, b"[]", b"[]", b"{}")
+    assert await stores[0].keep(OWNER, kept)
+    assert await stores[0].response(OWNER, "resp_1") == b"{}"
+    assert await stores[0].response(OWNER, "resp_2") is None
+    assert await stores[0].forget(OWNER, "resp_1")
+    assert await stores[0].response(OWNER, "resp_1") is None
+    await limits.close()
+    assert violations(server) == before, "nothing that it needs is refused to it"
 
-        assert not await stores[1].keep(OWNER, kept)
-        assert "$KV.poolgrid-responses.green.p" in str(violations(server)[len(before) :])
-        for store in stores:
-            await store.disconnect()
-
-    asyncio.run(scenario())
+    assert not await stores[1].keep(OWNER, kept)
+    assert "$KV.poolgrid-responses.green.p" in str(violations(server)[len(before) :])
+    for store in stores:
+        await store.disconnect()

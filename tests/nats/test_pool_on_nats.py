@@ -44,7 +44,7 @@ def knows_what_is_cached(url: str, after: int) -> bool:
     return offset(url) > after and pool_is_quiet(url) and index_equals_workers(url)
 
 
-def test_the_router_knows_from_the_stream_what_workers_cache(pool: Process) -> None:
+def test_the_router_knows_what_workers_cache(pool: Process) -> None:
     before = offset(pool.url)
 
     assert ask(pool.url, PROMPT) == 200
@@ -101,7 +101,7 @@ def test_when_the_server_is_killed_the_pool_serves_and_knows_everything_afterwar
     server.kill()
 
     assert ask(pool.url, "meanwhile " + PROMPT) == 200
-    eventually("the router says what it lacks", lambda: "NATS has been out of reach" in trouble(pool.url))
+    eventually("the router reports it", lambda: "the consolidator has been silent" in trouble(pool.url))
     server.start()
 
     eventually("the index is true", lambda: knows_what_is_cached(pool.url, before))

@@ -61,27 +61,24 @@ async def stores(
             await store.disconnect()
 
 
-def test_what_one_router_keeps_another_one_goes_on_from_and_forgets(server: NatsServer) -> None:
-    async def scenario() -> None:
-        async with stores(server, "blue.default") as (one, other):
-            first, second, third = response("resp_a"), response("resp_b", "resp_a"), response("resp_c", "resp_b")
-            assert await one.keep(ACME, first)
-            assert await other.keep(ACME, second)
-            assert await one.keep(ACME, third)
+async def test_what_one_router_keeps_another_one_goes_on_from_and_forgets(server: NatsServer) -> None:
+    async with stores(server, "blue.default") as (one, other):
+        first, second, third = response("resp_a"), response("resp_b", "resp_a"), response("resp_c", "resp_b")
+        assert await one.keep(ACME, first)
+        assert await other.keep(ACME, second)
+        assert await one.keep(ACME, third)
 
-            assert await other.response(ACME, "resp_a") == first.response
-            assert await other.items(ACME, "resp_c", "input") == third.input
-            assert await one.items(ACME, "resp_b", "output") == second.output
-            assert await one.conversation(ACME, "resp_c") == [first, second, third]
-            assert await other.conversation(ACME, "resp_a") == [first]
-            assert await other.forget(ACME, "resp_b")
-            assert await one.response(ACME, "resp_b") is None
-            assert not await one.forget(ACME, "resp_b")
-            assert await one.conversation(ACME, "resp_c") is None, "half a conversation cannot go on"
-            assert not await one.keep(ACME, response("resp_d", "resp_b"))
-            assert await other.items(ACME, "resp_b", "input") == b"[]"
-
-    asyncio.run(scenario())
+        assert await other.response(ACME, "resp_a") == first.response
+        assert await other.items(ACME, "resp_c", "input") == third.input
+        assert await one.items(ACME, "resp_b", "output") == second.output
+        assert await one.conversation(ACME, "resp_c") == [first, second, third]
+        assert await other.conversation(ACME, "resp_a") == [first]
+        assert await other.forget(ACME, "resp_b")
+        assert await one.response(ACME, "resp_b") is None
+        assert not await one.forget(ACME, "resp_b")
+        assert await one.conversation(ACME, "resp_c") is None, "half a conversation cannot go on"
+        assert not await one.keep(ACME, response("resp_d", "resp_b"))
+        assert await other.items(ACME, "resp_b", "input") == b"[]"
 
 
 DEEP = b"\x81\xa1x" + b"\x91" * 200_000 + b"\x00"
@@ -92,20 +89,17 @@ DEEP = b"\x81\xa1x" + b"\x91" * 200_000 + b"\x00"
     ("part", "count", "data"),
     [("0", "9" * 5000, b"x"), ("0", "1", b"hello"), ("0", "1", DEEP), ("0", "1", b""), ("0", "\u00b2", b"x")],
 )
-def test_what_no_router_kept_is_no_response_and_costs_no_other(
+async def test_what_no_router_kept_is_no_response_and_costs_no_other(
     server: NatsServer, part: str, count: str, data: bytes
 ) -> None:
-    async def scenario() -> None:
-        async with stores(server, "blue.foreign", 1) as (store,):
-            assert await store.keep(ACME, response("resp_a"))
-            for name, number in (("resp_x", part), ("resp_a", "5"), ("resp_a", "7" * 200)):
-                subject = store._subject(ACME.name, store_on_nats._digest(name))
-                headers = {store_on_nats.PARTS_HEADER: count}
-                await store._connection.jetstream.publish(f"{subject}.{number}", data, headers=headers)
-            assert await store.response(ACME, "resp_x") is None
-            assert await store.response(ACME, "resp_a") == response("resp_a").response
-
-    asyncio.run(scenario())
+    async with stores(server, "blue.foreign", 1) as (store,):
+        assert await store.keep(ACME, response("resp_a"))
+        for name, number in (("resp_x", part), ("resp_a", "5"), ("resp_a", "7" * 200)):
+            subject = store._bucket.spec.subject + store._key(ACME.name, store_on_nats._digest(name))
+            headers = {store_on_nats.PARTS_HEADER: count}
+            await store._connection.jetstream.publish(f"{subject}.{number}", data, headers=headers)
+        assert await store.response(ACME, "resp_x") is None
+        assert await store.response(ACME, "resp_a") == response("resp_a").response
 
 
 def test_two_front_ends_of_a_pool_are_one_to_a_tenant(server: NatsServer, tmp_path: Path) -> None:
@@ -151,64 +145,55 @@ def test_two_front_ends_of_a_pool_are_one_to_a_tenant(server: NatsServer, tmp_pa
     asyncio.run(scenario())
 
 
-def test_nobody_finds_what_another_tenant_or_another_pool_has_kept(server: NatsServer) -> None:
-    async def scenario() -> None:
-        async with stores(server, "blue.secret", 1) as (blue,), stores(server, "green.secret", 1) as (green,):
-            await blue.keep(ACME, response("resp_a"))
+async def test_nobody_finds_what_another_tenant_or_another_pool_has_kept(server: NatsServer) -> None:
+    async with stores(server, "blue.secret", 1) as (blue,), stores(server, "green.secret", 1) as (green,):
+        await blue.keep(ACME, response("resp_a"))
 
-            assert await blue.response(OTHER, "resp_a") is None
-            assert await green.response(ACME, "resp_a") is None
-            assert not await blue.forget(OTHER, "resp_a")
-            assert not await blue.keep(OTHER, response("resp_b", "resp_a"))
-            assert await blue.response(ACME, "resp_a") == response("resp_a").response
-            keys = (await blue._connection.jetstream.stream_info(f"KV_{BUCKET}", subjects_filter=">")).state.subjects
-            assert keys
-            assert not any("acme" in key or "resp_a" in key for key in keys), "keys do not say whose they are"
-
-    asyncio.run(scenario())
+        assert await blue.response(OTHER, "resp_a") is None
+        assert await green.response(ACME, "resp_a") is None
+        assert not await blue.forget(OTHER, "resp_a")
+        assert not await blue.keep(OTHER, response("resp_b", "resp_a"))
+        assert await blue.response(ACME, "resp_a") == response("resp_a").response
+        keys = (await blue._connection.jetstream.stream_info(f"KV_{BUCKET}", subjects_filter=">")).state.subjects
+        assert keys
+        assert not any("acme" in key or "resp_a" in key for key in keys), "keys do not say whose they are"
 
 
-def test_long_responses_and_long_conversations_are_read_whole(
+async def test_long_responses_and_long_conversations_are_read_whole(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_on_nats, "SUBJECTS_PER_QUESTION", 3)
     monkeypatch.setattr("poolgrid.nats.connection.ANSWER_BYTES_MAX", 700_000)
 
-    async def scenario() -> None:
-        async with stores(server, "long.default") as (one, other):
-            turns = [response("resp_0", size=700_000)]
-            turns += [response(f"resp_{number}", f"resp_{number - 1}") for number in range(1, 8)]
-            for turn in turns:
-                assert await one.keep(ACME, turn)
+    async with stores(server, "long.default") as (one, other):
+        turns = [response("resp_0", size=700_000)]
+        turns += [response(f"resp_{number}", f"resp_{number - 1}") for number in range(1, 8)]
+        for turn in turns:
+            assert await one.keep(ACME, turn)
 
-            assert await other.conversation(ACME, "resp_7") == turns
-            assert not await one.keep(ACME, response("resp_8", size=4 * 1024 * 1024)), "more than half of the room"
-
-    asyncio.run(scenario())
+        assert await other.conversation(ACME, "resp_7") == turns
+        assert not await one.keep(ACME, response("resp_8", size=4 * 1024 * 1024)), "more than half of the room"
 
 
-def test_while_nats_is_away_nothing_is_kept_and_clients_are_told_to_come_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        server = NatsServer(tmp_path, "away")
-        server.start()
-        try:
-            async with stores(server, "away.default", 1, timeout_ms=300) as (store,):
-                assert await store.keep(ACME, response("resp_a"))
-                server.kill()
-
-                assert not await store.keep(ACME, response("resp_b"))
-                for asked in (store.response, store.conversation, store.forget):
-                    with pytest.raises(Refused) as refusal:
-                        await asked(ACME, "resp_a")
-                    assert refusal.value.status == 503
-                server.start()
-                await until(lambda: store.is_ready)
-                assert await store.response(ACME, "resp_a") == response("resp_a").response
-
-                await store._connection.jetstream.delete_stream(f"KV_{BUCKET}")
-                assert not await store.keep(ACME, response("resp_c")), "the bucket was gone, and is made"
-                assert await store.keep(ACME, response("resp_d"))
-        finally:
+async def test_while_nats_is_away_nothing_is_kept_and_clients_are_told_to_come_again(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path, "away")
+    server.start()
+    try:
+        async with stores(server, "away.default", 1, timeout_ms=300) as (store,):
+            assert await store.keep(ACME, response("resp_a"))
             server.kill()
 
-    asyncio.run(scenario())
+            assert not await store.keep(ACME, response("resp_b"))
+            for asked in (store.response, store.conversation, store.forget):
+                with pytest.raises(Refused) as refusal:
+                    await asked(ACME, "resp_a")
+                assert refusal.value.status == 503
+            server.start()
+            await until(lambda: store.is_ready)
+            assert await store.response(ACME, "resp_a") == response("resp_a").response
+
+            await store._connection.jetstream.delete_stream(f"KV_{BUCKET}")
+            assert not await store.keep(ACME, response("resp_c")), "the bucket was gone, and is made"
+            assert await store.keep(ACME, response("resp_d"))
+    finally:
+        server.kill()

@@ -21,7 +21,6 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from lab.dashboards.__main__ import WRITTEN, known_series, stale
 from lab.dashboards.boards import BOARDS
 from lab.dashboards.checking import Known, problems, selectors
-from lab.dashboards.foreign import RECORDED
 from lab.dashboards.model import Board, Panel, Query, Row, Variable
 from tests.forms import needs_checkout
 from tests.observability_proof.drills import DRILLS
@@ -152,19 +151,6 @@ def test_the_check_by_grafanas_types_finds_what_is_wrong() -> None:
     assert [each for each in _wrong_types(made, grafana.Dashboard, "$") if "is '8'" in each]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_panels_stand_beside_each_other_and_have_numbers_of_their_own(path: Path) -> None:
-    panels = json.loads(path.read_text())["panels"]
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        fields = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert at["x"] + at["w"] <= 24
-        assert not fields & taken, panel["title"]
-        taken |= fields
-    assert len({panel["id"] for panel in panels}) == len(panels)
-
-
 # -- what the check finds ----------------------------------------------------------------------------------------------
 
 GOOD = Panel("Lag", "s", (Query("max by (pool) (lag_seconds{pool='a'})", "{{pool}}"),), "Is it.", "Do it.", "page")
@@ -232,10 +218,6 @@ def test_rules_read_series_that_exist(known: Known) -> None:
                 assert set(labels) <= known[name] | {"job", "pool", "namespace"} | by_name, (rule, name)
     for name in re.findall(r"(poolgrid_\w+)\|(poolgrid_\w+)", (RULES / "alerts.yml").read_text()):
         assert set(name) <= set(known)
-
-
-def test_boards_show_recorded_series_that_are_recorded() -> None:
-    assert set(RECORDED) <= {rule["record"] for rule in _rules("recording.yml")}
 
 
 def test_every_alert_has_a_reason_a_severity_and_a_runbook_that_names_it() -> None:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.http.browser_requests import HOSTS_KEPT_MAX, AllowedHosts, foreign_origin
-from poolgrid.http.http_settings import HttpSettings
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,3 @@ def test_any_host_is_judged_and_few_are_kept(host: bytes) -> None:
     for number in range(HOSTS_KEPT_MAX + 9):
         assert hosts.allow(b"localhost:%d" % number)
     assert len(hosts._known) <= HOSTS_KEPT_MAX
-
-
-def test_operators_may_add_names() -> None:
-    assert HttpSettings(http_hosts=("pool.example",)).http_limits().hosts == ("pool.example",)

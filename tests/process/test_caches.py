@@ -114,16 +114,6 @@ def test_the_work_of_a_tenants_requests_is_the_same_without_those_of_others(
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@given(seen=uses)
-def test_the_first_request_of_a_salt_finds_nothing(cache: Callable[..., Observed], seen: list[Use]) -> None:
-    known: set[tuple[str, str]] = set()
-    for use, work in cache(seen):
-        if use[:2] not in known:
-            assert [(use, work)] == cache([use])
-        known.add(use[:2])
-
-
-@pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_that_tenants_share_would_be_found_out(cache: Callable[..., Observed]) -> None:
     """The old behaviour, planted: by being there, and by pushing out."""
     asked, sent = Use("a", "", 3), Use("b", "", 3)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from poolgrid.process.complaints import PEERS_MAX, PERIOD_MS, Complaints, shown_peer
 from poolgrid.process.log_lines import (
     FIELD_CHARS_MAX,
-    LINE_CHARS_MAX,
     TRACEBACK_MARK,
     Field,
     JsonFormatter,
@@ -102,12 +101,6 @@ def test_an_event_is_one_line_whoever_wrote_what_is_in_it(log: Log) -> None:
     ]
 
 
-def test_a_line_has_a_bounded_length(log: Log) -> None:
-    log.logger.warning("%s", "x" * (LINE_CHARS_MAX + 7))
-    (line,) = log.lines
-    assert line == f"WARNING {'x' * LINE_CHARS_MAX}… (7 more characters)"
-
-
 def test_the_lines_of_a_traceback_cannot_pass_for_events(log: Log) -> None:
     try:
         raise ValueError(FORGED)
@@ -132,13 +125,6 @@ def test_one_place_writes_a_bounded_number_of_lines_and_says_what_it_left_out(lo
         f"WARNING 5 lines like the following one were left out: frame {LINES_PER_PERIOD + 4} is none",
         "WARNING later",
     ]
-
-
-def test_what_was_left_out_at_the_end_is_said(log: Log) -> None:
-    for _ in range(3):
-        log.logger.error("again")
-    log.handler.close()
-    assert log.lines == ["ERROR again", "ERROR 2 more like this: again"]
 
 
 def _repeat(log: Log, words: str, request_id: str = "") -> None:

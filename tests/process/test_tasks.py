@@ -16,7 +16,7 @@ from poolgrid.process.tasks import Restart, cancel_all, detached, owned, supervi
 QUICK = Restart(limit=3, pause_s=0.0, pause_max_s=0.0)
 
 
-def test_a_task_that_raises_is_logged_with_its_place_and_starts_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_raises_is_logged_with_its_place_and_starts_again(caplog: pytest.LogCaptureFixture) -> None:
     starts = []
 
     async def work() -> None:
@@ -24,10 +24,7 @@ def test_a_task_that_raises_is_logged_with_its_place_and_starts_again(caplog: py
         if len(starts) < 3:
             raise ValueError("what the policy said")
 
-    async def scenario() -> None:
-        await supervised(work, "housekeeping", QUICK)
-
-    asyncio.run(scenario())
+    await supervised(work, "housekeeping", QUICK)
 
     assert len(starts) == 3
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
@@ -55,65 +52,55 @@ def test_one_that_goes_on_failing_ends_its_process_with_an_error(restart: Restar
     assert (len(begun), ended_in_order) == (starts, [True])
 
 
-def test_one_without_a_bound_is_tried_for_ever() -> None:
-    async def scenario() -> None:
-        begun = asyncio.Event()
-        count = 0
+async def test_one_without_a_bound_is_tried_for_ever() -> None:
+    begun = asyncio.Event()
+    count = 0
 
-        async def work() -> None:
-            nonlocal count
-            count += 1
-            if count == 50:
-                begun.set()
-            raise OSError("not there")
+    async def work() -> None:
+        nonlocal count
+        count += 1
+        if count == 50:
+            begun.set()
+        raise OSError("not there")
 
-        task = supervised(work, "pool", Restart(limit=None, pause_s=0.0, pause_max_s=0.0))
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    task = supervised(work, "pool", Restart(limit=None, pause_s=0.0, pause_max_s=0.0))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_an_owned_task_gives_what_it_raises_to_its_owner() -> None:
-    async def scenario() -> None:
-        async def work() -> int:
-            raise KeyError("x")
+async def test_an_owned_task_gives_what_it_raises_to_its_owner() -> None:
+    async def work() -> int:
+        raise KeyError("x")
 
-        with pytest.raises(KeyError):
-            await owned(work(), "asking")
-
-    asyncio.run(scenario())
+    with pytest.raises(KeyError):
+        await owned(work(), "asking")
 
 
-def test_what_an_owner_does_not_take_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        await asyncio.wait({owned(_fails(), "asking")})
-        gc.collect()
-
-    asyncio.run(scenario())
+async def test_what_an_owner_does_not_take_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    await asyncio.wait({owned(_fails(), "asking")})
+    gc.collect()
 
     assert "in _fails" in caplog.text
 
 
-def test_what_nobody_awaits_is_logged_with_its_place_at_once_and_only_then(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        task = detached(_fails(), "comment")
-        await asyncio.wait({task})
-        await asyncio.sleep(0)
+async def test_what_nobody_awaits_is_logged_with_its_place_at_once_and_only_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    task = detached(_fails(), "comment")
+    await asyncio.wait({task})
+    await asyncio.sleep(0)
 
-        assert [record.getMessage() for record in caplog.records] == ["task 'comment' failed: this is a bug"]
-        assert "in _fails" in caplog.text
-        del task
-        gc.collect()
-
-    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records] == ["task 'comment' failed: this is a bug"]
+    assert "in _fails" in caplog.text
+    del task
+    gc.collect()
 
     assert len(caplog.records) == 1
 
 
-def test_one_that_nobody_cancelled_has_failed_when_it_ends_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_that_nobody_cancelled_has_failed_when_it_ends_so(caplog: pytest.LogCaptureFixture) -> None:
     starts = []
 
     async def work() -> None:
@@ -123,52 +110,43 @@ def test_one_that_nobody_cancelled_has_failed_when_it_ends_so(caplog: pytest.Log
             answer.cancel()  # as an executor does that is shut down
             await answer
 
-    async def scenario() -> None:
-        await supervised(work, "follower", QUICK)
-
-    asyncio.run(scenario())
+    await supervised(work, "follower", QUICK)
 
     assert len(starts) == 2
     assert "task 'follower' failed: it starts again" in caplog.text
 
 
-def test_one_that_is_cancelled_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        forever = asyncio.Event()
-        tasks = [
-            supervised(_forever(forever), "housekeeping", QUICK),
-            detached(_forever(forever)(), "comment"),
-            owned(_forever(forever)(), "asking"),
-        ]
-        await asyncio.sleep(0)
-        await cancel_all(tasks)
+async def test_one_that_is_cancelled_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    forever = asyncio.Event()
+    tasks = [
+        supervised(_forever(forever), "housekeeping", QUICK),
+        detached(_forever(forever)(), "comment"),
+        owned(_forever(forever)(), "asking"),
+    ]
+    await asyncio.sleep(0)
+    await cancel_all(tasks)
 
-        assert all(task.cancelled() for task in tasks)
-
-    asyncio.run(scenario())
+    assert all(task.cancelled() for task in tasks)
 
     assert not caplog.records
 
 
-def test_what_fails_while_it_is_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_fails_while_it_is_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         try:
             await asyncio.Event().wait()
         finally:
             raise ValueError("closing it failed")
 
-    async def scenario() -> None:
-        task = owned(work(), "fetch")
-        await asyncio.sleep(0)
-        await cancel_all([task])
-
-    asyncio.run(scenario())
+    task = owned(work(), "fetch")
+    await asyncio.sleep(0)
+    await cancel_all([task])
 
     assert "task 'fetch' failed" in caplog.text
     assert "closing it failed" in caplog.text
 
 
-def test_work_is_done_unless_it_is_stopped_first() -> None:
+async def test_work_is_done_unless_it_is_stopped_first() -> None:
     cleaned = []
 
     async def slow() -> int:
@@ -182,43 +160,39 @@ def test_work_is_done_unless_it_is_stopped_first() -> None:
     async def quick() -> int:
         return 2
 
-    async def scenario() -> None:
-        stop = asyncio.Event()
-        before = asyncio.all_tasks()
-        assert await unless(stop, quick(), "start") == 2
-        with pytest.raises(ValueError, match="no"):
-            await unless(stop, _fails(), "start")
-        asyncio.get_running_loop().call_soon(stop.set)
-        assert await unless(stop, slow(), "start") is None
-        assert cleaned == [1]
-        assert asyncio.all_tasks() == before
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    stop = asyncio.Event()
+    before = asyncio.all_tasks()
+    assert await unless(stop, quick(), "start") == 2
+    with pytest.raises(ValueError, match="no"):
+        await unless(stop, _fails(), "start")
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert await unless(stop, slow(), "start") is None
+    assert cleaned == [1]
+    assert asyncio.all_tasks() == before
 
 
-def test_a_thread_gets_what_it_waits_for_and_what_comes_too_late_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        late = asyncio.Event()
+async def test_a_thread_gets_what_it_waits_for_and_what_comes_too_late_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = asyncio.get_running_loop()
+    late = asyncio.Event()
 
-        async def answer() -> int:
-            return threading.get_ident()
+    async def answer() -> int:
+        return threading.get_ident()
 
-        async def fails_late() -> None:
-            await late.wait()
-            raise ValueError("too late")
+    async def fails_late() -> None:
+        await late.wait()
+        raise ValueError("too late")
 
-        assert await asyncio.to_thread(wait_from_thread, loop, answer(), "question", 10.0) == threading.get_ident()
-        with pytest.raises(ValueError, match="no"):
-            await asyncio.to_thread(wait_from_thread, loop, _fails(), "question", 10.0)
-        assert not caplog.records
-        with pytest.raises(TimeoutError):
-            await asyncio.to_thread(wait_from_thread, loop, fails_late(), "question", 0.01)
-        late.set()
-        await asyncio.sleep(0)  # it ends
-        await asyncio.sleep(0)  # who waited in vain would hear of it
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert await asyncio.to_thread(wait_from_thread, loop, answer(), "question", 10.0) == threading.get_ident()
+    with pytest.raises(ValueError, match="no"):
+        await asyncio.to_thread(wait_from_thread, loop, _fails(), "question", 10.0)
+    assert not caplog.records
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(wait_from_thread, loop, fails_late(), "question", 0.01)
+    late.set()
+    await asyncio.sleep(0)  # it ends
+    await asyncio.sleep(0)  # who waited in vain would hear of it
 
     assert "task 'question' failed, after nobody waited" in caplog.text
     assert "in fails_late" in caplog.text

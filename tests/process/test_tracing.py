@@ -20,7 +20,7 @@ from poolgrid.process.tracing.sampling import Sampler, Sampling
 from poolgrid.process.tracing.settings import TraceSettings, trace_target
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
-from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
+from poolgrid.wire.trace_context import TraceContext, TracePlace
 
 CALLER = TracePlace(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0xF067AA0BA902B7, 1)
 UNSAMPLED = CALLER._replace(flags=0)
@@ -92,14 +92,6 @@ def test_all_who_go_by_the_id_draw_alike_and_a_larger_share_holds_a_smaller_one(
     assert not kept(ratio / 2) or kept(ratio)
 
 
-@pytest.mark.parametrize("header", [b"", b"none", b"00-00000000000000000000000000000000-0000000000000001-01", b"\xff"])
-def test_a_header_that_says_nothing_is_as_if_it_were_not_there(header: bytes) -> None:
-    tracing, _, _ = _tracing()
-    record = tracing.begin_request("chat", [(b"traceparent", header)], 0.0)
-    assert record is not None
-    assert record.root.parent is None
-
-
 @pytest.mark.parametrize(
     ("given_", "kept"),
     [(b"vendor=1", "vendor=1"), (b"a=1, b=2", "a=1, b=2"), (b"x" * (TRACE_STATE_CHARS_MAX + 1), ""), (b"a=\x01", "")],
@@ -119,13 +111,6 @@ def test_work_that_another_process_asks_for_is_kept_when_its_own_is() -> None:
     assert (record.root.parent, record.root.began_ms, record.tracestate) == (CALLER, 7.0, "vendor=1")
     for unkept in (None, TraceContext(UNSAMPLED.traceparent), TraceContext("broken"), tracing.not_kept):
         assert tracing.begin_work("worker whole", unkept) is None
-
-
-def test_what_others_are_told_of_requests_that_are_not_kept_is_a_context_that_nobody_keeps() -> None:
-    tracing, _, _ = _tracing()
-    place = read_traceparent(tracing.not_kept.traceparent)
-    assert place is not None
-    assert not place.is_sampled
 
 
 # -- where they go ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def assert_sound(index: PrefixIndex) -> None:
     for parent, blocks in below.items():
         assert set(index._orphans.below(parent, -1)) == blocks
 
-    lower = index._lower
+    lower = index.lower
     assert_sound_map(index._reach.edges)
     for orphan_map in (index._orphans._by_hash, index._orphans._below):
         assert_sound_map(orphan_map)

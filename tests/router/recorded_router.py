@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -20,11 +21,9 @@ from poolgrid.router.core.inputs import (
     SnapshotArrived,
     WorkerWanted,
 )
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
-from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, DecisionSegments, settings_noted
 from poolgrid.router.decision_journal.replay import DecisionReplay, ReplayOutcome
-from poolgrid.router.decision_journal.segments import DecisionSegments
 from poolgrid.router.policy_loading import make_state
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire import codec
@@ -157,7 +156,6 @@ class RecordedRouter:
         card = msgspec.structs.replace(
             make_card(max_batch_size=4, max_sequence_length=4096 * self._scale, total_kv_blocks=self._kv_blocks),
             simulated_speedup=self.simulated_speedup,
-            takes_retention=name != NAMES[-1],
         )
         self.say(worker, WorkerJoined(card), source="consolidator")
 

@@ -190,134 +190,83 @@ async def scene(*models: str, **settings: Any) -> AsyncIterator[Scene]:
         context.destroy(linger=0)
 
 
-def test_the_most_urgent_go_first_and_tenants_take_turns() -> None:
-    async def run() -> None:
-        async with scene() as pool:
-            await pool.submit("first")
-            for number in range(3):
-                await pool.submit(f"a{number}", tenant="a")
-            await pool.submit("b0", tenant="b")
-            await pool.submit("urgent", tenant="a", priority=1)
-            assert pool.waiting() == 5
+async def test_a_decision_says_how_long_its_request_was_queued() -> None:
+    async with scene() as pool:
+        await pool.submit("first")
+        await pool.submit("second")
+        assert await pool.finish(2) == ["first", "second"]
 
-            assert await pool.finish(6) == ["first", "urgent", "a0", "b0", "a1", "a2"]
-
-    asyncio.run(run())
+        second, first = pool.service.tracker.decisions.newest(2)
+        assert (first.request.request_id, first.queued_ms) == ("first", 0.0)
+        assert second.queued_ms > 0
 
 
-def test_a_decision_says_how_long_its_request_was_queued() -> None:
-    async def run() -> None:
-        async with scene() as pool:
-            await pool.submit("first")
-            await pool.submit("second")
-            assert await pool.finish(2) == ["first", "second"]
+async def test_the_shortest_work_goes_first_when_that_is_wanted() -> None:
+    async with scene(queue_order="shortest-uncached-work-first") as pool:
+        await pool.submit("first")
+        await pool.submit("long", tokens=3000)
+        await pool.submit("short", tokens=10)
 
-            second, first = pool.service.tracker.decisions.newest(2)
-            assert (first.request.request_id, first.queued_ms) == ("first", 0.0)
-            assert second.queued_ms > 0
-
-    asyncio.run(run())
+        assert await pool.finish(3) == ["first", "short", "long"]
 
 
-def test_the_shortest_work_goes_first_when_that_is_wanted() -> None:
-    async def run() -> None:
-        async with scene(queue_order="shortest-uncached-work-first") as pool:
-            await pool.submit("first")
-            await pool.submit("long", tokens=3000)
-            await pool.submit("short", tokens=10)
+async def test_whoever_leaves_the_queue_gives_up_the_place() -> None:
+    async with scene(queue_limit=1) as pool:
+        await pool.submit("first")
+        leaving = await pool.submit("leaving")
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert pool.waiting() == 0
+        await pool.submit("next")
 
-            assert await pool.finish(3) == ["first", "short", "long"]
-
-    asyncio.run(run())
-
-
-def test_a_full_queue_refuses_with_a_time_and_the_largest_tenant_gives_way() -> None:
-    async def run() -> None:
-        async with scene(queue_limit=2) as pool:
-            await pool.submit("first")
-            await pool.submit("a0", tenant="a")
-            last = await pool.submit("a1", tenant="a")
-            refused = await pool.submit("a2", tenant="a")
-            with pytest.raises(Refused) as caught:
-                await refused
-            assert (caught.value.status, caught.value.code) == (429, "busy")
-            assert caught.value.retry_after_s is not None
-            assert caught.value.retry_after_s >= 1
-            await pool.submit("b0", tenant="b")
-            with pytest.raises(Refused, match="waiting already: 2 requests with 8 prompt token"):
-                await last
-
-            assert await pool.finish(3) == ["first", "a0", "b0"]
-
-    asyncio.run(run())
+        assert await pool.finish(2) == ["first", "next"]
+        assert pool.waiting() == 0
 
 
-def test_a_model_without_room_does_not_hold_up_another() -> None:
-    async def run() -> None:
-        async with scene("m", "n") as pool:
-            await pool.submit("m0", "m")
-            await pool.submit("m1", "m")
-            at_once = await pool.submit("n0", "n")
-            await asyncio.wait_for(at_once, TIMEOUT_S)
-            assert pool.waiting() == 1
-
-    asyncio.run(run())
+async def test_waiting_too_long_is_429_and_leaves_nothing_behind() -> None:
+    async with scene(queue_timeout_ms=20) as pool:
+        await pool.submit("first")
+        late = await pool.submit("late")
+        with pytest.raises(Refused, match="no worker had room within 20 ms") as caught:
+            await late
+        assert caught.value.status == 429
+        assert pool.waiting() == 0
 
 
-def test_whoever_leaves_the_queue_gives_up_the_place() -> None:
-    async def run() -> None:
-        async with scene(queue_limit=1) as pool:
-            await pool.submit("first")
-            leaving = await pool.submit("leaving")
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-            assert pool.waiting() == 0
-            await pool.submit("next")
+async def test_a_request_that_must_move_is_never_refused_and_holds_up_nobody() -> None:
+    async with scene("m", "m", queue_limit=1, worker_timeout_ms=600_000) as pool:
+        await pool.submit("a")
+        await pool.submit("b")
+        holder = {}
+        for worker in pool.workers.values():
+            await worker.until(lambda worker=worker: bool(worker.taken))  # type: ignore[misc]
+            holder[worker.taken[0]] = worker
+        await pool.submit("waiting")
+        assert pool.waiting() == 1
 
-            assert await pool.finish(2) == ["first", "next"]
-            assert pool.waiting() == 0
+        # Its worker hands "a" back: only the other one could take it, and that is full.
+        delta = TokenDelta("a", 0, b"", FinishReason.ERROR, error="no room", refusal=RefusalKind.BROKEN)
+        holder["a"].taken.clear()
+        holder["a"].say(delta)
+        await holder["a"].until(lambda: holder["a"].taken == ["waiting"])
+        moving = await pool.submitted["a"]
+        assert not moving.finished
+        assert pool.waiting() == 1
 
-    asyncio.run(run())
-
-
-def test_waiting_too_long_is_429_and_leaves_nothing_behind() -> None:
-    async def run() -> None:
-        async with scene(queue_timeout_ms=20) as pool:
-            await pool.submit("first")
-            late = await pool.submit("late")
-            with pytest.raises(Refused, match="no worker had room within 20 ms") as caught:
-                await late
-            assert caught.value.status == 429
-            assert pool.waiting() == 0
-
-    asyncio.run(run())
+        await holder["b"].finish_one()
+        await holder["b"].until(lambda: len(holder["b"].taken) == 1)
+        assert holder["b"].taken[0].startswith("a")
+        assert pool.waiting() == 0
 
 
-def test_a_request_that_must_move_is_never_refused_and_holds_up_nobody() -> None:
-    async def run() -> None:
-        async with scene("m", "m", queue_limit=1, worker_timeout_ms=600_000) as pool:
-            await pool.submit("a")
-            await pool.submit("b")
-            holder = {}
-            for worker in pool.workers.values():
-                await worker.until(lambda worker=worker: bool(worker.taken))  # type: ignore[misc]
-                holder[worker.taken[0]] = worker
-            await pool.submit("waiting")
-            assert pool.waiting() == 1
+async def test_the_most_urgent_go_first_and_tenants_take_turns() -> None:
+    async with scene() as pool:
+        await pool.submit("first")
+        for number in range(3):
+            await pool.submit(f"a{number}", tenant="a")
+        await pool.submit("b0", tenant="b")
+        await pool.submit("urgent", tenant="a", priority=1)
+        assert pool.waiting() == 5
 
-            # Its worker hands "a" back: only the other one could take it, and that is full.
-            delta = TokenDelta("a", 0, b"", FinishReason.ERROR, error="no room", refusal=RefusalKind.BROKEN)
-            holder["a"].taken.clear()
-            holder["a"].say(delta)
-            await holder["a"].until(lambda: holder["a"].taken == ["waiting"])
-            moving = await pool.submitted["a"]
-            assert not moving.finished
-            assert pool.waiting() == 1
-
-            await holder["b"].finish_one()
-            await holder["b"].until(lambda: len(holder["b"].taken) == 1)
-            assert holder["b"].taken[0].startswith("a")
-            assert pool.waiting() == 0
-
-    asyncio.run(run())
+        assert await pool.finish(6) == ["first", "urgent", "a0", "b0", "a1", "a2"]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from poolgrid.router.core.approximate_index import CHOICES_PER_CHUNK, ApproximateIndex
+from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.prefix_index import PrefixIndex
 from tests.router.fleet_builder import worker_key
 
@@ -124,16 +124,3 @@ def test_a_dropped_worker_begins_anew_under_its_name() -> None:
     assert (chain.chosen_ms, chain.hashes) == (20.0, (1,))
     index.expire(10.0 + TTL_MS)
     assert index.index.overlap([1, 2], WORKERS[0]).blocks == 1
-
-
-def test_many_choices_expire_in_order_over_several_chunks() -> None:
-    index = made()
-    count = 2 * CHOICES_PER_CHUNK + 10
-    for number in range(count):
-        index.record(WORKERS[0], [number], 100.0 + number / count)
-
-    index.expire(100.0 + TTL_MS + (CHOICES_PER_CHUNK + 5) / count)
-
-    assert index.index.held_blocks(WORKERS[0]) == count - CHOICES_PER_CHUNK - 6
-    chains, _ = index.beliefs().condensed(sys.maxsize)
-    assert [chain.hashes[0] for chain in chains] == list(range(CHOICES_PER_CHUNK + 6, count))

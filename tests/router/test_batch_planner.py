@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.policies.predicted.batch_planner import PlannedRequest, PlanningBatch, divide, plan
 
 STEP_TOKENS = 8192
@@ -35,7 +36,8 @@ def waiting(
     matrix = np.array(tokens, np.float64)
     own = np.vectorize(own_ms)(matrix) / (np.ones(matrix.shape[1]) if speeds is None else np.array(speeds))
     costs = own + (0.0 if busy_ms is None else np.array(busy_ms))
-    return PlanningBatch(costs, own, matrix, [f"r{row}" for row in range(len(tokens))], priorities or [0] * len(tokens))
+    requests = [RoutingRequest(f"r{row}", "m", 1, 1, 1) for row in range(len(tokens))]
+    return PlanningBatch(costs, own, matrix, requests, priorities or [0] * len(tokens))
 
 
 def placed(
@@ -55,14 +57,6 @@ def test_a_request_waits_for_a_worker_that_is_soon_free_and_holds_its_prompt() -
 
     assert placed(waits, [0, 5000]) == []
     assert placed(waits, [0, 0]) == [(0, 1)]
-
-
-def test_it_does_not_wait_where_another_one_is_done_sooner() -> None:
-    assert placed(waiting([[6000, 2000]], busy_ms=[0.0, 500.0]), [0, 9000]) == [(0, 0)]
-
-
-def test_of_two_long_prompts_on_one_worker_the_shorter_goes_first() -> None:
-    assert placed(waiting([[12_000], [9000]]), [0]) == [(1, 0)]
 
 
 def test_the_longest_is_given_a_worker_of_its_own() -> None:
@@ -86,21 +80,6 @@ def test_prompts_whose_step_is_mostly_overhead_share_it() -> None:
 
 def test_a_long_prompt_does_not_join_a_short_ones_step() -> None:
     assert placed(waiting([[100], [6000]]), [0]) == [(0, 0)]
-
-
-def test_many_that_wait_make_larger_steps() -> None:
-    few, many = placed(waiting([[2000]] * 2), [0]), placed(waiting([[2000]] * 12), [0])
-
-    assert len(few) == 1
-    assert 1 < len(many) <= 4, "a step has room for four"
-
-
-def test_small_prompts_join_a_worker_that_is_not_free_as_long_as_a_step_has_room() -> None:
-    waits = waiting([[100]] * 4)
-
-    assert len(placed(waits, [STEP_TOKENS - 250])) == 2
-    assert placed(waits, [STEP_TOKENS]) == []
-    assert placed(waiting([[4000]]), [100]) == [], "this one is not small"
 
 
 def test_a_higher_priority_goes_first_and_keeps_the_worker_that_it_waits_for() -> None:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import Counter, deque
+from collections import deque
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from poolgrid.router.core.block_locator import (
     FRESH_ENTRIES,
-    GONE,
     GONE_SPARED,
-    SPREAD,
     BlockLocator,
-    _put_in_order,
-    _Shard,
 )
 from poolgrid.router.core.run_forest import Run
 
@@ -109,35 +103,6 @@ def test_places_of_a_full_cache_take_three_times_its_blocks_however_long_blocks_
 
     spared = GONE_SPARED * len(places._shards)
     assert largest < 12 * (3.2 * 100 * len(runs) + 2 * spared + 2 * FRESH_ENTRIES)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)), max_size=30))
-def test_what_came_less_what_went_is_left_also_where_one_number_for_both_tells_nothing_apart(
-    told: list[tuple[int, int, int, int]],
-) -> None:
-    # Blocks such that each with a run of its own is the same number as any other with its run.
-    blocks = [(7 ^ (run * int(SPREAD))) & (2**64 - 1) for run in range(4)]
-    shard = _Shard(0)
-    expected: Counter[tuple[int, int]] = Counter()
-    entries: list[tuple[int, int]] = []
-    for block, run, came, went in told:
-        left = max(0, came - went)
-        expected[(blocks[block], run)] += left
-        entries += [(blocks[block], run)] * came + [(blocks[block], run | GONE)] * (came - left)
-        shard.gone += came - left
-    random.Random(0).shuffle(entries)
-    shard.blocks += array("Q", (block for block, _ in entries)).tobytes()
-    shard.numbers += array("I", (number for _, number in entries)).tobytes()
-
-    if entries:
-        _put_in_order(shard)
-
-    left_blocks, left_runs = array("Q"), array("I")
-    left_blocks.frombytes(shard.blocks)
-    left_runs.frombytes(shard.numbers)
-    assert Counter(zip(left_blocks, left_runs, strict=True)) == +expected
-    assert shard.gone == 0
 
 
 def test_hashes_that_are_all_alike_are_not_kept_apart_for_ever() -> None:

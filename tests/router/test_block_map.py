@@ -83,24 +83,6 @@ def test_the_tables_of_shards_grow_one_after_the_other_though_all_fill_alike(slo
     assert_sound_map(index._reach.edges)
 
 
-def test_shards_are_split_one_after_the_other_though_all_fill_alike() -> None:
-    randomness = random.Random(3)
-    limit = 1024
-    sharded = BlockMap(limit, 4)
-    run = Run(None, array("Q"), 1)
-    split_at: list[int] = []
-    while len(split_at) < 16:
-        before = len(set(map(id, sharded.shards)))
-        for block in random_blocks(randomness, 32):
-            sharded[block] = run
-        sharded.relieve(block)
-        if len(set(map(id, sharded.shards))) > before:
-            split_at.append(len(sharded))
-
-    assert all(later - earlier >= limit // 16 for earlier, later in pairwise(split_at))
-    assert_sound_map(sharded)
-
-
 @pytest.mark.parametrize("length", [2, 5, 40])
 @pytest.mark.parametrize("place", [0, 1, -1])
 @pytest.mark.parametrize("grown", [False, True], ids=["a new run", "a run that grows"])

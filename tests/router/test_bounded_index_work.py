@@ -168,8 +168,8 @@ def test_what_python_does_by_itself_is_bounded_by_the_size_of_a_shard_and_of_a_r
         index._reach.edges,
         index._orphans._by_hash,
         index._orphans._below,
-        index._lower.host,
-        index._lower.disk,
+        index.lower.host,
+        index.lower.disk,
     ):
         sizes = [len(shard) for shard in each.each_shard()]
         assert max(sizes) <= 2 * SHARD_ENTRIES, sizes

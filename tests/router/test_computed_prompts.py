@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.computed_prompts import PROMPTS_MAX, SAME_BEGINNING_MAX, ComputedPrompts
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector
+from poolgrid.router.core.stream_health import PROMPTS_MAX, SAME_BEGINNING_MAX, ComputedPrompts
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.wire.events import (
     CacheCleared,
@@ -27,6 +27,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import sequence_hashes
 from poolgrid.wire.identifiers import Role, StreamState, WorkerKey
+from tests.examples import examples
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
 from tests.router.test_selector import PATH, request
 
@@ -46,7 +47,7 @@ prompts = st.lists(st.integers(1, 2), min_size=1, max_size=12)
 
 
 @given(st.lists(st.tuples(st.sampled_from([A, B, C]), prompts), max_size=20), prompts, st.sets(st.integers(0, 19)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 def test_how_much_of_a_prompt_is_there_is_what_comparing_block_by_block_says(
     told: list[tuple[WorkerKey, list[int]]], asked: list[int], dropped: set[int]
 ) -> None:
@@ -78,13 +79,6 @@ def test_only_the_newest_are_kept_and_of_one_beginning_the_newest_are_compared()
     computed.drop_all_of(A)
     assert len(computed) == 0
     assert computed.overlaps(path_of([1])) == []
-
-
-def test_nothing_is_found_for_a_prompt_without_a_whole_block() -> None:
-    computed = ComputedPrompts()
-    computed.add(A, "r", path_of([1]))
-
-    assert computed.overlaps([]) == []
 
 
 def chosen(pool: Pool, selector: Selector, name: str, path: list[int]) -> WorkerKey:
@@ -145,7 +139,7 @@ def test_a_worker_that_leaves_or_empties_its_cache_or_whose_stream_breaks_is_bel
     a, b = pool.join("a", "b")
     selector, trust = pool.selector(KvAware()), pool.projection.trust
     for worker in (a, b):
-        trust.chosen(worker, "r", PATH, BLOCK_SIZE, request().stage, 0.0)
+        trust.chosen(worker, "r", PATH, BLOCK_SIZE, 0.0)
         trust.prompt_computed(worker, "r")
     assert len(trust.computed) == 2
 

@@ -8,15 +8,14 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from msgspec import UNSET
 
 from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
 from poolgrid.consolidator.journal.inspection import state_at
 from poolgrid.consolidator.journal.stored_records import offset_of
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
 from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
 from poolgrid.router.decision_journal.recorder import BELIEFS_SHARE
@@ -121,35 +120,6 @@ def test_a_replay_can_begin_at_any_segment(name: str) -> None:
         assert outcome.not_derivable == 0
         identical += outcome.identical
     assert identical > 100
-
-
-def test_what_was_learned_of_how_long_blocks_should_stay_is_derived_again_from_any_segment_on() -> None:
-    router = recorded(
-        steps=3000, seed=1, scale=20, churn=0.05, retention="learned", reservation_ttl_ms=60_000, segment_bytes=500_000
-    )
-    made = entries_of(router.decisions_disk, DecisionMade)
-    assert sum(each.retention is not None for each in made) > 50
-    assert made[0].retention is None, "nothing was known yet"
-
-    for decisions in (router.decisions_disk, list(kept_from_each_segment(router))[-1]):
-        outcome = router.replay(decisions=decisions)
-
-        assert outcome.difference is None
-        assert outcome.identical == len(entries_of(decisions, DecisionMade)) > 50
-        assert outcome.not_derivable == 0
-
-
-def test_an_explanation_says_how_long_the_prompts_blocks_should_stay() -> None:
-    router = recorded(steps=3000, seed=1, scale=20, churn=0.05, retention="learned", reservation_ttl_ms=60_000)
-    said = [each for each in entries_of(router.decisions_disk, DecisionMade) if each.retention is not None]
-
-    (found,) = decisions_about(router.decisions_disk, said[-1].request.request_id)
-
-    explained = found.decision.explanation()
-    assert explained.retention is not UNSET
-    assert explained.retention.ranges[0].start == 0
-    assert explained.retention.ranges[-1].end == said[-1].request.isl
-    assert explained.worker != NAMES[-1], "its engine takes none, as its card says"
 
 
 @pytest.mark.parametrize("name", ["approximate mode", "stale workers", "suspect workers"])

@@ -13,8 +13,7 @@ import pytest
 
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import SystemClock
-from poolgrid.router.dry_run import add_route_endpoint
-from poolgrid.router.http_api import add_router_endpoints
+from poolgrid.router.http_api import add_route_endpoint, add_router_endpoints
 from tests.frontend.server import application, in_process
 from tests.router.test_service import routed
 

@@ -16,69 +16,65 @@ from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.wire import codec
 from poolgrid.wire.loading import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
 from tests.consolidator.pusher import Pusher, stored
-from tests.consolidator.test_service import Reader, run, truth
+from tests.consolidator.test_service import Reader, truth
 
 
 @pytest.mark.parametrize("kind", ["embedded", "remote"])
-def test_a_listener_that_asks_anew_gets_the_state_and_what_follows_it(kind: str) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        clock = SystemClock()
-        consolidator = create(ConsolidatorSettings(), CollectorRegistry(), clock)
-        reader = Reader()
-        feed: JournalFeed = EmbeddedFeed(consolidator)
-        if kind == "remote":
-            await consolidator.start()
-            feed = RemoteFeed(consolidator.feed_endpoint, consolidator.query_endpoint, clock)
-        await feed.start(reader)
-        pusher = Pusher(context, consolidator.ingest_endpoint)
-        await pusher.join()
-        pusher.push([stored([1, 2, 3])])
-        await pusher.settle()
-        await reader.until(lambda: reader.view == truth(pusher))
+async def test_a_listener_that_asks_anew_gets_the_state_and_what_follows_it(
+    kind: str, context: zmq.asyncio.Context
+) -> None:
+    clock = SystemClock()
+    consolidator = create(ConsolidatorSettings(), CollectorRegistry(), clock)
+    reader = Reader()
+    feed: JournalFeed = EmbeddedFeed(consolidator)
+    if kind == "remote":
+        await consolidator.start()
+        feed = RemoteFeed(consolidator.feed_endpoint, consolidator.query_endpoint, clock)
+    await feed.start(reader)
+    pusher = Pusher(context, consolidator.ingest_endpoint)
+    await pusher.join()
+    pusher.push([stored([1, 2, 3])])
+    await pusher.settle()
+    await reader.until(lambda: reader.view == truth(pusher))
 
-        reader.view = {"nobody": {}}
-        reader.offset = -7
-        before = reader.snapshots
-        feed.resync()
-        await reader.until(lambda: reader.snapshots == before + 1)
-        assert reader.view == truth(pusher)
-        pusher.push([stored([4], 3)])
-        await pusher.settle()
-        await reader.until(lambda: reader.view == truth(pusher))
+    reader.view = {"nobody": {}}
+    reader.offset = -7
+    before = reader.snapshots
+    feed.resync()
+    await reader.until(lambda: reader.snapshots == before + 1)
+    assert reader.view == truth(pusher)
+    pusher.push([stored([4], 3)])
+    await pusher.settle()
+    await reader.until(lambda: reader.view == truth(pusher))
 
-        assert reader.snapshots == before + 1
-        pusher.close()
-        await feed.stop()
-        await consolidator.stop()
-
-    run(scenario)
+    assert reader.snapshots == before + 1
+    pusher.close()
+    await feed.stop()
+    await consolidator.stop()
 
 
 @pytest.mark.parametrize("kind", ["embedded", "remote"])
-def test_who_loads_is_told_to_whoever_follows(kind: str) -> None:
-    async def scenario(context: zmq.asyncio.Context) -> None:
-        clock = SystemClock()
-        consolidator = create(ConsolidatorSettings(), CollectorRegistry(), clock)
-        feed: JournalFeed = EmbeddedFeed(consolidator)
-        if kind == "remote":
-            await consolidator.start()
-            feed = RemoteFeed(consolidator.feed_endpoint, consolidator.query_endpoint, clock)
-        reader = Reader()
-        await feed.start(reader)
-        word = LoadingWorker("w", "m", "decode", "fetch", 10, 30)
-        socket = context.socket(zmq.DEALER)
-        socket.connect(consolidator.ingest_endpoint)
+async def test_who_loads_is_told_to_whoever_follows(kind: str, context: zmq.asyncio.Context) -> None:
+    clock = SystemClock()
+    consolidator = create(ConsolidatorSettings(), CollectorRegistry(), clock)
+    feed: JournalFeed = EmbeddedFeed(consolidator)
+    if kind == "remote":
+        await consolidator.start()
+        feed = RemoteFeed(consolidator.feed_endpoint, consolidator.query_endpoint, clock)
+    reader = Reader()
+    await feed.start(reader)
+    word = LoadingWorker("w", "m", "decode", "fetch", 10, 30)
+    socket = context.socket(zmq.DEALER)
+    socket.connect(consolidator.ingest_endpoint)
 
-        while feed.loading() != [word]:
-            await socket.send_multipart([LOADING_FRAME, codec.loading_worker.encode(word)])
-            await asyncio.sleep(0.02)  # what arrives is seen on this loop
+    while feed.loading() != [word]:
+        await socket.send_multipart([LOADING_FRAME, codec.loading_worker.encode(word)])
+        await asyncio.sleep(0.02)  # what arrives is seen on this loop
 
-        assert reader.view == {}, "it is no member"
-        socket.close()
-        await feed.stop()
-        await consolidator.stop()
-
-    run(scenario)
+    assert reader.view == {}, "it is no member"
+    socket.close()
+    await feed.stop()
+    await consolidator.stop()
 
 
 def test_who_is_silent_for_long_does_not_load_any_more_and_of_too_many_the_rest_is_not_kept() -> None:

@@ -67,17 +67,6 @@ def looked() -> Iterator[Looked]:
     made.source.end()
 
 
-def test_every_worker_has_a_row_with_its_cache_and_its_requests(looked: Looked) -> None:
-    looked.pool.request()
-
-    rows = looked.rows("workers")
-
-    assert sorted(rows) == [f"worker-{number}" for number in range(WORKERS)]
-    [busy] = [row for row in rows.values() if row["active"]]
-    assert (busy["state"], busy["role"], busy["running"], busy["trusted"]) == ("ready", "aggregated", 1, True)
-    assert busy["total_blocks"] > 0
-
-
 def test_a_worker_that_drains_or_stores_blocks_is_seen_to(looked: Looked) -> None:
     key = WorkerKey(WorkerId("worker-1"))
     looked.pool.say(key, [WorkerDraining()])
@@ -99,17 +88,6 @@ def test_a_request_is_followed_from_its_choice_to_its_end(looked: Looked) -> Non
     row = looked.rows("requests")["r1"]
     assert row["status"] == "length"
     assert row["ended_ms"] >= row["started_ms"]
-
-
-def test_a_conversation_says_who_holds_how_much_of_it(looked: Looked) -> None:
-    looked.pool.request()
-    path = [*looked.watch.conversations.latest(1)[0].path]
-    looked.pool.hold(WorkerKey(WorkerId("worker-2")), path)
-
-    row = looked.rows("conversations")["c1"]
-
-    assert (row["turns"], row["blocks"]) == (1, len(path))
-    assert row["holders"] == [("worker-2", len(path), 0)]
 
 
 def test_a_request_is_explained_with_its_legs(looked: Looked) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from poolgrid.router.core.fleet import Worker
-from poolgrid.router.health import INSTANCES_SHOWN_MAX, Completeness, endpoint_rows
-from poolgrid.router.http_api import endpoints, readiness, troubles
+from poolgrid.router.http_api import INSTANCES_SHOWN_MAX, Completeness, endpoint_rows, endpoints, readiness, troubles
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import WorkerJoined
@@ -108,49 +106,46 @@ def test_a_pool_that_could_only_answer_503_is_not_ready_any_more(
     assert completeness.missing(rows(*complete)) is None, "workers come back"
 
 
-def test_a_router_is_not_ready_before_it_can_reach_a_prefill_worker_beside_its_decode_workers() -> None:
+async def test_a_router_is_not_ready_before_it_can_reach_a_prefill_worker_beside_its_decode_workers() -> None:
     """Over HTTP, with a router that is told of its workers: what the process puts together, too."""
 
-    async def scenario() -> None:
-        async with routed() as router:
-            service, completeness = router.service, Completeness()
-            app = application(
-                service,
-                ready=readiness(service, completeness),
-                endpoints=lambda: endpoints(service),
-                troubles=lambda: troubles(service, None, completeness),
-            )
+    async with routed() as router:
+        service, completeness = router.service, Completeness()
+        app = application(
+            service,
+            ready=readiness(service, completeness),
+            endpoints=lambda: endpoints(service),
+            troubles=lambda: troubles(service, None, completeness),
+        )
 
-            def joins(name: str, role: Role, endpoint: str) -> None:
-                card = WorkerCard("m", role, 16, WorkerLimits(8, 1024, 100, 1600), endpoint)
-                router.feed.tell((WorkerKey(WorkerId(name), 0), WorkerJoined(card)))
+        def joins(name: str, role: Role, endpoint: str) -> None:
+            card = WorkerCard("m", role, 16, WorkerLimits(8, 1024, 100, 1600), endpoint)
+            router.feed.tell((WorkerKey(WorkerId(name), 0), WorkerJoined(card)))
 
-            async with in_process(app) as client:
+        async with in_process(app) as client:
 
-                async def asked(path: str) -> tuple[int, str | None]:
-                    answer = await client.get(path)
-                    return answer.status_code, answer.json().get("reason")
+            async def asked(path: str) -> tuple[int, str | None]:
+                answer = await client.get(path)
+                return answer.status_code, answer.json().get("reason")
 
-                assert await asked("/ready") == (503, "no worker takes requests")
-                assert (await client.get("/live")).status_code == 200, "it has started"
-                joins("d", Role.DECODE, "tcp://127.0.0.1:1")
-                router.bring_up("tcp://127.0.0.1:1")
-                assert await asked("/ready") == (503, "model 'm' has no prefill worker yet")
-                assert await asked("/ready?role=decode") == (200, None)
-                joins("p", Role.PREFILL, "tcp://127.0.0.1:2")
-                assert await asked("/ready") == (503, "model 'm' has no prefill worker yet"), "it is not reachable"
-                router.bring_up("tcp://127.0.0.1:2")
-                assert await asked("/ready") == (200, None)
-                assert await asked("/ready?role=prefill&model=m") == (200, None)
-                router.lose("tcp://127.0.0.1:2")
-                assert await asked("/ready") == (200, None)
-                assert await asked("/ready?role=prefill") == (503, "no prefill worker takes requests")
-                health = (await client.get("/health")).json()
-                assert health["status"] == "degraded"
-                assert health["troubles"] == ["model 'm' has no prefill worker any more"]
-                assert [(row["role"], row["ready"]) for row in health["endpoints"]] == [("prefill", 0), ("decode", 1)]
-                service.ready = False
-                assert await asked("/ready?role=decode") == (503, "no decode worker takes requests")
-                service.ready = True
-
-    asyncio.run(scenario())
+            assert await asked("/ready") == (503, "no worker takes requests")
+            assert (await client.get("/live")).status_code == 200, "it has started"
+            joins("d", Role.DECODE, "tcp://127.0.0.1:1")
+            router.bring_up("tcp://127.0.0.1:1")
+            assert await asked("/ready") == (503, "model 'm' has no prefill worker yet")
+            assert await asked("/ready?role=decode") == (200, None)
+            joins("p", Role.PREFILL, "tcp://127.0.0.1:2")
+            assert await asked("/ready") == (503, "model 'm' has no prefill worker yet"), "it is not reachable"
+            router.bring_up("tcp://127.0.0.1:2")
+            assert await asked("/ready") == (200, None)
+            assert await asked("/ready?role=prefill&model=m") == (200, None)
+            router.lose("tcp://127.0.0.1:2")
+            assert await asked("/ready") == (200, None)
+            assert await asked("/ready?role=prefill") == (503, "no prefill worker takes requests")
+            health = (await client.get("/health")).json()
+            assert health["status"] == "degraded"
+            assert health["troubles"] == ["model 'm' has no prefill worker any more"]
+            assert [(row["role"], row["ready"]) for row in health["endpoints"]] == [("prefill", 0), ("decode", 1)]
+            service.ready = False
+            assert await asked("/ready?role=decode") == (503, "no decode worker takes requests")
+            service.ready = True

@@ -57,189 +57,135 @@ def on_workers(router: Routed) -> list[str]:
     return list(router.service.tracker.requests)
 
 
-def test_a_second_long_prompt_waits_until_the_first_is_computed() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            first, second = await submit(router, named("first"), named("second", 7000))
-            assert (first.done(), second.done()) == (True, False)
-            assert router.service.counts() == (1, 1)
+async def test_a_second_long_prompt_waits_until_the_first_is_computed() -> None:
+    async with routed(make_policy("predicted")) as router:
+        join(router, A, AT_A)
+        first, second = await submit(router, named("first"), named("second", 7000))
+        assert (first.done(), second.done()) == (True, False)
+        assert router.service.counts() == (1, 1)
 
-            router.feed.tell((A, RequestStarted("first", 6000, 0, 375)))
-            await settled()
-            assert not second.done()
-            router.feed.tell((A, PrefillCompleted("first")))
-            await settled()
+        router.feed.tell((A, RequestStarted("first", 6000, 0, 375)))
+        await settled()
+        assert not second.done()
+        router.feed.tell((A, PrefillCompleted("first")))
+        await settled()
 
-            assert second.done()
-            assert router.sent == [AT_A, AT_A]
-            [decision] = router.service.tracker.decisions.of_request("second")
-            assert decision.queued_ms > 0.0
-
-    asyncio.run(scenario())
+        assert second.done()
+        assert router.sent == [AT_A, AT_A]
+        [decision] = router.service.tracker.decisions.of_request("second")
+        assert decision.queued_ms > 0.0
 
 
-def test_a_first_token_that_is_seen_before_the_event_frees_the_worker() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            _, second = await submit(router, named("first"), named("second", 7000))
+async def test_a_first_token_that_is_seen_before_the_event_frees_the_worker() -> None:
+    async with routed(make_policy("predicted")) as router:
+        join(router, A, AT_A)
+        _, second = await submit(router, named("first"), named("second", 7000))
 
-            router.say(AT_A, TokenDelta("first", 0, pack_tokens([7])))
-            await settled()
+        router.say(AT_A, TokenDelta("first", 0, pack_tokens([7])))
+        await settled()
 
-            assert second.done()
-
-    asyncio.run(scenario())
+        assert second.done()
 
 
-def test_what_comes_in_one_turn_is_placed_with_a_view_to_each_other() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            tasks = await submit(router, named("longest", 8000), named("shortest", 3000), named("other", 7000))
+async def test_what_comes_in_one_turn_is_placed_with_a_view_to_each_other() -> None:
+    async with routed(make_policy("predicted")) as router:
+        join(router, A, AT_A)
+        tasks = await submit(router, named("longest", 8000), named("shortest", 3000), named("other", 7000))
 
-            assert on_workers(router) == ["shortest"], "though the longest came first"
-            [decision] = router.service.tracker.decisions.of_request("shortest")
-            assert list(decision.choice.terms["behind_ms"]) == [
-                pytest.approx(2 * decision.choice.terms["own_ms"][0] * decision.choice.terms["pace"][0])
-            ]
-            await end(*tasks)
-            assert router.service.counts()[1] == 0
-
-    asyncio.run(scenario())
+        assert on_workers(router) == ["shortest"], "though the longest came first"
+        [decision] = router.service.tracker.decisions.of_request("shortest")
+        assert list(decision.choice.terms["behind_ms"]) == [
+            pytest.approx(2 * decision.choice.terms["own_ms"][0] * decision.choice.terms["pace"][0])
+        ]
+        await end(*tasks)
+        assert router.service.counts()[1] == 0
 
 
-def test_a_higher_priority_goes_first() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            tasks = await submit(router, named("short", 3000), named("urgent", 8000, priority=5))
+async def test_nobody_waits_longer_than_the_limit_and_none_at_all_where_it_is_0() -> None:
+    async with routed(make_policy("predicted"), hold_limit_ms=40) as router:
+        join(router, A, AT_A)
+        _, second = await submit(router, named("first"), named("second", 7000))
+        assert not second.done()
+        async with asyncio.timeout(10):
+            while not second.done():  # whatever happens next, as events of other workers do
+                router.service.queue.pump()
+                await asyncio.sleep(0.005)
+        [decision] = router.service.tracker.decisions.of_request("second")
+        assert decision.queued_ms >= 40
 
-            assert on_workers(router) == ["urgent"]
-            await end(*tasks)
-
-    asyncio.run(scenario())
-
-
-def test_short_prompts_do_not_wait_for_each_other() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            tasks = [*(await submit(router, named("first", 100))), *(await submit(router, named("second", 120)))]
-
-            assert all(each.done() for each in tasks)
-            assert on_workers(router) == ["first", "second"]
-
-    asyncio.run(scenario())
+    async with routed(make_policy("predicted"), hold_limit_ms=0) as router:
+        join(router, A, AT_A)
+        await submit(router, named("first"), named("second", 7000))
+        assert on_workers(router) == ["first", "second"]
 
 
-def test_nobody_waits_longer_than_the_limit_and_none_at_all_where_it_is_0() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted"), hold_limit_ms=40) as router:
-            join(router, A, AT_A)
-            _, second = await submit(router, named("first"), named("second", 7000))
-            assert not second.done()
-            async with asyncio.timeout(10):
-                while not second.done():  # whatever happens next, as events of other workers do
-                    router.service.queue.pump()
-                    await asyncio.sleep(0.005)
-            [decision] = router.service.tracker.decisions.of_request("second")
-            assert decision.queued_ms >= 40
-
-        async with routed(make_policy("predicted"), hold_limit_ms=0) as router:
-            join(router, A, AT_A)
-            await submit(router, named("first"), named("second", 7000))
-            assert on_workers(router) == ["first", "second"]
-
-    asyncio.run(scenario())
+async def test_housekeeping_looks_after_those_that_waited_too_long() -> None:
+    async with routed(make_policy("predicted"), hold_limit_ms=10, worker_timeout_ms=100) as router:
+        join(router, A, AT_A)
+        _, second = await submit(router, named("first"), named("second", 7000))
+        async with asyncio.timeout(10):
+            await second
 
 
-def test_housekeeping_looks_after_those_that_waited_too_long() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted"), hold_limit_ms=10, worker_timeout_ms=100) as router:
-            join(router, A, AT_A)
-            _, second = await submit(router, named("first"), named("second", 7000))
-            async with asyncio.timeout(10):
-                await second
+async def test_nobody_is_refused_because_others_are_held() -> None:
+    async with routed(make_policy("predicted"), queue_limit=2) as router:
+        join(router, A, AT_A)
+        tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(6)))
 
-    asyncio.run(scenario())
+        active, waiting = router.service.counts()
+        assert (active + waiting, waiting) == (6, 2)
+        await end(*tasks)
 
-
-def test_nobody_is_refused_because_others_are_held() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted"), queue_limit=2) as router:
-            join(router, A, AT_A)
-            tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(6)))
-
-            active, waiting = router.service.counts()
-            assert (active + waiting, waiting) == (6, 2)
-            await end(*tasks)
-
-        async with routed(make_policy("predicted"), queue_prompt_tokens=10_000) as router:
-            join(router, A, AT_A)
-            tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(4)))
-            assert router.service.counts() == (3, 1)
-            await end(*tasks)
-
-    asyncio.run(scenario())
+    async with routed(make_policy("predicted"), queue_prompt_tokens=10_000) as router:
+        join(router, A, AT_A)
+        tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(4)))
+        assert router.service.counts() == (3, 1)
+        await end(*tasks)
 
 
-def test_no_more_are_held_than_there_is_a_point_in() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            tasks = await submit(router, *(named(f"r{number}", 2000) for number in range(HELD_MAX + 50)))
+async def test_no_more_are_held_than_there_is_a_point_in() -> None:
+    async with routed(make_policy("predicted")) as router:
+        join(router, A, AT_A)
+        tasks = await submit(router, *(named(f"r{number}", 2000) for number in range(HELD_MAX + 50)))
 
-            active, waiting = router.service.counts()
-            assert active + waiting == HELD_MAX + 50
-            assert waiting <= HELD_MAX
-            await end(*tasks)
-
-    asyncio.run(scenario())
+        active, waiting = router.service.counts()
+        assert active + waiting == HELD_MAX + 50
+        assert waiting <= HELD_MAX
+        await end(*tasks)
 
 
-def test_a_request_that_no_worker_can_serve_is_told_at_once() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            [nobody] = await submit(router, named("nobody"))
-            with pytest.raises(Refused, match="no worker serves this model"):
-                await nobody
-            join(router, A, AT_A)
-            first, too_long = await submit(router, named("first"), named("too long", 1_000_001))
-            with pytest.raises(Refused, match="prompt of 1000001 tokens, room for 999999"):
-                await too_long
-            assert first.done()
-
-    asyncio.run(scenario())
+async def test_a_request_that_no_worker_can_serve_is_told_at_once() -> None:
+    async with routed(make_policy("predicted")) as router:
+        [nobody] = await submit(router, named("nobody"))
+        with pytest.raises(Refused, match="no worker serves this model"):
+            await nobody
+        join(router, A, AT_A)
+        first, too_long = await submit(router, named("first"), named("too long", 1_000_001))
+        with pytest.raises(Refused, match="prompt of 1000001 tokens, room for 999999"):
+            await too_long
+        assert first.done()
 
 
-def test_whoever_leaves_while_it_waits_is_gone_and_the_next_one_goes() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            tasks = await submit(router, named("first"), named("second", 7000), named("third", 8000))
-            await end(tasks[1])
-            assert router.service.counts() == (1, 1)
+async def test_whoever_leaves_while_it_waits_is_gone_and_the_next_one_goes() -> None:
+    async with routed(make_policy("predicted")) as router:
+        join(router, A, AT_A)
+        tasks = await submit(router, named("first"), named("second", 7000), named("third", 8000))
+        await end(tasks[1])
+        assert router.service.counts() == (1, 1)
 
-            router.say(AT_A, TokenDelta("first", 0, pack_tokens([1, 2, 3, 4]), FinishReason.LENGTH))
-            await settled()
-            assert on_workers(router) == ["third"]
-
-    asyncio.run(scenario())
+        router.say(AT_A, TokenDelta("first", 0, pack_tokens([1, 2, 3, 4]), FinishReason.LENGTH))
+        await settled()
+        assert on_workers(router) == ["third"]
 
 
-def test_nobody_is_held_where_other_routers_send_to_the_same_workers() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            join(router, A, AT_A)
-            join(router, B, AT_B)
-            for number in range(20):
-                others = f"other-{number}"
-                router.feed.tell((B, RequestStarted(others, 6000, 0, 375)), (B, PrefillCompleted(others)))
+async def test_nobody_is_held_where_other_routers_send_to_the_same_workers() -> None:
+    async with routed(make_policy("predicted")) as router:
+        join(router, A, AT_A)
+        join(router, B, AT_B)
+        for number in range(20):
+            others = f"other-{number}"
+            router.feed.tell((B, RequestStarted(others, 6000, 0, 375)), (B, PrefillCompleted(others)))
 
-            await submit(router, named("first"), named("second", 7000), named("third", 8000))
+        await submit(router, named("first"), named("second", 7000), named("third", 8000))
 
-            assert on_workers(router) == ["first", "second", "third"]
-
-    asyncio.run(scenario())
+        assert on_workers(router) == ["first", "second", "third"]

@@ -14,13 +14,13 @@ from poolgrid.consolidator.ports import PoolListener
 from poolgrid.process import bulk_work
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import journal_applier
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.journal_applier import ARRIVED_RECORDS_MAX, RECORD_BYTES, SLICE_BYTES
 from poolgrid.router.metrics import RouterMetrics
@@ -176,20 +176,6 @@ def test_a_large_snapshot_is_loaded_in_slices_beside_the_state_that_serves() -> 
     run(scenario)
 
 
-def test_many_records_at_once_are_applied_in_slices_and_in_order() -> None:
-    async def scenario(scene: Scene) -> None:
-        count = 4 * RECORDS_PER_SLICE
-        scene.feed.tell([a_record(1 + at, at) for at in range(count)])
-        scene.feed.tell([a_record(1 + count, count)])
-
-        assert scene.decide(0).behind_records > 3 * RECORDS_PER_SLICE
-        assert await scene.turns(lambda: scene.service.behind_records == 0) >= 3
-        assert scene.projection.next_offset == count + 2
-        assert scene.decide(count).overlap_blocks == BLOCKS_PER_CHAIN
-
-    run(scenario)
-
-
 def test_a_record_of_many_blocks_is_a_slice_of_its_own_however_few_there_are() -> None:
     async def scenario(scene: Scene) -> None:
         paths = 2 * SLICE_BYTES // (8 * BLOCKS_PER_CHAIN)
@@ -208,21 +194,6 @@ def test_a_record_of_many_blocks_is_a_slice_of_its_own_however_few_there_are() -
             seen.add(scene.projection.next_offset)
 
         assert sorted(seen) == [2, 3, 4, 6]
-
-    run(scenario)
-
-
-def test_a_snapshot_amid_another_replaces_it_and_the_records_that_waited() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.feed.snapshot(500, many_chains(4 * LOAD_STEP_BLOCKS // BLOCKS_PER_CHAIN))
-        scene.feed.tell([a_record(500, 9_000)])
-        scene.feed.snapshot(7, many_chains(2))  # another life, with less
-        scene.feed.tell([a_record(7, 9_001)])
-        await scene.turns(lambda: scene.service.behind_records == 0)
-
-        assert scene.projection.next_offset == 8
-        assert len(scene.projection.index) == 3 * BLOCKS_PER_CHAIN
-        assert scene.decide(9_000).overlap_blocks == 0
 
     run(scenario)
 

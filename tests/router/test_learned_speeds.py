@@ -31,10 +31,6 @@ def serve(
     return now_ms
 
 
-def test_nobody_is_known_at_the_start_and_all_are_as_their_cards_say() -> None:
-    assert LearnedSpeeds().believed([A, B], 1e9) == ([1.0, 1.0], [0.0, 0.0], [0, 0])
-
-
 def test_a_slow_worker_is_known_after_two_minutes_of_traffic_beside_fast_ones() -> None:
     paces = LearnedSpeeds()
     for tick in range(40):
@@ -76,17 +72,6 @@ def test_what_was_given_up_after_a_long_wait_is_remembered() -> None:
     assert pace(paces, A, now_ms + 9_000.0) > 2.5
 
 
-def test_an_idle_worker_returns_to_the_pace_of_the_pool() -> None:
-    paces = LearnedSpeeds()
-    serve(paces, A, 4.0, 0.0, 30, 1000.0)
-    for minute in range(60):
-        serve(paces, B, 1.0, 60_000.0 * minute, 20, 1000.0)
-
-    assert pace(paces, A, 31_000.0) > 3.0
-    assert pace(paces, A, 3_600_000.0) < 1.7
-    assert pace(paces, C, 3_600_000.0) == pytest.approx(1.0, rel=0.1), "a new worker begins there"
-
-
 def test_the_work_that_the_engine_has_done_already_shortens_its_queue() -> None:
     paces = LearnedSpeeds()
     paces.expect(A, "first", 400.0, 400.0, 1.0, 0.0)
@@ -120,16 +105,6 @@ def test_only_so_many_are_awaited_and_a_forgotten_worker_frees_its_places(monkey
     paces.expect(B, "r3", 100.0, 100.0, 1.0, 0.0)
     [_, known] = paces.checkpoint().workers
     assert [dispatch_id for dispatch_id, _ in known.awaited] == ["r3"]
-
-
-def test_requests_that_the_ledger_has_no_more_are_awaited_no_longer() -> None:
-    paces = LearnedSpeeds()
-    paces.expect(A, "gone", 100.0, 100.0, 1.0, 0.0)
-    paces.expect(A, "there", 100.0, 100.0, 1.0, 5_000.0)
-
-    paces.on_expired(lambda worker, dispatch_id: dispatch_id == "there")
-
-    assert pace(paces, A, 5_100.0) == 1.0
 
 
 def test_what_was_expected_is_told_with_what_it_was() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
+from poolgrid.router.core.load_ledger import LoadLedger
 from tests.router.fleet_builder import worker_key
 
 W = worker_key("w")
@@ -23,49 +23,6 @@ def ledger_with(*leases_ms: float) -> LoadLedger:
 
 def left(ledger: LoadLedger) -> list[str]:
     return [request_id for _, request_id in ledger.entries()]
-
-
-def test_each_reservation_has_its_own_lease_and_none_is_longer_than_the_configured_one() -> None:
-    ledger = ledger_with(0, 300, 5000)
-
-    ledger.expire(299)
-    assert left(ledger) == ["r0", "r1", "r2"]
-    ledger.expire(300)
-    assert left(ledger) == ["r0", "r2"]
-    ledger.expire(1000)
-    assert left(ledger) == []
-    assert (ledger.requests[0], ledger.prefill_tokens[0], ledger.expired_reservations) == (0, 0, 3)
-
-
-def test_a_renewed_reservation_begins_anew() -> None:
-    ledger = ledger_with(300)
-
-    assert ledger.renew(W, "r0", now_ms=200)
-    ledger.expire(1199)
-    assert left(ledger) == ["r0"]
-    ledger.expire(1200)
-    assert left(ledger) == []
-    assert not ledger.renew(W, "r0", now_ms=1200)
-
-
-def test_a_worker_that_has_started_a_request_needs_no_renewal() -> None:
-    ledger = ledger_with(300)
-    ledger.started(W, 0, "r0", 80, 5, now_ms=100)
-
-    assert not ledger.renew(W, "r0", now_ms=200)
-    ledger.expire(10_000)
-    assert left(ledger) == ["r0"]
-
-
-def test_what_somebody_holds_does_not_expire() -> None:
-    ledger = ledger_with(0, 0)
-
-    ledger.expire(1000, held={"r1"})
-    assert left(ledger) == ["r1"]
-    ledger.expire(1999)
-    assert left(ledger) == ["r1"]
-    ledger.expire(2000)
-    assert left(ledger) == []
 
 
 def test_a_workers_word_about_what_others_sent_it_counts_for_a_moment() -> None:
@@ -126,27 +83,6 @@ def test_leases_of_requests_that_are_over_take_no_memory_until_they_would_have_e
     finally:
         tracemalloc.stop()
     assert grown_bytes < 20_000, f"{grown_bytes} bytes stayed of 5,000 requests"
-
-
-def test_a_request_that_moves_to_another_slot_expires_as_before() -> None:
-    ledger = ledger_with(300)
-
-    ledger.move(W, 3)
-    assert int(ledger.requests[3]) == 1
-    ledger.expire(299)
-    assert left(ledger) == ["r0"]
-    ledger.expire(300)
-    assert left(ledger) == []
-    assert (int(ledger.requests[3]), ledger.expired_reservations) == (0, 1)
-
-
-def test_a_reservation_that_had_no_room_does_not_expire() -> None:
-    ledger = LoadLedger(reservation_ttl_ms=1000, budget_bytes=ENTRY_BYTES)
-    ledger.reserve(W, 0, "kept", 100, 4, now_ms=0)
-    ledger.reserve(W, 0, "refused", 100, 4, now_ms=0)
-
-    assert ledger.expire(1000) == (1, [])
-    assert ledger.expired_reservations == 1
 
 
 @dataclass

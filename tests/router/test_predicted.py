@@ -8,11 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from poolgrid.router.core.candidates import EXPECTED_MS
+from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import Planner
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.engine_times import PUBLISHED, StepCurve
 from poolgrid.router.policies.predicted.learned_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, LearnedSpeeds
@@ -46,7 +45,7 @@ def speeds_of(pool: Pool) -> LearnedSpeeds:
 
 def like(request: RoutingRequest, **changed: Any) -> RoutingRequest:
     """Return another request, the same but for what is changed."""
-    names = ("request_id", "model", "isl", "block_size", "blocks", "priority", "stage", "media", "media_kinds", "seed")
+    names = ("request_id", "model", "isl", "block_size", "blocks", "priority", "stage", "media", "media_kinds")
     kept = {name: getattr(request, name) for name in (*names, "ttft_target_ms")}
     return RoutingRequest(**(kept | changed))
 
@@ -227,19 +226,6 @@ def test_a_plan_waits_for_the_worker_that_holds_the_prompt_and_says_who_comes_be
 
     pool.say(a, PrefillCompleted("x"))
     assert planner_of(selector).plan([wanted("longer", path[:1100], 1500), wanted("r", path, 1500)]) == [(1, {a: 1})]
-
-
-def test_a_choice_counts_what_it_costs_those_who_wait_behind_it() -> None:
-    pool, selector = make_pool("a", "b")
-    a, b = worker_key("a"), worker_key("b")
-    pool.say(a, stored(PATH[:20]))
-    assert choose(selector, 0.0).worker == a
-
-    behind = decided(selector.select(WorkerWanted(LONG, PATH, 0.0, 0, behind={a: 3})))
-
-    assert behind.worker == b
-    own_ms = behind.choice.terms[OWN_MS]
-    assert list(behind.choice.terms["behind_ms"]) == [pytest.approx(3 * own_ms[0]), 0.0]
 
 
 def test_a_plan_begins_with_one_whom_nobody_can_serve_now() -> None:

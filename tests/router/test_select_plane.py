@@ -19,7 +19,7 @@ from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.wire import codec
 from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
-from poolgrid.wire.hashing import hash_seed, pack_hashes
+from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.selection import (
     AskStatus,
@@ -38,7 +38,6 @@ from poolgrid.wire.selection import (
     WorkerRank,
 )
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
-from tests.router.retention.mixed_prompts import trained
 
 PATH = pack_hashes([11, 12, 13])
 
@@ -118,27 +117,6 @@ def run(scenario: Callable[[Asker], Awaitable[None]]) -> None:
             await scenario(asker)
 
     asyncio.run(whole())
-
-
-def test_an_asker_is_told_how_long_the_prompts_blocks_should_stay_where_that_is_learned_of_such_prompts() -> None:
-    async def scenario(asker: Asker) -> None:
-        asker.pool.join("w1", card=make_card(takes_retention=True))
-        long = {"isl": 40 * BLOCK_SIZE, "sequence_hashes": pack_hashes(range(1, 41))}
-
-        assert (await asker.select("off", **long)).retention is None  # type: ignore[union-attr]
-        asker.pool.projection.observers = (trained(hash_seed()),)
-        unsalted = await asker.select("unsalted", **long)
-        assert unsalted.retention.ranges[-1].end == 40 * BLOCK_SIZE  # type: ignore[union-attr]
-        asker.pool.projection.observers = (trained(hash_seed("", "acme")),)
-        assert (await asker.select("unsalted 2", **long)).retention is None  # type: ignore[union-attr]
-        asker.pool.projection.observers = (trained(hash_seed("", "acme")),)
-        salted = await asker.select("salted", seed=hash_seed("", "acme"), **long)
-        assert salted.retention is not None  # type: ignore[union-attr]
-        asker.pool.projection.observers = (trained(hash_seed()),)
-        decode = await asker.select("decode", stage=Stage.DECODE, **long)
-        assert decode.retention is None, "the prompt is computed elsewhere"  # type: ignore[union-attr]
-
-    run(scenario)
 
 
 def test_select_reserves_the_worker_that_holds_the_prompt() -> None:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from poolgrid.router.core import overlap, worker_groups
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import KvAware, Policy
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.decision_journal.entries import pack_columns
 from poolgrid.router.policies.baselines import FIELD_WEIGHTS, LeastLoaded, Lmetric, Random, RoundRobin
@@ -31,6 +32,7 @@ from poolgrid.wire.events import (
     WorkerLeft,
 )
 from poolgrid.wire.identifiers import Stage, Tier, WorkerKey
+from poolgrid.wire.requests import KvRetention, RetainedTokens
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored
 
 
@@ -338,10 +340,8 @@ def test_the_decision_log_is_a_list_whose_older_entry_of_a_name_goes(
 
     assert len(log) == len(naive)
     assert log.newest(100) == list(naive.values())[::-1]
-    assert log.size_bytes == sum(decision.size_bytes for decision in naive.values())
+    assert log.size_bytes == sum(decision.size_bytes() for decision in naive.values())
     assert log.added == len(added)
-    assert len(log._by_age) <= 2 * capacity
-    assert len(log._by_age) - sum(log._replaced.values()) == len(naive)
     assert set(log._latest) <= {"mine"}
 
 
@@ -379,8 +379,8 @@ def test_few_workers_are_compared_without_arrays_to_the_same_bit(stage: Stage, m
         assert _columns(few) == _columns(general)
         assert (few.choice.row, few.reason, few.filtered) == (general.choice.row, general.reason, general.filtered)
         assert list(few.choice.terms) == list(general.choice.terms)
-        assert few.candidates.is_plain
-        assert not general.candidates.is_plain
+        assert not hasattr(few.candidates.prefill_tokens, "dtype")
+        assert hasattr(general.candidates.prefill_tokens, "dtype")
         assert few.candidates.workers == general.candidates.workers
         assert (few.worker, few.overlap_blocks, few.explanation()) == (
             general.worker,
@@ -414,3 +414,16 @@ def test_many_holders_of_a_path_are_filled_in_at_once_as_one_by_one(seed: int, m
         assert [depths[worker] for worker in candidates.workers] == list(candidates.device_overlap)
         assert not any(candidates.host_overlap)
         assert not any(candidates.disk_overlap)
+
+
+def test_an_explanation_says_how_long_blocks_should_stay_where_that_was_recorded() -> None:
+    pool = Pool()
+    pool.join("a")
+    decision = decide(pool, KvAware(), PATH)
+    assert decision.explanation().retention is UNSET
+
+    decision.retention = KvRetention((RetainedTokens(0, 64, 90, 5000),), 10)
+
+    (kept,) = decision.explanation().retention.ranges  # type: ignore[union-attr]
+    assert (kept.start, kept.end, kept.priority, kept.duration_ms) == (0, 64, 90, 5000)
+    assert decision.explanation().retention.decode_priority == 10  # type: ignore[union-attr]

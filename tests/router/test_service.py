@@ -22,17 +22,15 @@ from poolgrid.inference.ports import Refused, TokenStream
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_check
-from poolgrid.router.core.candidates import Candidates
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Choice, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_links import CompatibilityCheck
 from poolgrid.router.metrics import RouterMetrics
-from poolgrid.router.policies.retention.learner import RetentionLearner
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -42,20 +40,17 @@ from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
-from poolgrid.wire.hashing import hash_seed, pack_tokens
+from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.requests import (
     FinishReason,
     Generate,
-    KvRetention,
     RefusalKind,
-    RetainedTokens,
     Sampling,
     TokenDelta,
 )
 from tests.frontend.inference_requests import like
-from tests.router.retention.mixed_prompts import trained
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
 
@@ -137,13 +132,10 @@ class Routed:
         policy: Policy | None = None,
         links_max: int = LINKS_MAX,
         objection: CompatibilityCheck = lambda _: "",
-        learner: RetentionLearner | None = None,
         **settings_: Any,
     ) -> None:
         settings = RouterSettings.model_validate(settings_)
         projection = Projection(PrefixIndex(), LoadLedger())
-        if learner is not None:
-            projection.attach(learner)
         state = RouterState(Selector(projection, policy or make_policy("kv", settings.cost_weights(), 0.0)))
         self.feed = ToldFeed()
         self.metrics = RouterMetrics(CollectorRegistry())
@@ -217,484 +209,398 @@ async def half_reached() -> AsyncIterator[tuple[Routed, asyncio.Task[None]]]:
         context.destroy(linger=0)
 
 
-def test_a_router_that_starts_is_ready_once_the_workers_that_it_finds_are_reached() -> None:
+async def test_a_router_that_starts_is_ready_once_the_workers_that_it_finds_are_reached() -> None:
     """Before, it would tell gateways and dry runs that nobody can serve."""
 
-    async def scenario() -> None:
-        async with half_reached() as (router, starting):
-            await asyncio.sleep(0.01)
-            assert not starting.done()
-            assert not router.service.ready
+    async with half_reached() as (router, starting):
+        await asyncio.sleep(0.01)
+        assert not starting.done()
+        assert not router.service.ready
 
-            router.bring_up(AFTER)
-            await starting
-            assert router.service.ready
-            assert router.service.links.unreachable == {}
-
-    asyncio.run(scenario())
+        router.bring_up(AFTER)
+        await starting
+        assert router.service.ready
+        assert router.service.links.unreachable == {}
 
 
-def test_a_router_that_starts_waits_for_a_dead_worker_only_so_long(
+async def test_a_router_that_starts_waits_for_a_dead_worker_only_so_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pool that crashed as a whole is in the journal with leases that still run."""
     monkeypatch.setattr(fleet_links, "FIRST_CONTACT_MS", 20.0)
 
-    async def scenario() -> None:
-        async with half_reached() as (router, starting):
-            await starting
-            assert router.service.ready
-            assert set(router.service.links.unreachable) == {NEW}
-            assert "1 worker of the pool cannot be reached yet" in caplog.text
-
-    asyncio.run(scenario())
+    async with half_reached() as (router, starting):
+        await starting
+        assert router.service.ready
+        assert set(router.service.links.unreachable) == {NEW}
+        assert "1 worker of the pool cannot be reached yet" in caplog.text
 
 
-def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_breaks() -> None:
+async def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_breaks() -> None:
     """Its next place is chosen among workers that all have a link: the newcomer has one, and it is not up yet."""
 
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            await service.submit(REQUEST)
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        await service.submit(REQUEST)
 
-            router.links[BEFORE].is_up = False
-            router.feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(AFTER))))
+        router.links[BEFORE].is_up = False
+        router.feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(AFTER))))
 
-            assert service.counts() == (1, 1), "it waits for the newcomer to be reachable"
-            assert set(service.links.unreachable) == {NEW}
-            router.bring_up(AFTER)
-            assert service.counts() == (1, 0)
-            assert router.sent == [BEFORE, AFTER]
-
-    asyncio.run(scenario())
+        assert service.counts() == (1, 1), "it waits for the newcomer to be reachable"
+        assert set(service.links.unreachable) == {NEW}
+        router.bring_up(AFTER)
+        assert service.counts() == (1, 0)
+        assert router.sent == [BEFORE, AFTER]
 
 
 @pytest.mark.parametrize(("limit", "routers", "requests"), [(10, 1, 10), (10, 3, 3), (2, 3, 1), (0, 2, 0)], ids=str)
-def test_routers_that_share_their_state_have_a_part_of_the_queue_each(limit: int, routers: int, requests: int) -> None:
-    async def scenario() -> None:
-        async with routed(queue_limit=limit, queue_prompt_tokens=1000) as router:
-            router.service.queue.divide(routers)
+async def test_routers_that_share_their_state_have_a_part_of_the_queue_each(
+    limit: int, routers: int, requests: int
+) -> None:
+    async with routed(queue_limit=limit, queue_prompt_tokens=1000) as router:
+        router.service.queue.divide(routers)
 
-            view = router.service.queue.view()
-            assert (view.requests_max, view.prompt_tokens_max) == (requests, 1000 // routers)
-
-    asyncio.run(scenario())
-
-
-def test_a_frame_of_many_ends_is_taken_in_several_turns() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            roomy = msgspec.structs.replace(card(BEFORE), limits=WorkerLimits(1000, 100_000, 10_000, 160_000))
-            router.feed.tell((OLD, WorkerJoined(roomy)))
-            router.bring_up(BEFORE)
-            names = [f"r{number}" for number in range(2 * CHANGES_PER_TURN + 1)]
-            for name in names:
-                await service.submit(like(REQUEST, request_id=name))
-            legs = service.tracker.legs_on(BEFORE)
-            token = pack_tokens([7])
-
-            assert router.say(BEFORE, *(TokenDelta(leg, 0, token) for leg in legs)) == 3
-            assert router.say(BEFORE, *(TokenDelta(leg, 1, token) for leg in legs)) == 1, "more tokens are cheap"
-            assert router.say(BEFORE, *(TokenDelta(leg, 2, token, FinishReason.LENGTH) for leg in legs)) == 3
-            assert service.counts() == (0, 0)
-
-    asyncio.run(scenario())
+        view = router.service.queue.view()
+        assert (view.requests_max, view.prompt_tokens_max) == (requests, 1000 // routers)
 
 
-def test_who_asks_again_at_once_goes_to_the_worker_that_computed_the_prompt_though_no_event_has_come() -> None:
+async def test_a_frame_of_many_ends_is_taken_in_several_turns() -> None:
+    async with routed() as router:
+        service = router.service
+        roomy = msgspec.structs.replace(card(BEFORE), limits=WorkerLimits(1000, 100_000, 10_000, 160_000))
+        router.feed.tell((OLD, WorkerJoined(roomy)))
+        router.bring_up(BEFORE)
+        names = [f"r{number}" for number in range(2 * CHANGES_PER_TURN + 1)]
+        for name in names:
+            await service.submit(like(REQUEST, request_id=name))
+        legs = service.tracker.legs_on(BEFORE)
+        token = pack_tokens([7])
+
+        assert router.say(BEFORE, *(TokenDelta(leg, 0, token) for leg in legs)) == 3
+        assert router.say(BEFORE, *(TokenDelta(leg, 1, token) for leg in legs)) == 1, "more tokens are cheap"
+        assert router.say(BEFORE, *(TokenDelta(leg, 2, token, FinishReason.LENGTH) for leg in legs)) == 3
+        assert service.counts() == (0, 0)
+
+
+async def test_who_asks_again_at_once_goes_to_the_worker_that_computed_the_prompt_though_no_event_has_come() -> None:
     """The answer of a few tokens is over before the stream of events says what it left in a cache."""
 
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
-            router.bring_up(BEFORE)
-            router.bring_up(AFTER)
-            of_length = {"long": pack_tokens(range(800)), "short": pack_tokens(range(1000, 1400))}
-            for length, overlap in (("long", 50), ("short", 0)):
-                token_ids = of_length[length]
-                first = like(REQUEST, request_id=f"{length}-1", token_ids=token_ids)
-                await service.submit(first)
-                went_to = router.sent[-1]
-                [leg] = service.tracker.legs_on(went_to)
-                router.say(went_to, TokenDelta(leg, 0, pack_tokens([7]), FinishReason.LENGTH))
-                assert service.counts() == (0, 0)
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
+        router.bring_up(BEFORE)
+        router.bring_up(AFTER)
+        of_length = {"long": pack_tokens(range(800)), "short": pack_tokens(range(1000, 1400))}
+        for length, overlap in (("long", 50), ("short", 0)):
+            token_ids = of_length[length]
+            first = like(REQUEST, request_id=f"{length}-1", token_ids=token_ids)
+            await service.submit(first)
+            went_to = router.sent[-1]
+            [leg] = service.tracker.legs_on(went_to)
+            router.say(went_to, TokenDelta(leg, 0, pack_tokens([7]), FinishReason.LENGTH))
+            assert service.counts() == (0, 0)
 
-                for name, followed in (("again", token_ids), ("other", token_ids[:-400] + pack_tokens(range(100)))):
-                    asked = like(REQUEST, request_id=f"{length}-{name}", token_ids=followed)
-                    decision = service.preview(asked)
-                    shared = overlap if name == "again" else overlap and (800 - 100) // 16
-                    assert decision.overlap_blocks == shared
-                    assert not overlap or service.links.get(router.sent[-1]) is service.links.to_worker(decision.worker)
-
-    asyncio.run(scenario())
+            for name, followed in (("again", token_ids), ("other", token_ids[:-400] + pack_tokens(range(100)))):
+                asked = like(REQUEST, request_id=f"{length}-{name}", token_ids=followed)
+                decision = service.preview(asked)
+                shared = overlap if name == "again" else overlap and (800 - 100) // 16
+                assert decision.overlap_blocks == shared
+                assert not overlap or service.links.get(router.sent[-1]) is service.links.to_worker(decision.worker)
 
 
-def test_a_worker_that_has_nothing_of_this_router_to_do_gets_a_request_at_once() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
+async def test_a_worker_that_has_nothing_of_this_router_to_do_gets_a_request_at_once() -> None:
+    async with routed() as router:
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
 
-            async def submit(request_id: str) -> TokenStream:
-                return await router.service.submit(like(REQUEST, request_id=request_id))
+        async def submit(request_id: str) -> TokenStream:
+            return await router.service.submit(like(REQUEST, request_id=request_id))
 
-            streams = [await submit("first"), await submit("second")]
-            assert router.dealers[BEFORE].flushed == ["first"]
+        streams = [await submit("first"), await submit("second")]
+        assert router.dealers[BEFORE].flushed == ["first"]
 
-            for stream in streams:
-                stream.cancel()
-            await submit("third")
-            assert router.dealers[BEFORE].flushed == ["first", "third"]
-
-    asyncio.run(scenario())
+        for stream in streams:
+            stream.cancel()
+        await submit("third")
+        assert router.dealers[BEFORE].flushed == ["first", "third"]
 
 
-def test_a_predicted_first_token_is_kept_beside_what_it_became_and_a_target_is_told() -> None:
-    async def scenario() -> None:
-        async with routed(make_policy("predicted")) as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            hints = {"headers": {"x-ttft-target-ms": "250"}}
-            await service.submit(like(REQUEST, hints=hints))
-            [decision] = service.tracker.decisions.of_request("r")
-            assert decision.request.ttft_target_ms == 250.0
-            assert decision.explanation().realised_ttft_ms is None
+async def test_a_predicted_first_token_is_kept_beside_what_it_became_and_a_target_is_told() -> None:
+    async with routed(make_policy("predicted")) as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        hints = {"headers": {"x-ttft-target-ms": "250"}}
+        await service.submit(like(REQUEST, hints=hints))
+        [decision] = service.tracker.decisions.of_request("r")
+        assert decision.request.ttft_target_ms == 250.0
+        assert decision.explanation().realised_ttft_ms is None
 
-            router.feed.tell((OLD, RequestStarted("r", 20, 0, 2)), (OLD, PrefillCompleted("r")))
+        router.feed.tell((OLD, RequestStarted("r", 20, 0, 2)), (OLD, PrefillCompleted("r")))
 
-            explained = decision.explanation()
-            assert explained.expected_ttft_ms is not None
-            assert explained.realised_ttft_ms is not None
-
-    asyncio.run(scenario())
+        explained = decision.explanation()
+        assert explained.expected_ttft_ms is not None
+        assert explained.realised_ttft_ms is not None
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_what_is_learned_goes_with_the_request_to_an_engine_that_takes_it_and_what_the_client_says_goes_first(
-    takes: bool,
-) -> None:
-    async def scenario() -> None:
-        request = like(REQUEST, token_ids=pack_tokens(range(640)))
-        own = KvRetention((RetainedTokens(0, 64, 90),))
-        async with routed(learner=trained(hash_seed())) as router:
-            router.feed.tell((OLD, WorkerJoined(msgspec.structs.replace(card(BEFORE), takes_retention=takes))))
-            router.bring_up(BEFORE)
+async def test_a_stream_whose_link_is_up_goes_on_when_a_lease_ends_its_workers_membership() -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
+        router.bring_up(BEFORE)
+        stream = await service.submit(REQUEST)
+        router.bring_up(AFTER)
 
-            async def sent(request_id: str, **given: Any) -> KvRetention | None:
-                await router.service.submit(like(request, request_id=request_id, **given))
-                generate = router.dealers[BEFORE].last
-                assert generate is not None
-                assert generate.request_id == request_id
-                return generate.retention
+        router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
+        await service.submit(like(REQUEST, request_id="s"))
 
-            learned = await sent("learned")
-            assert (learned is not None) is takes
-            if learned is not None:
-                assert learned.ranges[-1].end == 640
-                assert not learned.fault
-            assert await sent("own", retention=own) == own
-            assert await sent("salted", cache_salt="acme") is None, "nothing was learned of prompts with this salt"
-
-    asyncio.run(scenario())
+        assert router.sent == [BEFORE, AFTER], "what is under way stays, what is new goes elsewhere"
+        router.say(BEFORE, TokenDelta("r", 0, pack_tokens([1, 2, 3, 4]), FinishReason.LENGTH))
+        [last] = await stream.next()
+        assert last.finish_reason == "length"
+        service.links.check(time.monotonic() * 1000)
+        assert service.links.endpoints() == [AFTER], "nothing is under way on it any more"
 
 
-def test_a_stream_whose_link_is_up_goes_on_when_a_lease_ends_its_workers_membership() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
-            router.bring_up(BEFORE)
-            stream = await service.submit(REQUEST)
-            router.bring_up(AFTER)
+async def test_a_stream_moves_when_the_link_of_a_worker_that_left_breaks_after_all() -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
+        router.bring_up(BEFORE)
+        await service.submit(REQUEST)
+        router.bring_up(AFTER)
+        router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
 
-            router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
-            await service.submit(like(REQUEST, request_id="s"))
+        router.lose(BEFORE)
+        service.links.check(time.monotonic() * 1000)
 
-            assert router.sent == [BEFORE, AFTER], "what is under way stays, what is new goes elsewhere"
-            router.say(BEFORE, TokenDelta("r", 0, pack_tokens([1, 2, 3, 4]), FinishReason.LENGTH))
-            [last] = await stream.next()
-            assert last.finish_reason == "length"
-            service.links.check(time.monotonic() * 1000)
-            assert service.links.endpoints() == [AFTER], "nothing is under way on it any more"
-
-    asyncio.run(scenario())
+        assert router.sent == [BEFORE, AFTER]
+        assert service.links.endpoints() == [AFTER]
 
 
-def test_a_stream_moves_when_the_link_of_a_worker_that_left_breaks_after_all() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
-            router.bring_up(BEFORE)
-            await service.submit(REQUEST)
-            router.bring_up(AFTER)
-            router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
-
-            router.lose(BEFORE)
-            service.links.check(time.monotonic() * 1000)
-
-            assert router.sent == [BEFORE, AFTER]
-            assert service.links.endpoints() == [AFTER]
-
-    asyncio.run(scenario())
-
-
-def test_a_request_goes_back_to_a_worker_that_failed_it_when_there_is_no_other() -> None:
+async def test_a_request_goes_back_to_a_worker_that_failed_it_when_there_is_no_other() -> None:
     """With one decode worker, the death of a prefill worker before its KV moved must not end the request."""
 
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            stream = await service.submit(REQUEST)
-            refusal = TokenDelta("r", 0, b"", FinishReason.ERROR, error="the KV is gone", refusal=RefusalKind.BROKEN)
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        stream = await service.submit(REQUEST)
+        refusal = TokenDelta("r", 0, b"", FinishReason.ERROR, error="the KV is gone", refusal=RefusalKind.BROKEN)
 
-            router.say(BEFORE, refusal)
+        router.say(BEFORE, refusal)
 
-            assert router.sent == [BEFORE, BEFORE]
-            assert service.counts() == (1, 0)
-            for attempt in range(1, 1 + RouterSettings().migration_limit):
-                again = msgspec.structs.replace(refusal, request_id=f"r~{attempt}")
-                router.say(BEFORE, again)
-            [last] = await stream.next()
-            assert last.error == "the KV is gone; moved 3 times already"
-
-    asyncio.run(scenario())
+        assert router.sent == [BEFORE, BEFORE]
+        assert service.counts() == (1, 0)
+        for attempt in range(1, 1 + RouterSettings().migration_limit):
+            again = msgspec.structs.replace(refusal, request_id=f"r~{attempt}")
+            router.say(BEFORE, again)
+        [last] = await stream.next()
+        assert last.error == "the KV is gone; moved 3 times already"
 
 
 @pytest.mark.parametrize("kind", [RefusalKind.INVALID, RefusalKind.CANNOT_DO])
-def test_what_no_worker_can_do_ends_as_the_clients_fault(kind: RefusalKind) -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            stream = await service.submit(REQUEST)
-            for attempt in range(1 if kind is RefusalKind.INVALID else 1 + RouterSettings().migration_limit):
-                dispatch_id = f"r~{attempt}" if attempt else "r"
-                refusal = TokenDelta(dispatch_id, 0, b"", FinishReason.ERROR, error="no guides", refusal=kind)
-                router.say(BEFORE, refusal)
+async def test_what_no_worker_can_do_ends_as_the_clients_fault(kind: RefusalKind) -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        stream = await service.submit(REQUEST)
+        for attempt in range(1 if kind is RefusalKind.INVALID else 1 + RouterSettings().migration_limit):
+            dispatch_id = f"r~{attempt}" if attempt else "r"
+            refusal = TokenDelta(dispatch_id, 0, b"", FinishReason.ERROR, error="no guides", refusal=kind)
+            router.say(BEFORE, refusal)
 
-            [last] = await stream.next()
-            assert (last.finish_reason, last.unsupported) == ("error", True)
-            assert service.counts() == (0, 0)
-
-    asyncio.run(scenario())
+        [last] = await stream.next()
+        assert (last.finish_reason, last.unsupported) == ("error", True)
+        assert service.counts() == (0, 0)
 
 
-def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_long_as_it_is_in_the_pool() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            stream = await service.submit(REQUEST)
-            router.lose(BEFORE)
-            assert service.counts() == (1, 1)
+async def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_long_as_it_is_in_the_pool() -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        stream = await service.submit(REQUEST)
+        router.lose(BEFORE)
+        assert service.counts() == (1, 1)
 
-            router.bring_up(BEFORE)
-            assert (service.counts(), router.sent) == ((1, 0), [BEFORE, BEFORE])
+        router.bring_up(BEFORE)
+        assert (service.counts(), router.sent) == ((1, 0), [BEFORE, BEFORE])
 
-            router.lose(BEFORE)
-            router.feed.tell((OLD, WorkerLeft("lease expired")))
-            [last] = await stream.next()
-            assert last.finish_reason == "error"
-
-    asyncio.run(scenario())
+        router.lose(BEFORE)
+        router.feed.tell((OLD, WorkerLeft("lease expired")))
+        [last] = await stream.next()
+        assert last.finish_reason == "error"
 
 
-def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(
+async def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            third = WorkerKey(WorkerId("third"))
-            for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):
-                router.feed.tell((key, WorkerJoined(card(endpoint))))
-                router.bring_up(endpoint)
-            stream = await router.service.submit(REQUEST)
-            for _ in range(2):
-                router.lose(router.sent[-1])
-
-            [last] = await stream.next()
-            assert (last.finish_reason, last.poison) == ("error", True)
-            assert "before its first token" in (last.error or "")
-            assert len(router.sent) == 2
-            assert router.service.counts() == (0, 0)
-            assert router.metrics.poison_requests.value == 1
-            names = {BEFORE: "old", AFTER: "new"}
-            [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-            assert "request r is not moved again" in said
-            assert all(names.get(each, "third") in said for each in router.sent)
-
-    asyncio.run(scenario())
-
-
-def test_a_request_outlives_workers_that_leave_refuse_or_are_lost_once_it_has_a_token() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            for key, endpoint in ((OLD, BEFORE), (NEW, AFTER)):
-                router.feed.tell((key, WorkerJoined(card(endpoint))))
-                router.bring_up(endpoint)
-            stream = await service.submit(REQUEST)
-            router.lose(router.sent[-1])
-            refusal = TokenDelta(
-                "r~1", 0, b"", FinishReason.ERROR, error="it is draining", refusal=RefusalKind.DRAINING
-            )
-            last = router.sent[-1]
-            router.say(last, refusal)
-            router.bring_up(router.sent[0])
-            left = OLD if router.sent[-1] == BEFORE else NEW
-            router.feed.tell((left, WorkerLeft("drained")))
-            router.feed.tell((left, WorkerJoined(card("tcp://127.0.0.1:4"))))
-            router.bring_up("tcp://127.0.0.1:4")
-            active = service.tracker.requests["r"].machine
-            assert active.plan.current is not None
-            router.say(router.sent[-1], TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
-            active.migrations = 0
+    async with routed() as router:
+        third = WorkerKey(WorkerId("third"))
+        for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):
+            router.feed.tell((key, WorkerJoined(card(endpoint))))
+            router.bring_up(endpoint)
+        stream = await router.service.submit(REQUEST)
+        for _ in range(2):
             router.lose(router.sent[-1])
 
-            assert not active.ended
-            assert [delta.finish_reason for delta in await stream.next()] == [None]
-
-    asyncio.run(scenario())
-
-
-def test_a_request_that_is_cancelled_while_it_waits_to_move_on_ends_once_and_goes_nowhere() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            stream = await service.submit(REQUEST)
-            router.links[BEFORE].is_up = False
-            router.feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(AFTER))))
-            router.links[AFTER].is_up = True
-
-            stream.cancel()
-
-            assert [delta.finish_reason for delta in await stream.next()] == ["cancelled"]
-            assert await stream.next() == []
-            assert service.counts() == (0, 0)
-            assert router.sent == [BEFORE]
-
-    asyncio.run(scenario())
+        [last] = await stream.next()
+        assert (last.finish_reason, last.poison) == ("error", True)
+        assert "before its first token" in (last.error or "")
+        assert len(router.sent) == 2
+        assert router.service.counts() == (0, 0)
+        assert router.metrics.poison_requests.value == 1
+        names = {BEFORE: "old", AFTER: "new"}
+        [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert "request r is not moved again" in said
+        assert all(names.get(each, "third") in said for each in router.sent)
 
 
-def test_an_output_with_a_guide_moves_on_and_its_new_worker_may_say_that_it_cannot_go_on_with_it() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            guided = Sampling(max_tokens=4, guided_regex="a+")
-            stream = await service.submit(like(REQUEST, sampling=guided))
-            active = service.tracker.requests["r"].machine
+async def test_a_request_outlives_workers_that_leave_refuse_or_are_lost_once_it_has_a_token() -> None:
+    async with routed() as router:
+        service = router.service
+        for key, endpoint in ((OLD, BEFORE), (NEW, AFTER)):
+            router.feed.tell((key, WorkerJoined(card(endpoint))))
+            router.bring_up(endpoint)
+        stream = await service.submit(REQUEST)
+        router.lose(router.sent[-1])
+        refusal = TokenDelta("r~1", 0, b"", FinishReason.ERROR, error="it is draining", refusal=RefusalKind.DRAINING)
+        last = router.sent[-1]
+        router.say(last, refusal)
+        router.bring_up(router.sent[0])
+        left = OLD if router.sent[-1] == BEFORE else NEW
+        router.feed.tell((left, WorkerLeft("drained")))
+        router.feed.tell((left, WorkerJoined(card("tcp://127.0.0.1:4"))))
+        router.bring_up("tcp://127.0.0.1:4")
+        active = service.tracker.requests["r"].machine
+        assert active.plan.current is not None
+        router.say(router.sent[-1], TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
+        active.migrations = 0
+        router.lose(router.sent[-1])
+
+        assert not active.ended
+        assert [delta.finish_reason for delta in await stream.next()] == [None]
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_to_move_on_ends_once_and_goes_nowhere() -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        stream = await service.submit(REQUEST)
+        router.links[BEFORE].is_up = False
+        router.feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(AFTER))))
+        router.links[AFTER].is_up = True
+
+        stream.cancel()
+
+        assert [delta.finish_reason for delta in await stream.next()] == ["cancelled"]
+        assert await stream.next() == []
+        assert service.counts() == (0, 0)
+        assert router.sent == [BEFORE]
+
+
+async def test_an_output_with_a_guide_moves_on_and_its_new_worker_may_say_that_it_cannot_go_on_with_it() -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        guided = Sampling(max_tokens=4, guided_regex="a+")
+        stream = await service.submit(like(REQUEST, sampling=guided))
+        active = service.tracker.requests["r"].machine
+        assert active.plan.current is not None
+        router.say(BEFORE, TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
+        router.feed.tell((NEW, WorkerJoined(card(AFTER))))
+        router.bring_up(AFTER)
+
+        router.links[BEFORE].is_up = False
+        router.feed.tell((OLD, WorkerLeft("dead")))
+
+        assert router.sent == [BEFORE, AFTER]
+        for _ in range(RouterSettings().migration_limit):
             assert active.plan.current is not None
-            router.say(BEFORE, TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
-            router.feed.tell((NEW, WorkerJoined(card(AFTER))))
-            router.bring_up(AFTER)
-
-            router.links[BEFORE].is_up = False
-            router.feed.tell((OLD, WorkerLeft("dead")))
-
-            assert router.sent == [BEFORE, AFTER]
-            for _ in range(RouterSettings().migration_limit):
-                assert active.plan.current is not None
-                refusal = TokenDelta(
-                    active.plan.current.id,
-                    0,
-                    b"",
-                    FinishReason.ERROR,
-                    error="its guide has begun",
-                    refusal=RefusalKind.BROKEN,
-                )
-                router.say(AFTER, refusal)
-            last = (await stream.next())[-1]
-            assert last.finish_reason == "error"
-            assert "its guide has begun" in (last.error or "")
-
-    asyncio.run(scenario())
-
-
-def test_what_a_worker_said_of_other_routers_requests_is_forgotten_soon() -> None:
-    async def scenario() -> None:
-        async with routed() as made:
-            worker = WorkerKey(WorkerId("a"))
-            made.feed.tell((worker, WorkerJoined(card(BEFORE))))
-            made.bring_up(BEFORE)
-            stream = await made.service.submit(REQUEST)
             refusal = TokenDelta(
-                "r",
+                active.plan.current.id,
                 0,
                 b"",
                 FinishReason.ERROR,
-                error="crowded",
-                refusal=RefusalKind.CROWDED,
-                booked_prefill_tokens=5000,
+                error="its guide has begun",
+                refusal=RefusalKind.BROKEN,
             )
-            made.say(BEFORE, refusal)
-
-            ledger = made.service.projection.ledger
-            slot = made.service.projection.index.slot(worker)
-            assert made.sent == [BEFORE, BEFORE], "it was chosen again, with what the worker said"
-            assert int(ledger.prefill_tokens[slot]) == 5000 + 20
-            async with asyncio.timeout(30):
-                while int(ledger.prefill_tokens[slot]) > 20:  # noqa: ASYNC110 - the ledger tells nobody
-                    await asyncio.sleep(0.01)
-            assert len(ledger) == 1, "the request itself is still there"
-            stream.cancel()
-
-    asyncio.run(scenario())
+            router.say(AFTER, refusal)
+        last = (await stream.next())[-1]
+        assert last.finish_reason == "error"
+        assert "its guide has begun" in (last.error or "")
 
 
-def test_one_word_of_crowding_wakes_the_router_once_however_many_requests_are_reserved() -> None:
-    async def scenario() -> None:
-        async with routed() as made:
-            worker = WorkerKey(WorkerId("a"))
-            made.feed.tell((worker, WorkerJoined(card(BEFORE))))
-            made.bring_up(BEFORE)
-            service = made.service
-            looks = 0
-            expire = service.tracker.expire
+async def test_what_a_worker_said_of_other_routers_requests_is_forgotten_soon() -> None:
+    async with routed() as made:
+        worker = WorkerKey(WorkerId("a"))
+        made.feed.tell((worker, WorkerJoined(card(BEFORE))))
+        made.bring_up(BEFORE)
+        stream = await made.service.submit(REQUEST)
+        refusal = TokenDelta(
+            "r",
+            0,
+            b"",
+            FinishReason.ERROR,
+            error="crowded",
+            refusal=RefusalKind.CROWDED,
+            booked_prefill_tokens=5000,
+        )
+        made.say(BEFORE, refusal)
 
-            def counted() -> None:
-                nonlocal looks
-                looks += 1
-                expire()
+        ledger = made.service.projection.ledger
+        slot = made.service.projection.index.slot(worker)
+        assert made.sent == [BEFORE, BEFORE], "it was chosen again, with what the worker said"
+        assert int(ledger.prefill_tokens[slot]) == 5000 + 20
+        async with asyncio.timeout(30):
+            while int(ledger.prefill_tokens[slot]) > 20:  # noqa: ASYNC110 - the ledger tells nobody
+                await asyncio.sleep(0.01)
+        assert len(ledger) == 1, "the request itself is still there"
+        stream.cancel()
 
-            service.tracker.expire = counted  # type: ignore[method-assign]
-            ledger = service.projection.ledger
-            slot = service.projection.index.slot(worker)
-            now_ms = SystemClock().monotonic_ms()
-            began_s = time.monotonic()
-            for number in range(1000):  # one falls due in every millisecond to come
-                ledger.reserve(worker, slot, f"reserved{number}", 1, 0, now_ms, 100.0 + number)
-            stream = await service.submit(REQUEST)
-            made.say(
-                BEFORE,
-                TokenDelta(
-                    "r", 0, b"", FinishReason.ERROR, None, "crowded", RefusalKind.CROWDED, booked_prefill_tokens=5000
-                ),
-            )
 
-            async with asyncio.timeout(30):
-                while service.tracker.awaits_overcommit_end or not looks:  # noqa: ASYNC110 - the ledger tells nobody
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
-            # A timer may fire a moment before the word runs out, and looks once more; housekeeping looks every 1.25 s.
-            assert 1 <= looks <= 3 + (time.monotonic() - began_s) // 1.25
-            stream.cancel()
+async def test_one_word_of_crowding_wakes_the_router_once_however_many_requests_are_reserved() -> None:
+    async with routed() as made:
+        worker = WorkerKey(WorkerId("a"))
+        made.feed.tell((worker, WorkerJoined(card(BEFORE))))
+        made.bring_up(BEFORE)
+        service = made.service
+        looks = 0
+        expire = service.tracker.expire
 
-    asyncio.run(scenario())
+        def counted() -> None:
+            nonlocal looks
+            looks += 1
+            expire()
+
+        service.tracker.expire = counted  # type: ignore[method-assign]
+        ledger = service.projection.ledger
+        slot = service.projection.index.slot(worker)
+        now_ms = SystemClock().monotonic_ms()
+        began_s = time.monotonic()
+        for number in range(1000):  # one falls due in every millisecond to come
+            ledger.reserve(worker, slot, f"reserved{number}", 1, 0, now_ms, 100.0 + number)
+        stream = await service.submit(REQUEST)
+        made.say(
+            BEFORE,
+            TokenDelta(
+                "r", 0, b"", FinishReason.ERROR, None, "crowded", RefusalKind.CROWDED, booked_prefill_tokens=5000
+            ),
+        )
+
+        async with asyncio.timeout(30):
+            while service.tracker.awaits_overcommit_end or not looks:  # noqa: ASYNC110 - the ledger tells nobody
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        # A timer may fire a moment before the word runs out, and looks once more; housekeeping looks every 1.25 s.
+        assert 1 <= looks <= 3 + (time.monotonic() - began_s) // 1.25
+        stream.cancel()
 
 
 GOOD, BAD = "tcp://127.0.0.1:1", "tcp://http://w9:4001"
@@ -704,73 +610,64 @@ def sockets_of(context: zmq.Context[zmq.Socket[bytes]]) -> int:
     return sum(not socket.closed for socket in list(context._sockets))
 
 
-def test_a_worker_that_no_socket_can_be_made_to_is_nobody_elses_trouble() -> None:
+async def test_a_worker_that_no_socket_can_be_made_to_is_nobody_elses_trouble() -> None:
     """Its card may be in a journal that was written before cards were checked so closely."""
 
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BAD))))
-            router.feed.tell((NEW, WorkerJoined(card(GOOD))))
-            router.bring_up(GOOD)
-            assert set(router.links) == {GOOD}
-            await service.submit(REQUEST)
-            assert router.sent == [GOOD]
-            assert set(service.links.unreachable) == {OLD}
-            assert f"no connection can be made to {BAD!r}" in service.links.unreachable[OLD]
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BAD))))
+        router.feed.tell((NEW, WorkerJoined(card(GOOD))))
+        router.bring_up(GOOD)
+        assert set(router.links) == {GOOD}
+        await service.submit(REQUEST)
+        assert router.sent == [GOOD]
+        assert set(service.links.unreachable) == {OLD}
+        assert f"no connection can be made to {BAD!r}" in service.links.unreachable[OLD]
 
-            made = sockets_of(router.context)
-            for number in range(20):  # each turn over the fleet tries again, and keeps nothing
-                joined = WorkerKey(WorkerId(f"w{number}"))
-                router.feed.tell((joined, WorkerJoined(card(GOOD))), (joined, WorkerLeft("gone")))
-            assert sockets_of(router.context) == made
+        made = sockets_of(router.context)
+        for number in range(20):  # each turn over the fleet tries again, and keeps nothing
+            joined = WorkerKey(WorkerId(f"w{number}"))
+            router.feed.tell((joined, WorkerJoined(card(GOOD))), (joined, WorkerLeft("gone")))
+        assert sockets_of(router.context) == made
 
-            router.feed.tell((OLD, WorkerLeft("replaced")), (OLD, WorkerJoined(card("tcp://127.0.0.1:2"))))
-            router.bring_up("tcp://127.0.0.1:2")
-            assert not service.links.unreachable
-
-    asyncio.run(scenario())
+        router.feed.tell((OLD, WorkerLeft("replaced")), (OLD, WorkerJoined(card("tcp://127.0.0.1:2"))))
+        router.bring_up("tcp://127.0.0.1:2")
+        assert not service.links.unreachable
 
 
-def test_a_request_that_only_such_a_worker_could_take_is_refused_at_once_with_the_reason() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            router.feed.tell((OLD, WorkerJoined(card(BAD))))
-            with pytest.raises(Refused, match="no connection can be made") as refused:
-                await router.service.submit(REQUEST)
-            assert refused.value.status == 503
-
-    asyncio.run(scenario())
+async def test_a_request_that_only_such_a_worker_could_take_is_refused_at_once_with_the_reason() -> None:
+    async with routed() as router:
+        router.feed.tell((OLD, WorkerJoined(card(BAD))))
+        with pytest.raises(Refused, match="no connection can be made") as refused:
+            await router.service.submit(REQUEST)
+        assert refused.value.status == 503
 
 
 TINY = PromptModel.load(TINY_MODEL_PATH)
 
 
-def test_a_worker_of_another_vocabulary_gets_no_requests_and_is_named_with_the_reason(
+async def test_a_worker_of_another_vocabulary_gets_no_requests_and_is_named_with_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def tiny(endpoint: str, vocabulary_size: int) -> WorkerCard:
         return msgspec.structs.replace(card(endpoint), model="tiny", vocabulary_size=vocabulary_size)
 
-    async def scenario() -> None:
-        async with routed(objection=partial(vocabulary_check, TINY)) as router:
-            links = router.service.links
-            router.feed.tell((OLD, WorkerJoined(tiny(BEFORE, 32_000))))
-            assert not router.links
-            with pytest.raises(Refused, match="token ids are below 32000, the tokenizer of model 'tiny' here has 4096"):
-                await router.service.submit(like(REQUEST, model="tiny"))
-
-            router.feed.tell((NEW, WorkerJoined(tiny(AFTER, 4096))))
-            router.bring_up(AFTER)
+    async with routed(objection=partial(vocabulary_check, TINY)) as router:
+        links = router.service.links
+        router.feed.tell((OLD, WorkerJoined(tiny(BEFORE, 32_000))))
+        assert not router.links
+        with pytest.raises(Refused, match="token ids are below 32000, the tokenizer of model 'tiny' here has 4096"):
             await router.service.submit(like(REQUEST, model="tiny"))
-            assert router.sent == [AFTER]
-            assert set(links.unreachable) == {OLD}
 
-            router.feed.tell((OLD, WorkerLeft("replaced")), (OLD, WorkerJoined(tiny(BEFORE, 4096))))
-            router.bring_up(BEFORE)
-            assert not links.unreachable
+        router.feed.tell((NEW, WorkerJoined(tiny(AFTER, 4096))))
+        router.bring_up(AFTER)
+        await router.service.submit(like(REQUEST, model="tiny"))
+        assert router.sent == [AFTER]
+        assert set(links.unreachable) == {OLD}
 
-    asyncio.run(scenario())
+        router.feed.tell((OLD, WorkerLeft("replaced")), (OLD, WorkerJoined(tiny(BEFORE, 4096))))
+        router.bring_up(BEFORE)
+        assert not links.unreachable
     assert caplog.text.count("gets no requests") == 1
 
 
@@ -785,20 +682,17 @@ def test_the_vocabularies_of_padded_models_and_of_workers_that_say_nothing_are_t
     assert not objection("another model, which has no tokenizer here", 5000)
 
 
-def test_cards_make_a_bounded_number_of_connections_and_a_worker_that_leaves_makes_room() -> None:
-    async def scenario() -> None:
-        async with routed(links_max=3) as router:
-            keys = [WorkerKey(WorkerId(f"w{number}")) for number in range(50)]
-            for number, key in enumerate(keys):
-                router.feed.tell((key, WorkerJoined(card(f"tcp://127.0.0.1:{number + 1}"))))
-            service = router.service
-            assert len(service.links) == 3
-            assert "there are 3 connections to workers, the most that fit" in service.links.unreachable[keys[3]]
-            router.feed.tell((keys[0], WorkerLeft("gone")))
-            assert len(service.links) == 3
-            assert "tcp://127.0.0.1:4" in service.links.endpoints()
-
-    asyncio.run(scenario())
+async def test_cards_make_a_bounded_number_of_connections_and_a_worker_that_leaves_makes_room() -> None:
+    async with routed(links_max=3) as router:
+        keys = [WorkerKey(WorkerId(f"w{number}")) for number in range(50)]
+        for number, key in enumerate(keys):
+            router.feed.tell((key, WorkerJoined(card(f"tcp://127.0.0.1:{number + 1}"))))
+        service = router.service
+        assert len(service.links) == 3
+        assert "there are 3 connections to workers, the most that fit" in service.links.unreachable[keys[3]]
+        router.feed.tell((keys[0], WorkerLeft("gone")))
+        assert len(service.links) == 3
+        assert "tcp://127.0.0.1:4" in service.links.endpoints()
 
 
 class BrokenPolicy:
@@ -817,96 +711,82 @@ class BrokenPolicy:
     ("request_id", "words"),
     [("bad", "policy 'own' raised ZeroDivisionError: no weights"), ("wild", "chose row 7 of 1 candidates")],
 )
-def test_a_policy_that_fails_costs_its_request_a_500_with_its_name_and_nothing_else(
+async def test_a_policy_that_fails_costs_its_request_a_500_with_its_name_and_nothing_else(
     request_id: str, words: str
 ) -> None:
-    async def scenario() -> None:
-        async with routed(BrokenPolicy()) as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            router.bring_up(BEFORE)
-            with pytest.raises(Refused, match=words) as refused:
-                await service.submit(like(REQUEST, request_id=request_id))
-            assert (refused.value.status, refused.value.code) == (500, "policy_failed")
+    async with routed(BrokenPolicy()) as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        with pytest.raises(Refused, match=words) as refused:
+            await service.submit(like(REQUEST, request_id=request_id))
+        assert (refused.value.status, refused.value.code) == (500, "policy_failed")
 
-            stream = await service.submit(REQUEST)
-            assert router.sent == [BEFORE]
-            assert service.counts() == (1, 0)
-            stream.cancel()
-
-    asyncio.run(scenario())
+        stream = await service.submit(REQUEST)
+        assert router.sent == [BEFORE]
+        assert service.counts() == (1, 0)
+        stream.cancel()
 
 
-def test_a_policy_that_fails_at_the_head_of_the_line_lets_those_behind_it_go_on() -> None:
-    async def scenario() -> None:
-        async with routed(BrokenPolicy()) as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            waiting = [
-                asyncio.ensure_future(service.submit(like(REQUEST, request_id=name))) for name in ("bad", "good")
-            ]
-            while service.counts() != (0, 2):  # noqa: ASYNC110 - a line tells nobody
-                await asyncio.sleep(0)
+async def test_a_policy_that_fails_at_the_head_of_the_line_lets_those_behind_it_go_on() -> None:
+    async with routed(BrokenPolicy()) as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        waiting = [asyncio.ensure_future(service.submit(like(REQUEST, request_id=name))) for name in ("bad", "good")]
+        while service.counts() != (0, 2):  # noqa: ASYNC110 - a line tells nobody
+            await asyncio.sleep(0)
 
-            router.bring_up(BEFORE)
+        router.bring_up(BEFORE)
 
-            bad, good = await asyncio.gather(*waiting, return_exceptions=True)
-            assert isinstance(bad, Refused)
-            assert bad.status == 500
-            assert isinstance(good, TokenDelivery)
-            good.cancel()
-
-    asyncio.run(scenario())
+        bad, good = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(bad, Refused)
+        assert bad.status == 500
+        assert isinstance(good, TokenDelivery)
+        good.cancel()
 
 
-def test_stopping_ends_streams_and_refuses_those_that_wait_and_sends_nothing_more() -> None:
-    async def scenario() -> None:
-        async with routed() as router:
-            service = router.service
-            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            waiting = asyncio.ensure_future(service.submit(like(REQUEST, request_id="waits")))
-            while service.counts() != (0, 1):  # noqa: ASYNC110 - a line tells nobody
-                await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            router.bring_up(BEFORE)
-            streams = [await service.submit(like(REQUEST, request_id=f"s{number}")) for number in range(16)]
-            waiting = asyncio.ensure_future(service.submit(like(REQUEST, request_id="full")))
-            while service.counts() != (16, 1):  # noqa: ASYNC110 - a line tells nobody
-                await asyncio.sleep(0)
+async def test_stopping_ends_streams_and_refuses_those_that_wait_and_sends_nothing_more() -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+        waiting = asyncio.ensure_future(service.submit(like(REQUEST, request_id="waits")))
+        while service.counts() != (0, 1):  # noqa: ASYNC110 - a line tells nobody
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        router.bring_up(BEFORE)
+        streams = [await service.submit(like(REQUEST, request_id=f"s{number}")) for number in range(16)]
+        waiting = asyncio.ensure_future(service.submit(like(REQUEST, request_id="full")))
+        while service.counts() != (16, 1):  # noqa: ASYNC110 - a line tells nobody
+            await asyncio.sleep(0)
 
-            await service.stop()
+        await service.stop()
 
-            with pytest.raises(Refused, match="shutting down") as refused:
-                await waiting
-            assert refused.value.status == 503
-            for stream in streams:
-                [last] = await stream.next()
-                assert (last.finish_reason, last.error) == ("error", "the router is shutting down")
-            assert len(router.sent) == 16, "whoever waited is not sent to a worker at the end"
-            assert service.counts() == (0, 0)
-
-    asyncio.run(scenario())
+        with pytest.raises(Refused, match="shutting down") as refused:
+            await waiting
+        assert refused.value.status == 503
+        for stream in streams:
+            [last] = await stream.next()
+            assert (last.finish_reason, last.error) == ("error", "the router is shutting down")
+        assert len(router.sent) == 16, "whoever waited is not sent to a worker at the end"
+        assert service.counts() == (0, 0)
 
 
-def test_housekeeping_that_fails_is_logged_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with routed(worker_timeout_ms=100) as router:
-            checked = asyncio.Event()
-            check = router.service.links.check
-            failures = [KeyError("a bug of ours"), KeyError("again")]
+async def test_housekeeping_that_fails_is_logged_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    async with routed(worker_timeout_ms=100) as router:
+        checked = asyncio.Event()
+        check = router.service.links.check
+        failures = [KeyError("a bug of ours"), KeyError("again")]
 
-            def failing(now_ms: float) -> None:
-                if failures:
-                    raise failures.pop()
-                check(now_ms)
-                checked.set()
+        def failing(now_ms: float) -> None:
+            if failures:
+                raise failures.pop()
+            check(now_ms)
+            checked.set()
 
-            router.service.links.check = failing  # type: ignore[method-assign]
-            async with asyncio.timeout(20):
-                await checked.wait()
-
-    asyncio.run(scenario())
+        router.service.links.check = failing  # type: ignore[method-assign]
+        async with asyncio.timeout(20):
+            await checked.wait()
 
     assert "task 'router housekeeping' failed: it starts again" in caplog.text
     assert "a bug of ours" in caplog.text

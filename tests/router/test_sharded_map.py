@@ -72,19 +72,6 @@ def test_a_walk_by_shards_meets_every_entry_that_stays_however_they_are_split() 
     assert met >= set(first)
 
 
-def test_it_is_freed_in_pieces() -> None:
-    sharded: ShardedMap[int] = ShardedMap(shard_entries=8)
-    for key in range(1000):
-        sharded[key << 54] = key
-    pieces = 0
-    while sharded.discard(10) == 0:
-        pieces += 1
-        assert len(sharded) >= 1000 - 10 * pieces
-
-    assert len(sharded) == 0
-    assert pieces >= 90
-
-
 class Plain(msgspec.Struct, gc=False):
     number: int
 

@@ -7,13 +7,13 @@ import random
 import pytest
 
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.overlap_check import LEAST_REQUESTS, WINDOW, OverlapCheck
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.selector import Selector
+from poolgrid.router.core.stream_health import LEAST_REQUESTS, WINDOW, OverlapCheck
 from poolgrid.wire.events import RequestFinished, RequestStarted, StreamStateChanged, WorkerJoined, WorkerLeft
 from poolgrid.wire.feed import SourceStream, WorkerState
-from poolgrid.wire.identifiers import StreamState, WorkerKey
-from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, load_snapshot, stored, worker_key
+from poolgrid.wire.identifiers import StreamState
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, load_snapshot, stored
 from tests.router.test_selector import PATH, request
 
 STALE = StreamStateChanged("worker", StreamState.STALE, "batches from 7 are missing")
@@ -119,33 +119,6 @@ def test_an_engine_that_says_at_the_end_what_it_reused_is_judged_then(reused: in
     assert (a in pool.projection.trust.untrusted) is is_suspect
 
 
-def test_what_was_stored_between_the_choice_and_the_start_is_no_disagreement() -> None:
-    pool = Pool()
-    (a,) = pool.join("a")
-    selector = pool.selector(KvAware())
-    burst = [decided(selector.select(WorkerWanted(request(f"r{n}"), PATH, 0.0, 0))) for n in range(WINDOW)]
-    for decision in burst:
-        selector.book(decision, PATH, 0.0)
-    pool.say(a, RequestStarted("r0", 10 * BLOCK_SIZE, 0, 10), stored(PATH))
-    for number in range(1, WINDOW):
-        pool.say(a, RequestStarted(f"r{number}", 10 * BLOCK_SIZE, 9 * BLOCK_SIZE, 10))
-    assert pool.projection.trust.untrusted == {}
-    assert pool.projection.trust.checks[a].disagreement == 0.0
-
-
-def test_a_batch_that_tells_of_a_requests_own_blocks_before_its_start_is_no_disagreement() -> None:
-    pool = Pool()
-    (a,) = pool.join("a")
-    selector = pool.selector(KvAware())
-    for number in range(LEAST_REQUESTS + 1):
-        cold = [1000 * number + block for block in range(10)]
-        decision = decided(selector.select(WorkerWanted(request(f"r{number}"), cold, float(number), 0)))
-        selector.book(decision, cold, float(number))
-        pool.say(a, stored(cold), RequestStarted(f"r{number}", 10 * BLOCK_SIZE, 0, 10))
-        pool.say(a, RequestFinished(f"r{number}", "stop"))
-    assert pool.projection.trust.untrusted == {}
-
-
 def test_a_new_life_of_a_worker_is_judged_anew_and_one_that_left_is_forgotten() -> None:
     pool = Pool()
     (a,) = pool.join("a")
@@ -170,14 +143,6 @@ def test_a_snapshot_brings_the_health_of_the_streams() -> None:
     assert pool.projection.trust.stream(a)[0] is StreamState.STALE
 
 
-def test_the_first_batch_of_a_worker_makes_its_stream_live() -> None:
-    pool = Pool()
-    (a,) = pool.join("a")
-    pool.say(a, stored(PATH))
-    assert pool.projection.trust.stream(a)[0] is StreamState.LIVE
-    assert pool.projection.trust.stream(worker_key("nobody"))[0] is StreamState.SYNCING
-
-
 def test_the_sums_of_a_check_are_those_of_its_window() -> None:
     source = random.Random(7)
     check = OverlapCheck()
@@ -192,14 +157,3 @@ def test_the_sums_of_a_check_are_those_of_its_window() -> None:
         assert check.predicted_tokens == sum(p for p, _ in window)
         assert check.realised_tokens == sum(r for _, r in window)
         assert check.disagreement == wrong / max(1, sum(max(pair) for pair in window))
-
-
-def test_requests_that_were_never_started_are_not_kept() -> None:
-    pool = Pool()
-    (a,) = pool.join("a")
-    selector = pool.selector(KvAware())
-    decision = decided(selector.select(WorkerWanted(request("r"), PATH, 0.0, 0)))
-    selector.book(decision, PATH, 0.0)
-    pool.say(a, RequestFinished("r", "cancelled"))
-    pool.say(a, RequestStarted("r", 10 * BLOCK_SIZE, 9 * BLOCK_SIZE, 10))
-    assert WorkerKey(a.worker_id, 0) not in pool.projection.trust.checks

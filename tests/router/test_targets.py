@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.router.targets import ttft_target_ms
+from poolgrid.router.choosing import ttft_target_ms
 
 HEADER = "x-ttft-target-ms"
 

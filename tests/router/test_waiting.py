@@ -22,8 +22,8 @@ from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.queue import RouterQueue
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.full_workers import FullWorkers
-from poolgrid.serving.leg_times import LegTimer
+from poolgrid.serving.admission_queue import FullWorkers
+from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.hashing import pack_tokens
@@ -65,27 +65,24 @@ def routed() -> LocalRequest:
     )
 
 
-def test_a_request_whose_worker_is_lost_in_the_turn_in_which_it_was_placed_waits_for_the_next_one() -> None:
-    async def scenario() -> None:
-        scene, request = Scene(), routed()
-        waiting = asyncio.ensure_future(scene.queue.wait(request, WaitCause.WORKERS_FULL))
-        await asyncio.sleep(0)
-        assert len(scene.queue) == 1
+async def test_a_request_whose_worker_is_lost_in_the_turn_in_which_it_was_placed_waits_for_the_next_one() -> None:
+    scene, request = Scene(), routed()
+    waiting = asyncio.ensure_future(scene.queue.wait(request, WaitCause.WORKERS_FULL))
+    await asyncio.sleep(0)
+    assert len(scene.queue) == 1
 
-        scene.room = True
-        scene.queue.pump()
-        scene.room = False
-        scene.queue.resume(request, WaitCause.WORKER_LOST)  # before the task that waited has its turn
-        await waiting
+    scene.room = True
+    scene.queue.pump()
+    scene.room = False
+    scene.queue.resume(request, WaitCause.WORKER_LOST)  # before the task that waited has its turn
+    await waiting
 
-        assert scene.queue.resumed() == [request]
-        scene.room = True
-        scene.queue.pump()
-        assert scene.placed == 2
-        assert len(scene.queue) == 0
-        assert scene.given_up == []
-        for cause in (WaitCause.WORKERS_FULL, WaitCause.WORKER_LOST):
-            labels = {"cause": cause.value}
-            assert scene.registry.get_sample_value("poolgrid_router_queue_seconds_count", labels) == 1
-
-    asyncio.run(scenario())
+    assert scene.queue.resumed() == [request]
+    scene.room = True
+    scene.queue.pump()
+    assert scene.placed == 2
+    assert len(scene.queue) == 0
+    assert scene.given_up == []
+    for cause in (WaitCause.WORKERS_FULL, WaitCause.WORKER_LOST):
+        labels = {"cause": cause.value}
+        assert scene.registry.get_sample_value("poolgrid_router_queue_seconds_count", labels) == 1

@@ -17,9 +17,10 @@ from tests.router.test_admission import scene
 
 OF_TRACES = (
     "poolgrid.process.tracing",
-    "poolgrid.frontend.traffic",
-    "poolgrid.serving.leg_spans",
-    "poolgrid.router.decision_span",
+    "poolgrid.frontend.traffic.tell_request",
+    "poolgrid.serving.request_tracker.begin_leg",
+    "poolgrid.serving.request_tracker.follow_legs",
+    "poolgrid.router.placement.tell_decision",
     "poolgrid.wire.trace_context",
     "opentelemetry",
 )
@@ -27,12 +28,13 @@ OF_TRACES = (
 
 @contextmanager
 def calls() -> Iterator[list[str]]:
-    """Note the module of every function that is called in this thread."""
+    """Note every function that is called in this thread, and its module."""
     seen: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            seen.append(str(frame.f_globals.get("__name__", "")))
+            module = str(frame.f_globals.get("__name__", ""))
+            seen.extend((module, f"{module}.{frame.f_code.co_name}"))
 
     sys.setprofile(note)
     try:
@@ -46,30 +48,24 @@ def of_traces(seen: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none(stream: bool) -> None:
-    async def run() -> None:
-        async with in_process(application(FakeBackend())) as client:
-            body = {"model": "tiny", "prompt": "hi", "stream": stream}
-            headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
-            with calls() as seen:
-                answer = await client.post("/v1/completions", json=body, headers=headers)
-            assert answer.status_code == 200
-            assert "traceresponse" not in answer.headers
-            assert "poolgrid.frontend.inference_endpoint" in seen
-            assert not of_traces(seen)
-
-    asyncio.run(run())
+async def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none(stream: bool) -> None:
+    async with in_process(application(FakeBackend())) as client:
+        body = {"model": "tiny", "prompt": "hi", "stream": stream}
+        headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+        with calls() as seen:
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        assert "traceresponse" not in answer.headers
+        assert "poolgrid.frontend.inference_endpoint" in seen
+        assert not of_traces(seen)
 
 
-def test_the_router_calls_nothing_of_traces_for_a_request_that_has_none_nor_for_one_that_waits() -> None:
-    async def run() -> None:
-        async with scene() as pool:
-            with calls() as seen:
-                await pool.submit("first")
-                await pool.submit("waits")
-                assert await pool.finish(2) == ["first", "waits"]
-                await asyncio.gather(*pool.submitted.values())
-            assert {"poolgrid.router.tracker", "poolgrid.router.queue", "poolgrid.serving.request_machine"} <= set(seen)
-            assert not of_traces(seen)
-
-    asyncio.run(run())
+async def test_the_router_calls_nothing_of_traces_for_a_request_that_has_none_nor_for_one_that_waits() -> None:
+    async with scene() as pool:
+        with calls() as seen:
+            await pool.submit("first")
+            await pool.submit("waits")
+            assert await pool.finish(2) == ["first", "waits"]
+            await asyncio.gather(*pool.submitted.values())
+        assert {"poolgrid.router.tracker", "poolgrid.router.queue", "poolgrid.serving.request_machine"} <= set(seen)
+        assert not of_traces(seen)

@@ -9,6 +9,7 @@ import pytest
 
 from poolgrid.serving.admission_queue import DrainRate
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
+from tests.examples import examples
 
 NO_BOUND = 10**12
 
@@ -41,47 +42,6 @@ def names(evicted: list[QueuedRequest[str]]) -> list[str]:
     return [each.item for each in evicted]
 
 
-def test_a_higher_priority_goes_first_and_equals_go_in_order_of_arrival() -> None:
-    queue: FairQueue[str] = FairQueue(10, NO_BOUND)
-    for name, priority in (("a", 0), ("b", 1), ("c", -1), ("d", 1), ("e", 0)):
-        queue.enter(request(name, priority=priority))
-
-    assert drained(queue) == ["b", "d", "a", "e", "c"]
-    assert len(queue) == queue.prompt_tokens == 0
-    assert queue.lanes() == []
-
-
-def test_tenants_take_turns_however_many_requests_one_of_them_has() -> None:
-    queue: FairQueue[str] = FairQueue(100, NO_BOUND)
-    for number in range(6):
-        queue.enter(request(f"flood-{number}", "flood"))
-    queue.enter(request("late-0", "late"))
-    queue.enter(request("late-1", "late"))
-
-    assert drained(queue)[:4] == ["flood-0", "late-0", "flood-1", "late-1"]
-
-
-def test_turns_are_counted_in_tokens_and_shared_by_weight() -> None:
-    queue: FairQueue[str] = FairQueue(1000, NO_BOUND)
-    for number in range(40):
-        queue.enter(request(f"long-{number}", "long", tokens=100))
-        queue.enter(request(f"heavy-{number}", "heavy", tokens=25, weight=2.0))
-    first = drained(queue)[:18]
-
-    assert sum(name.startswith("heavy") for name in first) == 16, "8 times the requests: a quarter as long, twice due"
-
-
-def test_output_counts_too_when_it_is_known() -> None:
-    queue: FairQueue[str] = FairQueue(100, NO_BOUND)
-    for number in range(3):
-        queue.enter(request(f"a{number}", "a", tokens=10))
-        queue.enter(request(f"b{number}", "b", tokens=10))
-    queue.charge("m", "a", 1.0, 0, 20)
-    queue.charge("m", "a", 1.0, 7, 1000)  # nobody waits at that priority
-
-    assert drained(queue) == ["b0", "b1", "a0", "b2", "a1", "a2"]
-
-
 def test_a_tenant_that_was_away_has_saved_no_turns() -> None:
     queue: FairQueue[str] = FairQueue(100, NO_BOUND)
     queue.enter(request("away", "away"))
@@ -107,39 +67,6 @@ def test_least_uncached_work_goes_first_but_only_for_so_long() -> None:
     assert drained(queue) == ["cached", "short-soon", "long", "short-late"]
 
 
-def test_a_full_queue_refuses_the_last_arrival_of_the_lowest_priority() -> None:
-    queue: FairQueue[str] = FairQueue(3, NO_BOUND)
-    for name, priority in (("a", 0), ("b", 0), ("c", 1)):
-        assert queue.enter(request(name, priority=priority)) == []
-
-    assert names(queue.enter(request("d"))) == ["d"]
-    assert names(queue.enter(request("e", priority=1))) == ["b"]
-    assert names(queue.enter(request("f", priority=-5))) == ["f"]
-    assert drained(queue) == ["c", "e", "a"]
-
-
-def test_in_a_full_queue_the_tenant_with_the_most_gives_way() -> None:
-    queue: FairQueue[str] = FairQueue(4, NO_BOUND)
-    for number in range(4):
-        queue.enter(request(f"flood-{number}", "flood"))
-
-    assert names(queue.enter(request("other-0", "other"))) == ["flood-3"]
-    assert names(queue.enter(request("flood-4", "flood"))) == ["flood-4"]
-    assert names(queue.enter(request("other-1", "other"))) == ["flood-2"]
-    assert names(queue.enter(request("other-2", "other"))) == ["other-2"], "as many as the other: the newcomer loses"
-
-
-def test_prompt_tokens_are_bounded_but_one_request_always_fits() -> None:
-    queue: FairQueue[str] = FairQueue(10, 100)
-
-    assert queue.enter(request("huge", tokens=500)) == []
-    assert names(queue.enter(request("small", tokens=1))) == ["small"]
-    assert names(queue.enter(request("urgent", tokens=90, priority=1))) == ["huge"]
-    assert queue.prompt_tokens == 90
-    assert names(queue.enter(request("large", tokens=11))) == ["large"]
-    assert queue.enter(request("fits", tokens=10)) == []
-
-
 def test_whoever_waits_when_the_bounds_are_divided_goes_on_waiting() -> None:
     queue: FairQueue[str] = FairQueue(4, 300)
     for name in "abcd":
@@ -154,26 +81,6 @@ def test_whoever_waits_when_the_bounds_are_divided_goes_on_waiting() -> None:
     assert names(queue.enter(request("more tokens", tokens=100))) == ["more tokens"]
 
 
-def test_a_newcomer_that_does_not_fit_evicts_nobody() -> None:
-    queue: FairQueue[str] = FairQueue(10, 100)
-    queue.enter(request("low", tokens=20, priority=-1))
-    queue.enter(request("same", tokens=80))
-
-    assert names(queue.enter(request("newcomer", tokens=90))) == ["newcomer"]
-    assert drained(queue) == ["same", "low"]
-
-
-def test_a_model_without_room_does_not_hold_up_another() -> None:
-    queue: FairQueue[str] = FairQueue(10, NO_BOUND)
-    queue.enter(request("a", lane="one"))
-    queue.enter(request("b", lane="two"))
-
-    assert queue.waiting("one")
-    assert not queue.waiting("three")
-    assert drained(queue, "two") == ["b"]
-    assert drained(queue, "one") == ["a"]
-
-
 def test_a_resumed_request_holds_up_newcomers_of_its_own_lane_only() -> None:
     queue: FairQueue[str] = FairQueue(10, 1000)
     waiting = [request(name, resumed=1) for name in ("one", "two")]
@@ -186,18 +93,6 @@ def test_a_resumed_request_holds_up_newcomers_of_its_own_lane_only() -> None:
         queue.leave(each)
     assert not queue.waiting(waiting[0].lane)
     assert queue.is_empty
-
-
-def test_resumed_requests_stand_before_all_and_never_give_way() -> None:
-    queue: FairQueue[str] = FairQueue(1, 10)
-    queue.enter(request("new"))
-    assert queue.enter(request("resumed", tokens=50, resumed=1)) == []
-
-    assert [each.item for each in queue.resumed()] == ["resumed"]
-    assert names(queue.enter(request("urgent", priority=9))) == ["new"]
-    assert len(queue) == 2
-    queue.leave(queue.resumed()[0], dispatched=True)
-    assert queue.resumed() == []
 
 
 def test_who_left_has_no_place_and_costs_no_memory() -> None:
@@ -340,7 +235,7 @@ class Naive:
 
 
 @pytest.mark.parametrize("order", QueueOrder)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(4)))
 def test_the_queue_does_what_a_naive_one_does(seed: int, order: QueueOrder) -> None:
     random = Random(seed)
     requests_max, tokens_max = random.choice([(4, NO_BOUND), (30, 400), (8, 200), (1, 50), (0, 100)])
@@ -437,31 +332,7 @@ def test_who_is_taken_gives_the_turn_to_the_next_and_gets_its_place_back() -> No
     assert drained(queue) == ["a1", "b1", "a2", "b2"]
 
 
-def test_who_is_taken_counts_against_the_bounds_and_may_have_to_give_way() -> None:
-    queue: FairQueue[str] = FairQueue(2, NO_BOUND)
-    queue.enter(request("low", priority=-1))
-    taken = queue.take("m")
-    assert taken is not None
-    assert names(queue.enter(request("x"))) == []
-    assert names(queue.enter(request("high", priority=9))) == ["low"]
-    queue.put_back(taken)
-    assert len(queue) == 2
-    assert drained(queue) == ["high", "x"]
-
-
-def test_who_leaves_while_taken_is_gone() -> None:
-    queue: FairQueue[str] = FairQueue(2, NO_BOUND)
-    queue.enter(request("gone"))
-    taken = queue.take("m")
-    assert taken is not None
-    assert [each.item for each in queue] == ["gone"]
-    queue.leave(taken)
-    queue.put_back(taken)
-    assert len(queue) == queue.prompt_tokens == 0
-    assert not queue.waiting("m")
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(10)))
 def test_a_queue_of_which_requests_are_taken_and_put_back_is_the_queue_without(seed: int) -> None:
     random = Random(seed)
     plain: FairQueue[str] = FairQueue(12, 400)

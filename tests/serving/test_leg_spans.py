@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
-from poolgrid.serving.leg_spans import begin_leg, follow_legs
 from poolgrid.serving.legs import Dispatch, LegEvent
 from poolgrid.serving.request_machine import RequestMachine
+from poolgrid.serving.request_tracker import begin_leg, follow_legs
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
 from poolgrid.wire.trace_context import TraceContext

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.serving.leg_times import LegTimer, LegTimes
 from poolgrid.serving.legs import Dispatch, WorkerReported
+from poolgrid.serving.metrics import LegTimer, LegTimes
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, TokenDelta
 
@@ -66,14 +66,6 @@ def test_a_request_on_three_workers_has_a_time_for_each_leg() -> None:
     timed.heard(2, Stage.DECODE, 635, FinishReason.STOP)
 
     assert timed.seen() == {"queue": 1 + 1 + 3, "encode": 10, "prefill": 100, "transfer": 20, "decode": 500}
-
-
-def test_an_answer_of_one_token_has_no_time_of_decoding() -> None:
-    timed = Timed()
-    timed.sent(0, 0)
-    timed.heard(0, Stage.WHOLE, 30, FinishReason.LENGTH)
-
-    assert timed.seen() == {"queue": 0, "prefill": 30}
 
 
 def test_what_a_lost_worker_did_is_no_leg_and_the_way_to_the_next_is_waiting() -> None:

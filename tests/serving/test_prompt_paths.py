@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from poolgrid.serving.prompt_paths import STRETCH_BLOCKS, PromptPaths
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from tests.examples import examples
 
 
 def plain(token_ids: bytes, block_size: int, seed: int) -> array[int]:
@@ -18,7 +19,7 @@ prompts = st.lists(
 ).map(lambda runs: pack_tokens([token for token, count in runs for _ in range(count)]))
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(20), database=None)
 @given(
     st.lists(st.tuples(prompts, st.sampled_from([1, 2, 4]), st.sampled_from(["", "tenant"])), max_size=12),
     st.sampled_from([0, 3000, 10_000_000]),
@@ -33,7 +34,7 @@ def test_paths_are_those_of_the_wire_whatever_was_asked_before(
         assert paths.used_bytes <= max(budget_bytes, 0)
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(20), database=None)
 @given(
     st.lists(
         st.tuples(
@@ -93,37 +94,3 @@ def test_a_prompt_found_for_one_that_grows_may_be_forgotten_meanwhile() -> None:
         assert paths.path(other, 4, 1337) == plain(other, 4, 1337)
     assert growing == plain(longer, 4, 1337)
     assert paths.used_bytes <= 120_000
-
-
-def test_a_longer_prompt_is_computed_for_what_is_new() -> None:
-    paths = PromptPaths()
-    first = pack_tokens(range(STRETCH_BLOCKS * 4 * 3))
-    paths.path(first, 4, 1337)
-    assert paths.reused_blocks == 0
-    paths.path(first + pack_tokens(range(100)), 4, 1337)
-    assert paths.reused_blocks == 3 * STRETCH_BLOCKS
-    paths.path(first, 4, 1338)
-    assert paths.reused_blocks == 3 * STRETCH_BLOCKS, "another seed shares nothing"
-
-
-def test_objects_in_a_prompt_are_part_of_its_path() -> None:
-    paths = PromptPaths()
-    token_ids = pack_tokens(range(STRETCH_BLOCKS * 4 * 2))
-    without = paths.path(token_ids, 4, 1337)
-    objects = {3: [17]}
-    assert paths.path(token_ids, 4, 1337, objects) == array(
-        "Q", sequence_hashes(block_hashes(token_ids, 4, 1337, objects))
-    )
-    assert paths.path(token_ids, 4, 1337, objects)[3:] != without[3:]
-    assert paths.path(token_ids, 4, 1337) == without
-
-
-def test_a_path_that_grows_while_others_are_asked_for_is_the_same() -> None:
-    paths = PromptPaths(8000)
-    token_ids = pack_tokens(range(STRETCH_BLOCKS * 4 * 5 + 9))
-    growing = array("Q")
-    for number, _ in enumerate(paths.grow(growing, token_ids, 4, 1337)):
-        other = pack_tokens(range(number, number + STRETCH_BLOCKS * 8))
-        assert paths.path(other, 4, 1337) == plain(other, 4, 1337)
-        assert paths.path(token_ids, 4, 1337) == plain(token_ids, 4, 1337)
-    assert growing == plain(token_ids, 4, 1337)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.serving.reuse_sketch import BLOCK_BYTES, PART_BYTES, ReuseSketch
+from poolgrid.serving.prompt_paths import BLOCK_BYTES, PART_BYTES, ReuseSketch
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=40)
 """Few kinds of blocks, so that prompts begin alike."""
@@ -64,12 +64,6 @@ def test_what_is_asked_for_again_outlives_what_is_not() -> None:
         assert sketch.note(asked_often) == 3
 
     assert sketch.note(asked_once) == 0
-
-
-def test_without_a_budget_nothing_was_ever_seen() -> None:
-    sketch = ReuseSketch(0)
-
-    assert [sketch.note([1, 2]), sketch.note([1, 2]), len(sketch)] == [0, 0, 0]
 
 
 def test_what_a_conversation_adds_turn_by_turn_is_one_part_however_many_branch_off() -> None:

@@ -34,23 +34,20 @@ def test_tokens_alone_wake_a_reader_of_a_stream_and_not_one_who_waits_for_the_en
     assert asyncio.run(run(True)) == ([StreamDelta(pack_tokens([7, 8])), end], 2)
 
 
-def test_a_request_that_is_given_up_tells_how_many_tokens_nobody_read() -> None:
-    async def run() -> None:
-        given_up: list[TokenDelivery] = []
-        delivery = _delivery(given_up)
-        reading = asyncio.ensure_future(delivery.next(True))
-        await asyncio.sleep(0)
-        for _ in range(3):
-            delivery.append(pack_tokens([7]))
-        reading.cancel()
-        assert delivery.unread_tokens == 3
-        delivery.cancel()
-        delivery.cancel()
-        assert given_up == [delivery]
-        assert await delivery.next() == [
-            StreamDelta(pack_tokens([7] * 3)),
-            StreamDelta(b"", FinishReason.CANCELLED),
-        ]
-        assert delivery.unread_tokens == 0
-
-    asyncio.run(run())
+async def test_a_request_that_is_given_up_tells_how_many_tokens_nobody_read() -> None:
+    given_up: list[TokenDelivery] = []
+    delivery = _delivery(given_up)
+    reading = asyncio.ensure_future(delivery.next(True))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        delivery.append(pack_tokens([7]))
+    reading.cancel()
+    assert delivery.unread_tokens == 3
+    delivery.cancel()
+    delivery.cancel()
+    assert given_up == [delivery]
+    assert await delivery.next() == [
+        StreamDelta(pack_tokens([7] * 3)),
+        StreamDelta(b"", FinishReason.CANCELLED),
+    ]
+    assert delivery.unread_tokens == 0

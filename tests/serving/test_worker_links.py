@@ -165,35 +165,12 @@ def test_what_has_come_is_taken_before_its_link_is_told_to_be_down() -> None:
     run(scenario)
 
 
-def test_many_who_want_the_same_worker_share_one_link() -> None:
-    async def scenario(made: Scene) -> None:
-        found = await asyncio.gather(*(made.links.up(made.worker.endpoint, 10) for _ in range(20)))
-
-        assert len(set(map(id, found))) == 1
-        assert found[0] is made.links.get(made.worker.endpoint)
-        assert len(made.worker.peers) == 1
-
-    run(scenario)
-
-
 def test_a_worker_that_is_not_there_is_given_up_in_time() -> None:
     async def scenario(made: Scene) -> None:
         made.worker.close()
 
         assert await made.links.up(made.worker.endpoint, 0.02) is None
         assert await made.links.up("no endpoint", 0.02) is None
-
-    run(scenario)
-
-
-def test_whoever_gives_up_waiting_leaves_the_others_waiting() -> None:
-    async def scenario(made: Scene) -> None:
-        impatient = asyncio.create_task(made.links.up(made.worker.endpoint, 10))
-        patient = asyncio.create_task(made.links.up(made.worker.endpoint, 10))
-        await asyncio.sleep(0)
-        impatient.cancel()
-
-        assert await patient is not None
 
     run(scenario)
 

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from poolgrid.process.plugins import policy_names
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
-from poolgrid.tools.simulation.pool import Retention, RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.variants import Variant, run_variant
+from poolgrid.tools.simulation.pool import RunResult, SimulatedPool
 from poolgrid.tools.simulation.workload import Workload, build_workload
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.timing import PolynomialTiming, TableTiming
-from tests.retained_prompts import piece
 from tests.router.index_structure import holdings
 from tests.simulation.builders import CONVERSATION, limits, row, traces
 
@@ -167,47 +165,3 @@ def test_progress_is_told_and_ends_with_all_requests(conversations: Workload) ->
 
     assert told == sorted(told)
     assert told[-1] == 300
-
-
-def test_retention_that_is_learnt_reuses_what_lru_loses_and_changes_nothing_where_all_fits() -> None:
-    # Six prompts of 8 x 512 tokens in turn, and after each one that never comes again, over a cache for eight.
-    names = [at // 2 % 6 if at % 2 == 0 else 6 + at for at in range(600)]
-    rows = [row(*range(8 * name, 8 * name + 8), at=1000.0 * at) for at, name in enumerate(names)]
-    workload = build_workload(rows, 1.0, 64)
-
-    def reused(blocks: int | None, retention: Retention) -> int:
-        fleet = RouterFleet(retention=retention)
-        pool = SimulatedPool(workload, make_policy("kv"), 1, limits(workload, blocks), routers=fleet)
-        result = pool.run()
-        assert_books_balance(workload, pool, result)
-        return result.cached_tokens
-
-    assert reused(520, "off") == 0
-    assert reused(520, "learned") > 0.2 * 300 * 8 * 512
-    assert reused(None, "learned") == reused(None, "off")
-    told = run_variant(workload, Variant("told", retention="learned"), 1, limits(workload, 520), PolynomialTiming())
-    assert told.report["cached_token_ratio"] > 0.1
-
-
-@pytest.mark.parametrize(("prompts", "blocks"), [(6, 390), (10, 650), (24, 1536)])
-def test_retention_that_is_learnt_costs_nothing_where_room_is_nearly_enough(prompts: int, blocks: int) -> None:
-    # One cache of all that room loses everything that comes in turn; two of half as much lose a part of it, by chance.
-    workload = build_workload(piece(prompts, 260_000.0), 1.0, 32)
-
-    def reused(retention: Retention) -> int:
-        fleet = RouterFleet(retention=retention)
-        pool = SimulatedPool(workload, make_policy("kv"), 2, limits(workload, blocks), routers=fleet)
-        return pool.run().cached_tokens
-
-    assert reused("learned") >= 0.99 * reused("off") > 0
-
-
-def test_retention_that_is_learnt_gains_where_room_is_too_small_by_a_sixth() -> None:
-    workload = build_workload(piece(24, 260_000.0), 1.0, 32)
-
-    def reused(retention: Retention) -> int:
-        fleet = RouterFleet(retention=retention)
-        pool = SimulatedPool(workload, make_policy("kv"), 2, limits(workload, 1296), routers=fleet)
-        return pool.run().cached_tokens
-
-    assert reused("learned") > 1.5 * reused("off")

@@ -63,10 +63,6 @@ def test_a_burst_over_eight_routers_is_not_sent_to_the_same_idle_workers(play: P
     assert bounded.crowded <= 4 * bounded.requests
 
 
-def test_a_lone_router_is_never_refused(play: Play) -> None:
-    assert play(RouterFleet(1, 5.0)).crowded == 0
-
-
 def test_all_routers_end_with_the_same_index(conversations: Workload) -> None:
     pool = SimulatedPool(
         conversations, make_policy("kv"), 4, limits(conversations, blocks=2500), routers=RouterFleet(3, 7.0)

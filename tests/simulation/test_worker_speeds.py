@@ -6,11 +6,10 @@ import pytest
 
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.conditions import ChangingTiming, SpeedChange, SpeedError, TtftTargets, WorkerSpeeds
+from poolgrid.tools.simulation.conditions import SpeedChange, SpeedError, TtftTargets, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.report import policy_report
 from poolgrid.tools.simulation.workload import Workload, build_workload
-from poolgrid.workers.core.timing import PolynomialTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 
 
@@ -41,14 +40,6 @@ def test_speeds_that_are_none_are_named(pattern: str, place: int) -> None:
         WorkerSpeeds.parse(pattern)
 
 
-def test_a_slower_engine_takes_longer() -> None:
-    timing = ChangingTiming(PolynomialTiming())
-    timing.speed = 0.25
-
-    assert timing.prefill_ms(1000) == 4 * PolynomialTiming().prefill_ms(1000)
-    assert timing.decode_ms(0.5) == 4 * PolynomialTiming().decode_ms(0.5)
-
-
 def test_a_slowdown_is_felt_from_then_to_then() -> None:
     workload = build_workload([row(number, at=10_000.0 * number, osl=1) for number in range(3)], 1.0, 64)
     slow = WorkerSpeeds(changes=(SpeedChange(0, 9_000.0, 15_000.0, 0.5),))
@@ -73,19 +64,6 @@ def test_predicted_finds_slow_workers_out_and_kv_does_not(conversations: Workloa
     assert policy_report(kv, 4)["predicted_ttft"] is None
 
 
-def test_a_slow_worker_is_known_within_two_minutes_of_traffic(conversations: Workload) -> None:
-    pool = SimulatedPool(
-        conversations, make_policy("predicted"), 4, limits(conversations), speeds=WorkerSpeeds((1.0, 1.0, 1.0, 0.25))
-    )
-    until = conversations.requests[-1].arrival_ms
-
-    pool.run()
-
-    assert until < 120_000.0
-    (*fast, slow), _, _ = pool.projection.observer("paces").believed(list(pool.projection.fleet.workers), until)
-    assert slow > 2.0 * max(fast)
-
-
 def test_what_is_expected_on_equal_workers_is_nearly_what_comes(conversations: Workload) -> None:
     report = policy_report(play(conversations, "predicted", None), 4)["predicted_ttft"]
 
@@ -98,12 +76,6 @@ def test_requests_that_met_their_target_are_counted(conversations: Workload) -> 
 
     assert play(conversations, "predicted", None, never).targets_met == 0
     assert policy_report(play(conversations, "predicted", None, always), 4)["ttft_targets_met_ratio"] == 1.0
-
-
-def test_targets_are_drawn_by_the_request() -> None:
-    targets = TtftTargets((100.0, 200.0))
-
-    assert {targets.of(f"r{number}") for number in range(20)} == {100.0, 200.0}
 
 
 def test_requests_that_wait_for_their_worker_have_their_first_tokens_sooner(conversations: Workload) -> None:

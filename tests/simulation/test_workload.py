@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow, ideal_cached_token_ratio, plan_trace, read_trace
-from poolgrid.tools.simulation.workload import build_workload
+from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.tools.simulation.workload import RecordedRequest, build_workload, recorded_workload
 from poolgrid.wire.hashing import block_hashes, sequence_hashes
-from tests.simulation.builders import CONVERSATION, row, traces
+from tests.simulation.builders import CONVERSATION, limits, row, traces
 
 
 def common_lead(a: list[int] | tuple[int, ...], b: list[int] | tuple[int, ...]) -> int:
@@ -69,3 +71,30 @@ def test_the_ideal_of_the_conversation_trace_is_the_published_one() -> None:
 def test_a_speed_that_is_not_above_0_is_refused(speed: float) -> None:
     with pytest.raises(ValueError, match=f"speed is {speed}, allowed are values above 0"):
         build_workload([row(1)], speed, 64)
+
+
+def recorded(count: int) -> list[RecordedRequest]:
+    """Two conversations that grow by a block with each request."""
+    requests = []
+    for number in range(count):
+        conversation, turn = number % 2, number // 2 + 1
+        path = [1000 * conversation + at for at in range(turn)]
+        requests.append(RecordedRequest(100.0 * number, 16 * turn + 3, 5, path))
+    return requests
+
+
+def test_recorded_requests_share_what_their_hashes_share_and_nothing_else() -> None:
+    workload = recorded_workload(recorded(10), 16)
+    done = SimulatedPool(workload, make_policy("kv"), 2, limits(workload)).run()
+
+    assert done.requests == 10
+    assert done.cached_tokens / done.prompt_tokens == pytest.approx(workload.ideal_cached_token_ratio)
+
+
+def test_a_speed_brings_arrivals_of_recorded_requests_together() -> None:
+    assert recorded_workload(recorded(10), 16, speed=2.0).requests[9].arrival_ms == 450.0
+
+
+def test_hashes_that_do_not_fit_the_recorded_prompt_are_refused() -> None:
+    with pytest.raises(ValueError, match="request 0 has 1 hashes"):
+        recorded_workload([RecordedRequest(0.0, 40, 1, [1])], 16)

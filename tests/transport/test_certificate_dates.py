@@ -45,5 +45,5 @@ def test_a_file_that_has_none_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "certificate.pem"
     path.write_text(text, encoding="latin-1")
 
-    with pytest.raises(ValueError, match="reading until when"):
+    with pytest.raises((OSError, ValueError)):
         expires_at_s(path)

@@ -171,25 +171,6 @@ def test_a_server_that_ends_and_starts_again_is_found_again(make: Make, run_loop
 
 
 @KINDS
-def test_a_server_that_comes_later_is_found(make: Make) -> None:
-    async def scenario(context: PlaneContext) -> None:
-        with socket.socket() as place:
-            place.bind(("127.0.0.1", 0))
-            port = place.getsockname()[1]
-        owner = Owner()
-        dealer = make(context, f"tcp://127.0.0.1:{port}", owner)
-        async with asyncio.timeout(TIMEOUT_S):
-            assert not dealer.send(b"to nobody")
-            server = Server(port)
-            assert await owner.news.get() == "connected"
-        dealer.close()
-        server.close()
-
-    with plain_context() as context:
-        asyncio.run(scenario(context))
-
-
-@KINDS
 def test_a_handler_that_fails_costs_its_own_frame(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(context: PlaneContext) -> None:
         server, owner = Server(), Owner()

@@ -125,23 +125,17 @@ async def until(check: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_peers_that_share_a_key_talk() -> None:
-    async def run() -> None:
-        shared = fresh_keys()
-        async with plane(shared) as echo:
-            await answered(Peer(shared, echo.endpoint))
-            assert echo.heard == [b"hello"]
-
-    asyncio.run(run())
+async def test_peers_that_share_a_key_talk() -> None:
+    shared = fresh_keys()
+    async with plane(shared) as echo:
+        await answered(Peer(shared, echo.endpoint))
+        assert echo.heard == [b"hello"]
 
 
-def test_without_keys_a_context_is_plain_zmq() -> None:
-    async def run() -> None:
-        async with plane(None) as echo:
-            await answered(Peer(None, echo.endpoint))
-            await answered(Peer(fresh_keys(), echo.endpoint, plain=True))
-
-    asyncio.run(run())
+async def test_without_keys_a_context_is_plain_zmq() -> None:
+    async with plane(None) as echo:
+        await answered(Peer(None, echo.endpoint))
+        await answered(Peer(fresh_keys(), echo.endpoint, plain=True))
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
@@ -154,51 +148,45 @@ def test_on_one_core_the_thread_of_the_sockets_waits_for_the_end_of_a_turn(monke
 
 
 @pytest.mark.parametrize("kind", ["no key", "wrong server key", "key not allowed"])
-def test_a_peer_that_is_not_allowed_is_counted_and_says_nothing(kind: str) -> None:
-    async def run() -> None:
-        shared = fresh_keys()
-        keys, reason = {
-            "no key": (None, "handshake_failed"),
-            "wrong server key": (fresh_keys(), "handshake_failed"),
-            "key not allowed": (fresh_keys(server=shared.own.public), "key_not_allowed"),
-        }[kind]
-        async with plane(shared) as echo:
-            stranger = Peer(keys, echo.endpoint)
-            try:
-                await until(lambda: echo.refused(reason) >= 1)
-                await answered(Peer(shared, echo.endpoint))
-                assert echo.heard == [b"hello"], "only the friend was heard"
-                assert not stranger.answered.is_set()
-                other = {"handshake_failed", "key_not_allowed"} - {reason}
-                assert echo.refused(other.pop()) == 0, "each is counted as what it is"
-            finally:
-                stranger.close()
-
-    asyncio.run(run())
+async def test_a_peer_that_is_not_allowed_is_counted_and_says_nothing(kind: str) -> None:
+    shared = fresh_keys()
+    keys, reason = {
+        "no key": (None, "handshake_failed"),
+        "wrong server key": (fresh_keys(), "handshake_failed"),
+        "key not allowed": (fresh_keys(server=shared.own.public), "key_not_allowed"),
+    }[kind]
+    async with plane(shared) as echo:
+        stranger = Peer(keys, echo.endpoint)
+        try:
+            await until(lambda: echo.refused(reason) >= 1)
+            await answered(Peer(shared, echo.endpoint))
+            assert echo.heard == [b"hello"], "only the friend was heard"
+            assert not stranger.answered.is_set()
+            other = {"handshake_failed", "key_not_allowed"} - {reason}
+            assert echo.refused(other.pop()) == 0, "each is counted as what it is"
+        finally:
+            stranger.close()
 
 
-def test_allowed_keys_come_and_go_with_their_files(tmp_path: Path) -> None:
-    async def run() -> None:
-        secret = make_pair(tmp_path / "own", "server")
-        allowed = tmp_path / "allowed"
-        allowed.mkdir()
-        server = keys(SecuritySettings(curve_key=secret, curve_allowed_keys=allowed))
-        friend_file = make_pair(tmp_path / "friend", "friend")
-        settings = SecuritySettings(curve_key=friend_file, curve_server_key=tmp_path / "own" / "server.key")
-        friend = keys(settings)
-        async with plane(server) as echo:
-            early = Peer(friend, echo.endpoint)
-            await until(lambda: echo.refused("key_not_allowed") >= 1)
-            (allowed / "friend.key").write_bytes((tmp_path / "friend" / "friend.key").read_bytes())
-            await answered(Peer(friend, echo.endpoint))
-            early.close()
-            (allowed / "friend.key").unlink()
-            before = echo.refused("key_not_allowed")
-            late = Peer(friend, echo.endpoint)
-            await until(lambda: echo.refused("key_not_allowed") > before)
-            late.close()
-
-    asyncio.run(run())
+async def test_allowed_keys_come_and_go_with_their_files(tmp_path: Path) -> None:
+    secret = make_pair(tmp_path / "own", "server")
+    allowed = tmp_path / "allowed"
+    allowed.mkdir()
+    server = keys(SecuritySettings(curve_key=secret, curve_allowed_keys=allowed))
+    friend_file = make_pair(tmp_path / "friend", "friend")
+    settings = SecuritySettings(curve_key=friend_file, curve_server_key=tmp_path / "own" / "server.key")
+    friend = keys(settings)
+    async with plane(server) as echo:
+        early = Peer(friend, echo.endpoint)
+        await until(lambda: echo.refused("key_not_allowed") >= 1)
+        (allowed / "friend.key").write_bytes((tmp_path / "friend" / "friend.key").read_bytes())
+        await answered(Peer(friend, echo.endpoint))
+        early.close()
+        (allowed / "friend.key").unlink()
+        before = echo.refused("key_not_allowed")
+        late = Peer(friend, echo.endpoint)
+        await until(lambda: echo.refused("key_not_allowed") > before)
+        late.close()
 
 
 def test_a_key_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -275,14 +263,11 @@ def test_the_largest_messages_of_the_select_plane_fit_its_frames() -> None:
     assert len(codec.to_pool.encode(select)) <= SELECT_FRAME_BYTES_MAX
 
 
-def test_a_peer_that_sends_a_frame_that_is_too_large_loses_its_connection_and_nobody_else_does() -> None:
-    async def run() -> None:
-        async with plane(None) as select:
-            large = Peer(None, select.endpoint)
-            await until(lambda: select.heard == [b"hello"])
-            large._socket.send([bytes(SELECT_FRAME_BYTES_MAX + 1)])
-            await answered(Peer(None, select.endpoint))
-            assert max(map(len, select.heard)) == len(b"hello")
-            large.close()
-
-    asyncio.run(run())
+async def test_a_peer_that_sends_a_frame_that_is_too_large_loses_its_connection_and_nobody_else_does() -> None:
+    async with plane(None) as select:
+        large = Peer(None, select.endpoint)
+        await until(lambda: select.heard == [b"hello"])
+        large._socket.send([bytes(SELECT_FRAME_BYTES_MAX + 1)])
+        await answered(Peer(None, select.endpoint))
+        assert max(map(len, select.heard)) == len(b"hello")
+        large.close()

@@ -80,72 +80,66 @@ def flood(port: int) -> int:
         return sent
 
 
-def test_a_peer_that_subscribes_to_everything_is_hung_up_on_and_the_others_go_on_hearing() -> None:
-    async def scenario() -> None:
-        context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
-        feed = Feed(context)
-        readers = [Reader(context, feed.endpoint) for _ in range(3)]
-        said = 0
+async def test_a_peer_that_subscribes_to_everything_is_hung_up_on_and_the_others_go_on_hearing() -> None:
+    context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
+    feed = Feed(context)
+    readers = [Reader(context, feed.endpoint) for _ in range(3)]
+    said = 0
 
-        async def until_all_hear() -> None:
-            nonlocal said
-            for reader in readers:
-                reader.heard.clear()
-            while not all(reader.heard for reader in readers):
-                said += 1
-                feed.say(b"%d" % said)
-                await asyncio.sleep(0.005)
+    async def until_all_hear() -> None:
+        nonlocal said
+        for reader in readers:
+            reader.heard.clear()
+        while not all(reader.heard for reader in readers):
+            said += 1
+            feed.say(b"%d" % said)
+            await asyncio.sleep(0.005)
 
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await until_all_hear()
+            assert not feed.refused
+            port = int(feed.endpoint.rpartition(":")[2])
+            for times in (1, 2):
+                await asyncio.to_thread(flood, port)
+                assert feed.refused == ["127.0.0.1"] * times
                 await until_all_hear()
-                assert not feed.refused
-                port = int(feed.endpoint.rpartition(":")[2])
-                for times in (1, 2):
-                    await asyncio.to_thread(flood, port)
-                    assert feed.refused == ["127.0.0.1"] * times
-                    await until_all_hear()
-        finally:
-            for reader in readers:
-                reader.close()
-            feed.close()
-            context.destroy(linger=0)
-
-    asyncio.run(scenario())
+    finally:
+        for reader in readers:
+            reader.close()
+        feed.close()
+        context.destroy(linger=0)
 
 
-def test_whether_anybody_listens_is_known_from_the_first_who_comes_to_the_last_who_goes() -> None:
-    async def scenario() -> None:
-        context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
-        feed = Feed(context)
+async def test_whether_anybody_listens_is_known_from_the_first_who_comes_to_the_last_who_goes() -> None:
+    context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
+    feed = Feed(context)
 
-        async def until(check: Callable[[], bool]) -> None:
-            while not check():  # noqa: ASYNC110 - what ZMQ does by itself comes with no event
-                await asyncio.sleep(0.005)
+    async def until(check: Callable[[], bool]) -> None:
+        while not check():  # noqa: ASYNC110 - what ZMQ does by itself comes with no event
+            await asyncio.sleep(0.005)
 
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                other = context.socket(zmq.SUB)
-                other.setsockopt(zmq.LINGER, 0)
-                other.setsockopt(zmq.SUBSCRIBE, b"another topic")
-                other.connect(feed.endpoint)
-                first, second = Reader(context, feed.endpoint), Reader(context, feed.endpoint)
-                await until(lambda: feed.subscriptions.has_readers)
-                await until(lambda: feed.say(b"to both") or bool(first.heard and second.heard))  # type: ignore[func-returns-value]
-                first.close()
-                await asyncio.sleep(0.05)
-                assert feed.subscriptions.has_readers
-                second.close()
-                await until(lambda: not feed.subscriptions.has_readers)
-                third = Reader(context, feed.endpoint)
-                await until(lambda: feed.subscriptions.has_readers)
-                third.close()
-                other.close()
-        finally:
-            feed.close()
-            context.destroy(linger=0)
-
-    asyncio.run(scenario())
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            other = context.socket(zmq.SUB)
+            other.setsockopt(zmq.LINGER, 0)
+            other.setsockopt(zmq.SUBSCRIBE, b"another topic")
+            other.connect(feed.endpoint)
+            first, second = Reader(context, feed.endpoint), Reader(context, feed.endpoint)
+            await until(lambda: feed.subscriptions.has_readers)
+            await until(lambda: feed.say(b"to both") or bool(first.heard and second.heard))  # type: ignore[func-returns-value]
+            first.close()
+            await asyncio.sleep(0.05)
+            assert feed.subscriptions.has_readers
+            second.close()
+            await until(lambda: not feed.subscriptions.has_readers)
+            third = Reader(context, feed.endpoint)
+            await until(lambda: feed.subscriptions.has_readers)
+            third.close()
+            other.close()
+    finally:
+        feed.close()
+        context.destroy(linger=0)
 
 
 class Message:
@@ -160,30 +154,27 @@ class Message:
         return self._descriptor
 
 
-def test_a_descriptor_that_is_something_elses_by_now_is_left_alone_and_none_is_kept() -> None:
-    async def scenario() -> None:
-        context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
-        feed = Feed(context)
-        here, there = sockets.socketpair()
-        reader, writer = os.pipe()
-        with (
-            sockets.create_server(("127.0.0.1", 0)) as server,
-            sockets.create_connection(server.getsockname()) as other,
-        ):
-            before = len(os.listdir("/proc/self/fd"))
-            for descriptor in (reader, here.fileno(), server.fileno(), other.fileno(), 10**6):
-                for _ in range(2 * TOPICS_PER_CONNECTION_MAX):
-                    feed.subscriptions._take(Message(descriptor))  # type: ignore[arg-type]
-            assert len(os.listdir("/proc/self/fd")) == before
-            here.send(b"alive")
-            assert there.recv(5) == b"alive"
-            assert not feed.refused
-            assert other.send(b"alive") == 5
-        for each in (here, there):
-            each.close()
-        for descriptor in (reader, writer):
-            os.close(descriptor)
-        feed.close()
-        context.destroy(linger=0)
-
-    asyncio.run(scenario())
+async def test_a_descriptor_that_is_something_elses_by_now_is_left_alone_and_none_is_kept() -> None:
+    context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
+    feed = Feed(context)
+    here, there = sockets.socketpair()
+    reader, writer = os.pipe()
+    with (
+        sockets.create_server(("127.0.0.1", 0)) as server,
+        sockets.create_connection(server.getsockname()) as other,
+    ):
+        before = len(os.listdir("/proc/self/fd"))
+        for descriptor in (reader, here.fileno(), server.fileno(), other.fileno(), 10**6):
+            for _ in range(2 * TOPICS_PER_CONNECTION_MAX):
+                feed.subscriptions._take(Message(descriptor))  # type: ignore[arg-type]
+        assert len(os.listdir("/proc/self/fd")) == before
+        here.send(b"alive")
+        assert there.recv(5) == b"alive"
+        assert not feed.refused
+        assert other.send(b"alive") == 5
+    for each in (here, there):
+        each.close()
+    for descriptor in (reader, writer):
+        os.close(descriptor)
+    feed.close()
+    context.destroy(linger=0)

@@ -82,69 +82,60 @@ def loaded(settings: SecuritySettings, registry: CollectorRegistry | None = None
     return tls
 
 
-def test_requests_and_streams_go_over_tls_and_plain_ones_do_no_harm(tmp_path: Path) -> None:
-    async def run() -> None:
-        files = Files(tmp_path)
-        async with serving(loaded(files.settings())) as server:
-            assert server.url.startswith("https://127.0.0.1:")
-            assert await chat(server, files.trusting()) == 200
-            async with httpx.AsyncClient(trust_env=False, timeout=30) as plain:
-                with pytest.raises(httpx.TransportError):
-                    await plain.get(f"http://127.0.0.1:{server.port}/live")
-            with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-                await chat(server, client_context(None, None))
-            assert await chat(server, files.trusting()) == 200
-
-    asyncio.run(run())
+async def test_requests_and_streams_go_over_tls_and_plain_ones_do_no_harm(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    async with serving(loaded(files.settings())) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        assert await chat(server, files.trusting()) == 200
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as plain:
+            with pytest.raises(httpx.TransportError):
+                await plain.get(f"http://127.0.0.1:{server.port}/live")
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            await chat(server, client_context(None, None))
+        assert await chat(server, files.trusting()) == 200
 
 
-def test_a_new_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -> None:
-    async def run() -> None:
-        files = Files(tmp_path)
-        registry = CollectorRegistry()
-        tls = loaded(files.settings(), registry)
-        async with serving(tls) as server:
-            first = await shown_certificate(server, files.trusting())
-            assert not tls.check(), "nothing has changed"
-            files.issue()
-            assert tls.check()
-            second = await shown_certificate(server, files.trusting())
-            assert second != first
+async def test_a_new_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    registry = CollectorRegistry()
+    tls = loaded(files.settings(), registry)
+    async with serving(tls) as server:
+        first = await shown_certificate(server, files.trusting())
+        assert not tls.check(), "nothing has changed"
+        files.issue()
+        assert tls.check()
+        second = await shown_certificate(server, files.trusting())
+        assert second != first
 
-            expiry = registry.get_sample_value(
-                "poolgrid_http_certificate_expiry_timestamp_seconds", {"file": files.certificate.name}
-            )
-            assert expiry == expires_at_s(files.certificate)
+        expiry = registry.get_sample_value(
+            "poolgrid_http_certificate_expiry_timestamp_seconds", {"file": files.certificate.name}
+        )
+        assert expiry == expires_at_s(files.certificate)
 
-            files.key.write_text("half a renewal")
-            assert not tls.check()
-            assert registry.get_sample_value("poolgrid_http_certificate_stale") == 1
-            assert await shown_certificate(server, files.trusting()) == second
-            files.certificate.unlink()
-            assert not tls.check()
-            assert await chat(server, files.trusting()) == 200
-            files.issue()
-            assert tls.check()
-            assert registry.get_sample_value("poolgrid_http_certificate_stale") == 0
-
-    asyncio.run(run())
+        files.key.write_text("half a renewal")
+        assert not tls.check()
+        assert registry.get_sample_value("poolgrid_http_certificate_stale") == 1
+        assert await shown_certificate(server, files.trusting()) == second
+        files.certificate.unlink()
+        assert not tls.check()
+        assert await chat(server, files.trusting()) == 200
+        files.issue()
+        assert tls.check()
+        assert registry.get_sample_value("poolgrid_http_certificate_stale") == 0
 
 
-def test_clients_without_a_certificate_stay_outside_when_it_is_asked_for(tmp_path: Path) -> None:
-    async def run() -> None:
-        files = Files(tmp_path)
-        (tmp_path / "client").mkdir()
-        client = Files(tmp_path / "client")
-        async with serving(loaded(files.settings(tls_client_ca=client.ca))) as server:
-            known = client_context(files.ca, (client.certificate, client.key))
-            stranger = client_context(files.ca, (files.certificate, files.key))
-            assert await chat(server, known) == 200
-            for context in (files.trusting(), stranger):
-                with pytest.raises(httpx.TransportError):
-                    await chat(server, context)
-            assert await chat(server, known) == 200
-
-    asyncio.run(run())
+async def test_clients_without_a_certificate_stay_outside_when_it_is_asked_for(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    (tmp_path / "client").mkdir()
+    client = Files(tmp_path / "client")
+    async with serving(loaded(files.settings(tls_client_ca=client.ca))) as server:
+        known = client_context(files.ca, (client.certificate, client.key))
+        stranger = client_context(files.ca, (files.certificate, files.key))
+        assert await chat(server, known) == 200
+        for context in (files.trusting(), stranger):
+            with pytest.raises(httpx.TransportError):
+                await chat(server, context)
+        assert await chat(server, known) == 200
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

@@ -25,144 +25,132 @@ from poolgrid.transport.zmq_socket import (
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(10, BATCH_MESSAGES_MAX), (1024, BATCH_BYTES_MAX // 1024), (100_000, 1)])
-def test_a_flood_is_taken_in_bit_by_bit_and_others_have_their_turn_between(size: int, at_once: int) -> None:
-    async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        taken: list[int] = []
-        turns = 0
-        turns_at: list[int] = []
+async def test_a_flood_is_taken_in_bit_by_bit_and_others_have_their_turn_between(size: int, at_once: int) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    taken: list[int] = []
+    turns = 0
+    turns_at: list[int] = []
 
-        def handle(messages: list[list[bytes]]) -> None:
-            taken.append(len(messages))
-            turns_at.append(turns)
+    def handle(messages: list[list[bytes]]) -> None:
+        taken.append(len(messages))
+        turns_at.append(turns)
 
-        sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        for socket in (sender, receiver):
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-        receiver.bind("inproc://flood")
-        sender.connect("inproc://flood")
-        count = 3 * at_once + 1
-        for _ in range(count):
-            sender.send(bytes(size))
-        inbox = BatchSocket(receiver, handle)
-        inbox.start()
-        try:
-            async with asyncio.timeout(10):
-                while sum(taken) < count:
-                    turns += 1
-                    await asyncio.sleep(0)
-        finally:
-            inbox.stop()
-            context.destroy(linger=0)
-        assert taken == [at_once, at_once, at_once, 1]
-        assert all(before < after for before, after in pairwise(turns_at))
-
-    asyncio.run(scenario())
+    sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for socket in (sender, receiver):
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+    receiver.bind("inproc://flood")
+    sender.connect("inproc://flood")
+    count = 3 * at_once + 1
+    for _ in range(count):
+        sender.send(bytes(size))
+    inbox = BatchSocket(receiver, handle)
+    inbox.start()
+    try:
+        async with asyncio.timeout(10):
+            while sum(taken) < count:
+                turns += 1
+                await asyncio.sleep(0)
+    finally:
+        inbox.stop()
+        context.destroy(linger=0)
+    assert taken == [at_once, at_once, at_once, 1]
+    assert all(before < after for before, after in pairwise(turns_at))
 
 
-def test_what_is_given_back_comes_again_before_all_that_came_later() -> None:
-    async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        taken: list[bytes] = []
-        at_a_time: list[int] = []
-        last = asyncio.Event()
-        sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        receiver.bind("inproc://given-back")
-        sender.connect("inproc://given-back")
+async def test_what_is_given_back_comes_again_before_all_that_came_later() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    taken: list[bytes] = []
+    at_a_time: list[int] = []
+    last = asyncio.Event()
+    sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    receiver.bind("inproc://given-back")
+    sender.connect("inproc://given-back")
 
-        def handle(messages: list[list[bytes]]) -> None:
-            at_a_time.append(len(messages))
-            for at, (frame,) in enumerate(messages):
-                if at == 2:
-                    inbox.give_back(messages[at:])
-                    return
-                taken.append(frame)
-                if frame == b"9":
-                    last.set()
+    def handle(messages: list[list[bytes]]) -> None:
+        at_a_time.append(len(messages))
+        for at, (frame,) in enumerate(messages):
+            if at == 2:
+                inbox.give_back(messages[at:])
+                return
+            taken.append(frame)
+            if frame == b"9":
+                last.set()
 
-        inbox = BatchSocket(receiver, handle, BulkWork(SystemClock()))
-        for number in range(5):
-            sender.send(b"%d" % number)
-        inbox.start()
-        try:
-            async with asyncio.timeout(10):
-                while not taken:  # noqa: ASYNC110 - what is under test fills a list
-                    await asyncio.sleep(0)
-                for number in range(5, 10):
-                    sender.send(b"%d" % number)
-                await last.wait()
-        finally:
-            inbox.close()
-            context.destroy(linger=0)
-        assert taken == [b"%d" % number for number in range(10)]
-        assert max(at_a_time) <= 8, "what was given back counts like what is read"
-
-    asyncio.run(scenario())
+    inbox = BatchSocket(receiver, handle, BulkWork(SystemClock()))
+    for number in range(5):
+        sender.send(b"%d" % number)
+    inbox.start()
+    try:
+        async with asyncio.timeout(10):
+            while not taken:  # noqa: ASYNC110 - what is under test fills a list
+                await asyncio.sleep(0)
+            for number in range(5, 10):
+                sender.send(b"%d" % number)
+            await last.wait()
+    finally:
+        inbox.close()
+        context.destroy(linger=0)
+    assert taken == [b"%d" % number for number in range(10)]
+    assert max(at_a_time) <= 8, "what was given back counts like what is read"
 
 
 @pytest.mark.parametrize("kind", [BatchSocket, CallbackSocket])
-def test_what_fails_over_a_message_ends_neither_the_reading_nor_the_loop(
+async def test_what_fails_over_a_message_ends_neither_the_reading_nor_the_loop(
     kind: type[BatchSocket | CallbackSocket], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        broken: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, fault: broken.append(fault))
-        taken: list[bytes] = []
-        last = asyncio.Event()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    broken: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, fault: broken.append(fault))
+    taken: list[bytes] = []
+    last = asyncio.Event()
 
-        def handle(messages: Any) -> None:
-            (frame,) = messages[0] if kind is BatchSocket else messages
-            taken.append(frame)
-            if frame == b"last":
-                last.set()
-            raise RuntimeError("planted")
+    def handle(messages: Any) -> None:
+        (frame,) = messages[0] if kind is BatchSocket else messages
+        taken.append(frame)
+        if frame == b"last":
+            last.set()
+        raise RuntimeError("planted")
 
-        sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        receiver.bind("inproc://faults")
-        sender.connect("inproc://faults")
-        reading = kind(receiver, handle)
-        reading.start()
-        try:
-            async with asyncio.timeout(10):
-                for frame in (bytes(BATCH_BYTES_MAX), b"last"):  # the first is a batch of its own
-                    sender.send(frame)
-                await last.wait()
-        finally:
-            reading.close()
-            context.destroy(linger=0)
-        assert [len(frame) for frame in taken] == [BATCH_BYTES_MAX, 4]
-        assert not broken
-
-    asyncio.run(scenario())
+    sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    receiver.bind("inproc://faults")
+    sender.connect("inproc://faults")
+    reading = kind(receiver, handle)
+    reading.start()
+    try:
+        async with asyncio.timeout(10):
+            for frame in (bytes(BATCH_BYTES_MAX), b"last"):  # the first is a batch of its own
+                sender.send(frame)
+            await last.wait()
+    finally:
+        reading.close()
+        context.destroy(linger=0)
+    assert [len(frame) for frame in taken] == [BATCH_BYTES_MAX, 4]
+    assert not broken
     assert [record.message for record in caplog.records] == ["handling a message failed; it was dropped"] * 2
 
 
-def test_nothing_is_received_while_paused_and_what_waited_comes_after() -> None:
-    async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        came = asyncio.Event()
-        sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        receiver.bind("inproc://paused")
-        sender.connect("inproc://paused")
-        inbox = BatchSocket(receiver, lambda messages: came.set())
-        inbox.start()
-        inbox.pause()
-        try:
-            sender.send(b"x")
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert not came.is_set()
-            inbox.resume()
-            async with asyncio.timeout(10):
-                await came.wait()
-        finally:
-            inbox.close()
-            inbox.close()
-            context.destroy(linger=0)
-
-    asyncio.run(scenario())
+async def test_nothing_is_received_while_paused_and_what_waited_comes_after() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    came = asyncio.Event()
+    sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    receiver.bind("inproc://paused")
+    sender.connect("inproc://paused")
+    inbox = BatchSocket(receiver, lambda messages: came.set())
+    inbox.start()
+    inbox.pause()
+    try:
+        sender.send(b"x")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not came.is_set()
+        inbox.resume()
+        async with asyncio.timeout(10):
+            await came.wait()
+    finally:
+        inbox.close()
+        inbox.close()
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -179,36 +167,32 @@ def test_a_socket_is_bound_on_either_family_and_a_port_in_use_is_said_by_its_set
         context.destroy(linger=0)
 
 
-def test_messages_that_take_long_to_handle_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_take_long_to_handle_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr("poolgrid.transport.zmq_socket.monotonic", lambda: now_s)
 
-    async def scenario() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    turns = 0
+    turns_at: list[int] = []
+
+    def handle(frames: list[bytes]) -> None:
         nonlocal now_s
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        turns = 0
-        turns_at: list[int] = []
+        now_s += TURN_S
+        turns_at.append(turns)
 
-        def handle(frames: list[bytes]) -> None:
-            nonlocal now_s
-            now_s += TURN_S
-            turns_at.append(turns)
-
-        sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        receiver.bind("inproc://long")
-        sender.connect("inproc://long")
-        for _ in range(16):
-            sender.send(b"tokens of many")
-        inbox = CallbackSocket(receiver, handle)
-        try:
-            async with asyncio.timeout(10):
-                while len(turns_at) < 16:
-                    turns += 1
-                    await asyncio.sleep(0)
-        finally:
-            inbox.stop()
-            context.destroy(linger=0)
-        # A signal and a look that was due may fall into one turn.
-        assert max(turns_at.count(turn) for turn in turns_at) <= 2 * (LOOKS + 3)
-
-    asyncio.run(scenario())
+    sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    receiver.bind("inproc://long")
+    sender.connect("inproc://long")
+    for _ in range(16):
+        sender.send(b"tokens of many")
+    inbox = CallbackSocket(receiver, handle)
+    try:
+        async with asyncio.timeout(10):
+            while len(turns_at) < 16:
+                turns += 1
+                await asyncio.sleep(0)
+    finally:
+        inbox.stop()
+        context.destroy(linger=0)
+    # A signal and a look that was due may fall into one turn.
+    assert max(turns_at.count(turn) for turn in turns_at) <= 2 * (LOOKS + 3)

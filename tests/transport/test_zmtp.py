@@ -58,15 +58,6 @@ def test_messages_come_out_whole_and_in_order_however_they_are_cut(messages: lis
     assert found == messages
 
 
-def test_a_handshake_and_messages_may_come_byte_by_byte() -> None:
-    stream = HANDSHAKE + framed(b"short") + framed(bytes(1000))
-    session = Session(FRAME_BYTES_MAX)
-
-    found = [message for at in range(len(stream)) for message in session.feed(stream[at : at + 1])]
-
-    assert found == [b"short", bytes(1000)]
-
-
 def test_each_frame_of_a_message_is_a_message() -> None:
     first = bytearray(framed(b"first"))
     first[0] |= 1  # further frames follow
@@ -81,18 +72,6 @@ def test_a_heartbeat_is_answered_with_its_context() -> None:
     assert session.feed(command(b"PING", b"\x00\x0acontext") + framed(b"m")) == [b"m"]
 
     assert session.outgoing == command(b"PONG", b"context")
-
-
-def test_commands_that_nobody_knows_are_passed_over() -> None:
-    assert greeted().feed(command(b"LATER", b"words") + framed(b"m")) == [b"m"]
-
-
-def test_names_of_properties_may_be_written_in_any_case() -> None:
-    assert greeted(GREETING + ready(name=b"SOCKET-TYPE")).is_ready
-
-
-def test_a_later_version_is_talked_to() -> None:
-    assert greeted(GREETING[:10] + b"\x03\x01" + GREETING[12:] + ready()).is_ready
 
 
 BROKEN = {

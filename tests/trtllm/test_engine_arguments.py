@@ -396,7 +396,7 @@ def test_names_follow_from_the_settings() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "trtllm.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     for name, field in TrtllmSettings.model_fields.items():
         assert field.description, name
-        assert f"`{name}`" in text, f"{name} is missing from docs/trtllm.md"
+        assert f"`--{name.replace('_', '-')}`" in text, f"{name} is missing from docs/configuration.md"

@@ -291,12 +291,6 @@ def test_fields_that_depend_on_each_other_are_checked_together(change: dict[str,
     assert [fault.path for fault in check_arguments(arguments, "prefill_and_decode")] == expected
 
 
-def test_default_and_nixl_are_one_transceiver() -> None:
-    left = changed(PREFILL, ("cache_transceiver_config", "backend"), value="DEFAULT")
-    right = changed(DECODE, ("cache_transceiver_config", "backend"), value="NIXL")
-    assert check_pair(left, right) == []
-
-
 def test_a_prefill_engine_without_a_longest_prompt_cannot_size_its_buffer() -> None:
     left = changed(PREFILL, ("max_seq_len",), value=None) | {"enable_chunked_prefill": True}
     assert [fault.path for fault in check_pair(left, DECODE)] == ["prefill.max_seq_len"]

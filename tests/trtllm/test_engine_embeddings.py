@@ -71,74 +71,62 @@ def behind(params: bytes) -> Generate:
     return msgspec.structs.replace(bare, disaggregated_params=params)
 
 
-def test_embeddings_come_from_another_machine_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with (
-            transfer() as source,
-            transfer() as taker,
-            running_engine(Role.ENCODE, tensors=source) as encode,
-            running_engine(tensors=taker, **MULTIMODAL) as whole,
-        ):
-            params = await encoded(encode, with_media(make_request(), item(picture())))
-            assert not set(HANDLE_FIELDS) & set(msgspec.msgpack.decode(params)), "a handle is good once, and here"
-            assert encode.engine.describe() == {"kept_embeddings": 1}
-            monkeypatch.setattr(behaviour, "machine", "another")
-            tensors = [await taker.fetch(each.tensor) for each in carried_tensors(params)]
-            whole.engine.submit_embedded(behind(params), tensors)
-            await whole.until(lambda: whole.finished("r"))
-            assert whole.output("r") == expected(text_request(), seen())
-            await encode.until(lambda: encode.released == ["r"])
-            assert encode.engine.describe() == {"kept_embeddings": 0}
-            assert RequestFinished("r", "encoded") in encode.events_of("r")
-
-    asyncio.run(scenario())
+async def test_embeddings_come_from_another_machine_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        transfer() as source,
+        transfer() as taker,
+        running_engine(Role.ENCODE, tensors=source) as encode,
+        running_engine(tensors=taker, **MULTIMODAL) as whole,
+    ):
+        params = await encoded(encode, with_media(make_request(), item(picture())))
+        assert not set(HANDLE_FIELDS) & set(msgspec.msgpack.decode(params)), "a handle is good once, and here"
+        assert encode.engine.describe() == {"kept_embeddings": 1}
+        monkeypatch.setattr(behaviour, "machine", "another")
+        tensors = [await taker.fetch(each.tensor) for each in carried_tensors(params)]
+        whole.engine.submit_embedded(behind(params), tensors)
+        await whole.until(lambda: whole.finished("r"))
+        assert whole.output("r") == expected(text_request(), seen())
+        await encode.until(lambda: encode.released == ["r"])
+        assert encode.engine.describe() == {"kept_embeddings": 0}
+        assert RequestFinished("r", "encoded") in encode.events_of("r")
 
 
 @pytest.mark.parametrize("cause", ["nobody comes", "cancelled"])
-def test_what_nobody_takes_is_let_go_of(cause: str) -> None:
-    async def scenario() -> None:
-        lease_ms = 10.0 if cause == "nobody comes" else 60_000.0
-        async with transfer(lease_ms) as source, running_engine(Role.ENCODE, tensors=source) as encode:
-            params = await encoded(encode, with_media(make_request(), item(picture()), item(picture("blue"))))
-            if cause == "cancelled":
-                with pytest.raises(RefusedError, match="already active"):
-                    encode.engine.submit(with_media(make_request(stage=Stage.ENCODE), item(picture())))
-                encode.engine.cancel("r")
-            await encode.until(lambda: encode.released == ["r"])
-            with pytest.raises(TensorUnavailable, match="no longer keeps"):
-                await source.fetch(carried_tensors(params)[1].tensor)
-            assert encode.reports[-1].keeps_encoded
-
-    asyncio.run(scenario())
+async def test_what_nobody_takes_is_let_go_of(cause: str) -> None:
+    lease_ms = 10.0 if cause == "nobody comes" else 60_000.0
+    async with transfer(lease_ms) as source, running_engine(Role.ENCODE, tensors=source) as encode:
+        params = await encoded(encode, with_media(make_request(), item(picture()), item(picture("blue"))))
+        if cause == "cancelled":
+            with pytest.raises(RefusedError, match="already active"):
+                encode.engine.submit(with_media(make_request(stage=Stage.ENCODE), item(picture())))
+            encode.engine.cancel("r")
+        await encode.until(lambda: encode.released == ["r"])
+        with pytest.raises(TensorUnavailable, match="no longer keeps"):
+            await source.fetch(carried_tensors(params)[1].tensor)
+        assert encode.reports[-1].keeps_encoded
 
 
-def test_a_full_store_refuses_an_encode_leg_as_busy_and_keeps_nothing_of_it() -> None:
-    async def scenario() -> None:
-        one = 576 * 4096 * 2
-        async with transfer(bytes_max=one) as source, running_engine(Role.ENCODE, tensors=source) as encode:
-            request = with_media(make_request(stage=Stage.ENCODE), item(picture()), item(picture("blue")))
-            last = await encode.finish(request)
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BUSY), last.error
-            await encoded(encode, with_media(make_request("s"), item(picture())))
-
-    asyncio.run(scenario())
+async def test_a_full_store_refuses_an_encode_leg_as_busy_and_keeps_nothing_of_it() -> None:
+    one = 576 * 4096 * 2
+    async with transfer(bytes_max=one) as source, running_engine(Role.ENCODE, tensors=source) as encode:
+        request = with_media(make_request(stage=Stage.ENCODE), item(picture()), item(picture("blue")))
+        last = await encode.finish(request)
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BUSY), last.error
+        await encoded(encode, with_media(make_request("s"), item(picture())))
 
 
-def test_a_worker_that_cannot_fetch_says_which_setting_is_missing() -> None:
-    async def scenario() -> None:
-        async with (
-            transfer() as source,
-            running_engine(Role.ENCODE, tensors=source) as encode,
-            running_engine(**MULTIMODAL) as whole,
-        ):
-            last = await whole.finish(behind(await encoded(encode, with_media(make_request(), item(picture())))))
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
-            assert "tensor_transport" in (last.error or "")
-
-    asyncio.run(scenario())
+async def test_a_worker_that_cannot_fetch_says_which_setting_is_missing() -> None:
+    async with (
+        transfer() as source,
+        running_engine(Role.ENCODE, tensors=source) as encode,
+        running_engine(**MULTIMODAL) as whole,
+    ):
+        last = await whole.finish(behind(await encoded(encode, with_media(make_request(), item(picture())))))
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
+        assert "tensor_transport" in (last.error or "")
 
 
-def test_embeddings_that_the_encode_worker_cannot_open_are_not_the_requests_fault(
+async def test_embeddings_that_the_encode_worker_cannot_open_are_not_the_requests_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(self: SharedTensors, params: object) -> None:
@@ -147,14 +135,11 @@ def test_embeddings_that_the_encode_worker_cannot_open_are_not_the_requests_faul
 
     original = SharedTensors.copy_out
 
-    async def scenario() -> None:
-        async with transfer() as source, running_engine(Role.ENCODE, tensors=source) as encode:
-            monkeypatch.setattr(SharedTensors, "copy_out", fails)
-            last = await encode.finish(with_media(make_request(stage=Stage.ENCODE), item(picture())))
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
-            assert "CUDA error" in (last.error or "")
-
-    asyncio.run(scenario())
+    async with transfer() as source, running_engine(Role.ENCODE, tensors=source) as encode:
+        monkeypatch.setattr(SharedTensors, "copy_out", fails)
+        last = await encode.finish(with_media(make_request(stage=Stage.ENCODE), item(picture())))
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
+        assert "CUDA error" in (last.error or "")
 
 
 def test_tensors_become_handles_of_their_fields_and_types() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import sys
 from types import ModuleType
@@ -50,98 +49,70 @@ def text_request(request_id: str = "r") -> Generate:
     return make_request(request_id, [3 + each for each in TEXT.encode()])
 
 
-def test_pictures_go_to_the_engine_as_pictures_with_the_prompt_as_text() -> None:
-    async def scenario() -> None:
-        async with running_engine(**MULTIMODAL) as told:
-            calls: list[Any] = []
-            original = told.llm.generate_async
+async def test_pictures_go_to_the_engine_as_pictures_with_the_prompt_as_text() -> None:
+    async with running_engine(**MULTIMODAL) as told:
+        calls: list[Any] = []
+        original = told.llm.generate_async
 
-            def noting(inputs: Any, **given: Any) -> Any:
-                calls.append(inputs)
-                return original(inputs, **given)
+        def noting(inputs: Any, **given: Any) -> Any:
+            calls.append(inputs)
+            return original(inputs, **given)
 
-            told.llm.generate_async = noting
-            await told.finish(with_media(make_request(), item(picture("red")), item(picture("blue"))))
-            (inputs,) = calls
-            assert inputs["prompt"] == TEXT
-            assert [(each.mode, each.getpixel((0, 0))) for each in inputs["multi_modal_data"]["image"]] == [
-                ("RGB", (255, 0, 0)),
-                ("RGB", (0, 0, 255)),
-            ]
-            assert told.output("r") == expected(text_request(), seen("red"), seen("blue"))
-
-    asyncio.run(scenario())
+        told.llm.generate_async = noting
+        await told.finish(with_media(make_request(), item(picture("red")), item(picture("blue"))))
+        (inputs,) = calls
+        assert inputs["prompt"] == TEXT
+        assert [(each.mode, each.getpixel((0, 0))) for each in inputs["multi_modal_data"]["image"]] == [
+            ("RGB", (255, 0, 0)),
+            ("RGB", (0, 0, 255)),
+        ]
+        assert told.output("r") == expected(text_request(), seen("red"), seen("blue"))
 
 
-def test_encode_prefill_and_decode_give_what_one_worker_gives() -> None:
-    async def scenario() -> None:
-        async with (
-            running_engine(Role.ENCODE) as encode,
-            running_engine(Role.PREFILL, **MULTIMODAL) as prefill,
-            running_engine(Role.DECODE, **MULTIMODAL) as decode,
-        ):
-            request = with_media(make_request(), item(picture()))
-            encoded = await encode.finish(msgspec.structs.replace(request, stage=Stage.ENCODE))
-            assert (encoded.finish_reason, encoded.token_ids) == ("encoded", b"")
-            assert encoded.disaggregated_params is not None
-            bare = msgspec.structs.replace(item(picture()), data=b"")
-            leg = msgspec.structs.replace(
-                with_media(make_request(), bare), disaggregated_params=encoded.disaggregated_params
-            )
-            params = await prefilled(prefill, leg)
-            text = msgspec.structs.replace(request, multimodal=None)
-            last = await decode.finish(decode_leg(text, params))
-            assert last.finish_reason == "length"
-            assert decode.output("r") == expected(text_request(), seen())
-
-    asyncio.run(scenario())
+async def test_encode_prefill_and_decode_give_what_one_worker_gives() -> None:
+    async with (
+        running_engine(Role.ENCODE) as encode,
+        running_engine(Role.PREFILL, **MULTIMODAL) as prefill,
+        running_engine(Role.DECODE, **MULTIMODAL) as decode,
+    ):
+        request = with_media(make_request(), item(picture()))
+        encoded = await encode.finish(msgspec.structs.replace(request, stage=Stage.ENCODE))
+        assert (encoded.finish_reason, encoded.token_ids) == ("encoded", b"")
+        assert encoded.disaggregated_params is not None
+        bare = msgspec.structs.replace(item(picture()), data=b"")
+        leg = msgspec.structs.replace(
+            with_media(make_request(), bare), disaggregated_params=encoded.disaggregated_params
+        )
+        params = await prefilled(prefill, leg)
+        text = msgspec.structs.replace(request, multimodal=None)
+        last = await decode.finish(decode_leg(text, params))
+        assert last.finish_reason == "length"
+        assert decode.output("r") == expected(text_request(), seen())
 
 
-def test_pictures_may_be_encoded_where_the_prompt_is_prefilled() -> None:
-    async def scenario() -> None:
-        async with (
-            running_engine(Role.PREFILL, **MULTIMODAL) as prefill,
-            running_engine(Role.DECODE, max_batch_size=64) as decode,
-        ):
-            params = await prefilled(prefill, with_media(make_request(), item(picture())))
-            await decode.finish(decode_leg(make_request(), params))
-            assert decode.output("r") == expected(text_request(), seen()), "what the prefill engine saw"
-
-    asyncio.run(scenario())
+async def test_a_picture_that_is_broken_is_its_requests_error() -> None:
+    async with running_engine(**MULTIMODAL) as told:
+        last = await told.finish(with_media(make_request(), item(picture()[:40])))
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.INVALID)
+        assert "medium 0 (image/png) cannot be loaded" in (last.error or "")
+        assert (await told.finish(make_request("s"))).finish_reason == "length"
 
 
-def test_a_picture_that_is_broken_is_its_requests_error() -> None:
-    async def scenario() -> None:
-        async with running_engine(**MULTIMODAL) as told:
-            last = await told.finish(with_media(make_request(), item(picture()[:40])))
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.INVALID)
-            assert "medium 0 (image/png) cannot be loaded" in (last.error or "")
-            assert (await told.finish(make_request("s"))).finish_reason == "length"
-
-    asyncio.run(scenario())
-
-
-def test_a_cancel_while_media_are_loaded_ends_the_request() -> None:
-    async def scenario() -> None:
-        async with running_engine(**MULTIMODAL) as told:
-            told.engine.submit(with_media(make_request(), item(picture())))
-            told.engine.cancel("r")
-            await told.until(lambda: told.finished("r"))
-            assert told.deltas["r"][-1].finish_reason == "cancelled"
-
-    asyncio.run(scenario())
+async def test_a_cancel_while_media_are_loaded_ends_the_request() -> None:
+    async with running_engine(**MULTIMODAL) as told:
+        told.engine.submit(with_media(make_request(), item(picture())))
+        told.engine.cancel("r")
+        await told.until(lambda: told.finished("r"))
+        assert told.deltas["r"][-1].finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize("role", [Role.AGGREGATED, Role.PREFILL, Role.DECODE])
-def test_workers_without_media_say_so(role: Role) -> None:
-    async def scenario() -> None:
-        async with running_engine(role, max_batch_size=64) as told:
-            with pytest.raises(RefusedError, match="modality text") as refused:
-                told.engine.submit(with_media(make_request(), item(picture())))
-            assert refused.value.kind is RefusalKind.CANNOT_DO
-            assert MODES[role] == told.engine._calls._processors._mode
-
-    asyncio.run(scenario())
+async def test_workers_without_media_say_so(role: Role) -> None:
+    async with running_engine(role, max_batch_size=64) as told:
+        with pytest.raises(RefusedError, match="modality text") as refused:
+            told.engine.submit(with_media(make_request(), item(picture())))
+        assert refused.value.kind is RefusalKind.CANNOT_DO
+        assert MODES[role] == told.engine._calls._processors._mode
 
 
 def test_a_request_has_pictures_or_embeddings_and_each_has_its_bytes() -> None:
@@ -189,23 +160,20 @@ def test_what_is_missing_to_load_embeddings_is_said(monkeypatch: pytest.MonkeyPa
     assert refused.value.kind is RefusalKind.CANNOT_DO
 
 
-def test_an_encode_leg_gives_its_handles_as_a_list() -> None:
+async def test_an_encode_leg_gives_its_handles_as_a_list() -> None:
     """A request that carries params would get a 1-tuple around them from 1.2.1."""
 
-    async def scenario() -> None:
-        async with running_engine(Role.ENCODE) as encode:
-            request = with_media(make_request(stage=Stage.ENCODE), item(picture()), item(picture("blue")))
-            last = await encode.finish(msgspec.structs.replace(request, disaggregated_params=b"\x80"))
-            assert last.disaggregated_params is not None
-            carried = msgspec.msgpack.decode(last.disaggregated_params)
-            assert isinstance(carried["multimodal_embedding_handles"], list)
-            assert len(carried["multimodal_embedding_handles"]) == len(carried["multimodal_hashes"]) == 2
-            with pytest.raises(RefusedError, match="role encode"):
-                encode.engine.submit(make_request("s"))
-            with pytest.raises(RefusedError, match="without media"):
-                encode.engine.submit(make_request("s", stage=Stage.ENCODE))
-
-    asyncio.run(scenario())
+    async with running_engine(Role.ENCODE) as encode:
+        request = with_media(make_request(stage=Stage.ENCODE), item(picture()), item(picture("blue")))
+        last = await encode.finish(msgspec.structs.replace(request, disaggregated_params=b"\x80"))
+        assert last.disaggregated_params is not None
+        carried = msgspec.msgpack.decode(last.disaggregated_params)
+        assert isinstance(carried["multimodal_embedding_handles"], list)
+        assert len(carried["multimodal_embedding_handles"]) == len(carried["multimodal_hashes"]) == 2
+        with pytest.raises(RefusedError, match="role encode"):
+            encode.engine.submit(make_request("s"))
+        with pytest.raises(RefusedError, match="without media"):
+            encode.engine.submit(make_request("s", stage=Stage.ENCODE))
 
 
 def test_a_prompt_that_travels_with_its_params_is_checked() -> None:
@@ -222,31 +190,28 @@ def test_a_prompt_that_travels_with_its_params_is_checked() -> None:
 
 
 @pytest.mark.parametrize("cause", ["another machine", "handles that cannot be opened"])
-def test_embeddings_that_cannot_be_taken_are_not_the_requests_fault(
+async def test_embeddings_that_cannot_be_taken_are_not_the_requests_fault(
     cause: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``cannot-do`` lets the router begin anew with the pictures; ``invalid`` would be the client's error."""
 
-    async def scenario() -> None:
-        async with running_engine(Role.ENCODE) as encode, running_engine(**MULTIMODAL) as whole:
-            if cause == "another machine":
-                monkeypatch.setattr(encode.engine._calls, "machine", "another")
-            request = with_media(make_request(), item(picture()))
-            encoded = await encode.finish(msgspec.structs.replace(request, stage=Stage.ENCODE))
-            params = encoded.disaggregated_params
-            assert params is not None
-            if cause != "another machine":
-                carried = msgspec.msgpack.decode(params)
-                carried["multimodal_embedding_handles"][0]["method_key"] = 9
-                params = msgspec.msgpack.encode(carried)
-            bare = with_media(make_request(), msgspec.structs.replace(item(picture()), data=b""))
-            for name in ("r", "s"):
-                leg = msgspec.structs.replace(bare, request_id=name, disaggregated_params=params)
-                last = await whole.finish(leg)
-                assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO), last.error
-            again = await whole.finish(with_media(make_request("t"), item(picture())))
-            assert again.finish_reason == "length"
-
-    asyncio.run(scenario())
+    async with running_engine(Role.ENCODE) as encode, running_engine(**MULTIMODAL) as whole:
+        if cause == "another machine":
+            monkeypatch.setattr(encode.engine._calls, "machine", "another")
+        request = with_media(make_request(), item(picture()))
+        encoded = await encode.finish(msgspec.structs.replace(request, stage=Stage.ENCODE))
+        params = encoded.disaggregated_params
+        assert params is not None
+        if cause != "another machine":
+            carried = msgspec.msgpack.decode(params)
+            carried["multimodal_embedding_handles"][0]["method_key"] = 9
+            params = msgspec.msgpack.encode(carried)
+        bare = with_media(make_request(), msgspec.structs.replace(item(picture()), data=b""))
+        for name in ("r", "s"):
+            leg = msgspec.structs.replace(bare, request_id=name, disaggregated_params=params)
+            last = await whole.finish(leg)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO), last.error
+        again = await whole.finish(with_media(make_request("t"), item(picture())))
+        assert again.finish_reason == "length"
     warned = sum("encode worker on another machine" in record.message for record in caplog.records)
     assert warned == (cause == "another machine")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, Kv
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
 from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob
-from tests.trtllm.facts import facts
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
@@ -78,18 +76,6 @@ def test_prompt_log_probabilities_belong_to_the_tokens_from_the_second_on() -> N
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_do_is_no_stall_and_progress_heals() -> None:
-    monitor = ProgressMonitor(100.0)
-    assert monitor.stall(1e9) is None
-    monitor.entered("a", False, 1000.0)
-    assert monitor.stall(1100.0) is None
-    assert monitor.stall(1101.0) is not None
-    monitor.moved("a", 1102.0)
-    assert monitor.stall(1200.0) is None
-    monitor.ended("a", 1200.0)
-    assert monitor.silent_ms(9e9) == 0
-
-
 def test_a_full_batch_is_no_stall_and_a_passed_over_transfer_is() -> None:
     monitor = ProgressMonitor(100.0)
     monitor.entered("stuck", True, 0.0)
@@ -130,14 +116,6 @@ def test_clients_that_give_up_one_after_another_are_no_movement() -> None:
     stall = monitor.stall(150.0)
     assert stall is not None
     assert stall.certain
-
-
-def test_a_waiting_request_without_a_transfer_may_be_passed() -> None:
-    monitor = ProgressMonitor(100.0)
-    monitor.entered("low priority", False, 0.0)
-    monitor.entered("high", False, 1.0)
-    monitor.moved("high", 150.0)
-    assert monitor.stall(200.0) is None
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -188,10 +166,6 @@ def test_the_engines_statistics_count_while_it_works() -> None:
 def test_root_keys_are_the_engines_hashes(tokens: list[int], salt: str, lora: int) -> None:
     assert root_key(tokens) == block_key_hash(tokens)
     assert root_key(tokens, salt, lora) == block_key_hash(tokens, 0, salt_id(salt) if salt else None, lora)
-
-
-def test_the_root_key_of_the_facts_vector() -> None:
-    assert str(root_key(range(1, 33))) in json.dumps(facts()["block_hash"])
 
 
 def block(tokens: list[int], key: int) -> StoredBlock:

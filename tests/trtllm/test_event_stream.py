@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -50,74 +49,62 @@ def held(engine: RunningEngine, rank: int = 0) -> set[int]:
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_the_worker_follows_the_engines_own_stream_and_reads_no_events(tmp_path: Path, replay: bool) -> None:
+async def test_the_worker_follows_the_engines_own_stream_and_reads_no_events(tmp_path: Path, replay: bool) -> None:
     given = endpoints(tmp_path)
     if not replay:
         del given["replay_endpoint"]
 
-    async def scenario() -> None:
-        with tensorrt_llm_of("1.3"):
-            async with running_engine(
-                override_engine_args=arguments({"max_tokens": 12 * BLOCK}, given), max_batch_size=2, max_seq_len=40
-            ) as engine:
-                reads: list[Any] = []
-                engine.llm.get_kv_cache_events_async = reads.append
-                for at in range(6):
-                    await engine.finish(make_request(f"r{at}", range(10 * at, 10 * at + 20)))
-                await engine.turned(lambda: told(engine) == held(engine))
-                assert told(engine).issuperset(path_of(range(50, 70))[:-1])
-                assert told(engine).isdisjoint(path_of(range(20))), "its blocks were needed"
-                stored = [event for event in engine.events[0] if isinstance(event, BlocksStored)]
-                assert stored, "the pool is told"
-                assert not reads
-                described: Any = engine.engine.describe()
-                assert described["feed"]["readers"] == {"events": "stream", "statistics": "ok"}
-                assert described["feed"]["ranks"][0]["state"] == "live"
-
-    asyncio.run(scenario())
+    with tensorrt_llm_of("1.3"):
+        async with running_engine(
+            override_engine_args=arguments({"max_tokens": 12 * BLOCK}, given), max_batch_size=2, max_seq_len=40
+        ) as engine:
+            reads: list[Any] = []
+            engine.llm.get_kv_cache_events_async = reads.append
+            for at in range(6):
+                await engine.finish(make_request(f"r{at}", range(10 * at, 10 * at + 20)))
+            await engine.turned(lambda: told(engine) == held(engine))
+            assert told(engine).issuperset(path_of(range(50, 70))[:-1])
+            assert told(engine).isdisjoint(path_of(range(20))), "its blocks were needed"
+            stored = [event for event in engine.events[0] if isinstance(event, BlocksStored)]
+            assert stored, "the pool is told"
+            assert not reads
+            described: Any = engine.engine.describe()
+            assert described["feed"]["readers"] == {"events": "stream", "statistics": "ok"}
+            assert described["feed"]["ranks"][0]["state"] == "live"
 
 
-def test_each_rank_has_a_stream_of_its_own(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with tensorrt_llm_of("1.3"):
-            async with running_engine(
-                override_engine_args=arguments(stream=endpoints(tmp_path)),
-                enable_attention_dp=True,
-                tensor_parallel_size=2,
-                max_batch_size=8,
-            ) as engine:
-                await engine.finish(make_request("r", range(20), routing=Routing(dp_rank=1)))
-                # Not once the prompt's blocks are told: the engine holds one more, which is told a moment later.
-                await engine.turned(lambda: told(engine, 1) == held(engine, 1))
-                assert told(engine, 1).issuperset(path_of(range(20))[:-1])
-                assert not told(engine, 0)
-
-    asyncio.run(scenario())
+async def test_each_rank_has_a_stream_of_its_own(tmp_path: Path) -> None:
+    with tensorrt_llm_of("1.3"):
+        async with running_engine(
+            override_engine_args=arguments(stream=endpoints(tmp_path)),
+            enable_attention_dp=True,
+            tensor_parallel_size=2,
+            max_batch_size=8,
+        ) as engine:
+            await engine.finish(make_request("r", range(20), routing=Routing(dp_rank=1)))
+            # Not once the prompt's blocks are told: the engine holds one more, which is told a moment later.
+            await engine.turned(lambda: told(engine, 1) == held(engine, 1))
+            assert told(engine, 1).issuperset(path_of(range(20))[:-1])
+            assert not told(engine, 0)
 
 
-def test_blocks_of_a_salt_that_the_stream_does_not_name_are_told_to_nobody(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with tensorrt_llm_of("1.3"):
-            async with running_engine(
-                override_engine_args=arguments(stream=endpoints(tmp_path)), max_batch_size=8
-            ) as engine:
-                await engine.finish(make_request("salted", range(20), routing=Routing(cache_salt="a tenant")))
-                await engine.finish(make_request("plain", range(20)))
-                await engine.finish(make_request("other", range(40, 60)))
-                await engine.turned(lambda: told(engine).issuperset(path_of(range(40, 60))[:-1]))
-                assert told(engine).isdisjoint([*path_of(range(20)), *path_of(range(20), "a tenant")])
-
-    asyncio.run(scenario())
+async def test_blocks_of_a_salt_that_the_stream_does_not_name_are_told_to_nobody(tmp_path: Path) -> None:
+    with tensorrt_llm_of("1.3"):
+        async with running_engine(
+            override_engine_args=arguments(stream=endpoints(tmp_path)), max_batch_size=8
+        ) as engine:
+            await engine.finish(make_request("salted", range(20), routing=Routing(cache_salt="a tenant")))
+            await engine.finish(make_request("plain", range(20)))
+            await engine.finish(make_request("other", range(40, 60)))
+            await engine.turned(lambda: told(engine).issuperset(path_of(range(40, 60))[:-1]))
+            assert told(engine).isdisjoint([*path_of(range(20)), *path_of(range(20), "a tenant")])
 
 
-def test_a_version_without_the_stream_refuses_its_arguments(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with tensorrt_llm_of("1.2.1"), pytest.raises(EngineBrokenError, match="use_kv_cache_manager_v2") as refused:
-            async with running_engine(override_engine_args=arguments(stream=endpoints(tmp_path)), max_batch_size=8):
-                pass
-        assert "starting TensorRT-LLM 1.2.1 failed" in str(refused.value)
-
-    asyncio.run(scenario())
+async def test_a_version_without_the_stream_refuses_its_arguments(tmp_path: Path) -> None:
+    with tensorrt_llm_of("1.2.1"), pytest.raises(EngineBrokenError, match="use_kv_cache_manager_v2") as refused:
+        async with running_engine(override_engine_args=arguments(stream=endpoints(tmp_path)), max_batch_size=8):
+            pass
+    assert "starting TensorRT-LLM 1.2.1 failed" in str(refused.value)
 
 
 def test_the_stream_takes_the_place_of_the_buffer_and_needs_the_second_manager() -> None:

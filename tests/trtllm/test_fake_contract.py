@@ -229,17 +229,6 @@ def test_an_unknown_argument_is_a_value_error_that_names_it(key: str) -> None:
         LLM("m", **cast(Any, {key: 1}))
 
 
-def test_an_argument_of_the_tensorrt_backend_is_a_value_error_of_its_own() -> None:
-    with pytest.raises(ValueError, match="specific to TensorRT backend and cannot be used with PyTorch backend"):
-        LLM("m", build_config={})
-
-
-@pytest.mark.parametrize("section", sorted(set(MODELS) - {"llm_args"}))
-def test_nested_models_forbid_unknown_keys(section: str) -> None:
-    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
-        MODELS[section](no_such_thing=1)
-
-
 @pytest.mark.parametrize("vector", facts()["block_hash"]["vectors"], ids=lambda each: str(each["hash"]))
 def test_block_hashes_are_the_check_vectors(vector: dict[str, Any]) -> None:
     tokens = vector["tokens"]
@@ -248,10 +237,6 @@ def test_block_hashes_are_the_check_vectors(vector: dict[str, Any]) -> None:
         tokens = list(range(int(first), int(last) + 1))
     found = block_key_hash(tokens, vector["parent"], vector.get("cache_salt_id"), vector.get("lora_task_id"))
     assert found == vector["hash"]
-
-
-def test_a_partial_block_does_not_share_its_name_with_the_whole_one() -> None:
-    assert block_key_hash([1, 2, 3]) != block_key_hash([1, 2, 3, 0])
 
 
 def test_the_fake_can_be_imported_as_tensorrt_llm() -> None:

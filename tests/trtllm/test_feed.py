@@ -151,178 +151,119 @@ def prompts(count: int, seed: int = 7) -> Iterator[list[int]]:
 # -- what is read is the truth -----------------------------------------------------------------------------------------
 
 
-def test_the_index_is_the_truth_after_a_load_with_host_offload(small_cache: None) -> None:
-    async def scenario() -> None:
-        with make(kv_cache_config={"host_cache_size": 8}) as llm:
-            async with reading(llm) as made:
-                for at, prompt in enumerate(prompts(40)):
-                    await finish(llm, prompt, 1 + at % 7)
-                await made.until_exact(llm)
-                assert made.held[0][Tier.HOST]
-                assert made.metric("incomplete", dp_rank="0") == 0
-                assert made.feed.describe()["ranks"][0]["state"] == "exact"  # type: ignore[index]
-
-    asyncio.run(scenario())
-
-
-def test_the_index_is_the_truth_of_the_largest_of_several_windows(small_cache: None) -> None:
-    """Fails when the events of other windows count: the small window gives up blocks that the large one keeps."""
-
-    async def scenario() -> None:
-        with make(max_seq_len=48, kv_cache_config={"max_attention_window": [8, 8, 48]}) as llm:
-            async with reading(llm) as made:
-                for at, prompt in enumerate(prompts(40)):
-                    await finish(llm, prompt, 1 + at % 7)
-                await made.until_exact(llm)
-                assert made.held[0][Tier.DEVICE]
-
-    asyncio.run(scenario())
-
-
-def test_each_attention_dp_rank_has_an_index_of_its_own(small_cache: None) -> None:
-    """Fails when one cursor serves all ranks: their event ids are apart, and every event would look like a hole."""
-
-    async def scenario() -> None:
-        with make(tensor_parallel_size=4, enable_attention_dp=True) as llm:
-            async with reading(llm, ranks=4) as made:
-                for at, prompt in enumerate(prompts(60)):
-                    await finish(llm, prompt, 1 + at % 7, rank=at * 7 % 4)
-                await made.until_exact(llm)
-                assert all(held[Tier.DEVICE] for held in made.held)
-                assert made.held[0] != made.held[1]
-                assert not any(isinstance(event, CacheCleared) for event in made.told)
-                await made.until(lambda: bool(made.loads))
-                assert {rank for rank, _ in made.loads} == {0}, "1.2 reports rank 0 only"
-
-    asyncio.run(scenario())
-
-
-def test_after_dropped_events_no_block_is_claimed_that_is_not_there_and_all_are_learnt_again(
+async def test_after_dropped_events_no_block_is_claimed_that_is_not_there_and_all_are_learnt_again(
     small_cache: None,
 ) -> None:
     """Fails when a hole in the event ids is not noticed: what was removed in it would be claimed for ever."""
 
-    async def scenario() -> None:
-        with make(kv_cache_config={"event_buffer_max_size": 40, "host_cache_size": 4}) as llm:
-            async with reading(llm) as made:
-                await finish(llm, [1, 2, 3, 4, 5])
-                await made.until_exact(llm)
-                with unread(llm):
-                    for prompt in prompts(40):
-                        llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1))
-                await made.until(lambda: made.metric("kv_event_gaps_total", dp_rank="0") > 0)
-                assert made.metric("kv_events_lost_total", dp_rank="0") > 0
-                assert made.metric("incomplete", dp_rank="0") == 1
-                for at in range(20):
-                    await finish(llm, [1000 + at * 20 + each for each in range(9)], 2)
-                    await asyncio.sleep(0.005)
-                    held = truth(llm)
-                    await made.until(lambda: all(made.held[0][tier] <= held[tier] for tier in Tier))  # noqa: B023
-                await made.until_exact(llm)
-                assert made.metric("incomplete", dp_rank="0") == 0
-                assert made.metric("kv_event_gaps_total", dp_rank="0") == 1
-
-    asyncio.run(scenario())
+    with make(kv_cache_config={"event_buffer_max_size": 40, "host_cache_size": 4}) as llm:
+        async with reading(llm) as made:
+            await finish(llm, [1, 2, 3, 4, 5])
+            await made.until_exact(llm)
+            with unread(llm):
+                for prompt in prompts(40):
+                    llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1))
+            await made.until(lambda: made.metric("kv_event_gaps_total", dp_rank="0") > 0)
+            assert made.metric("kv_events_lost_total", dp_rank="0") > 0
+            assert made.metric("incomplete", dp_rank="0") == 1
+            for at in range(20):
+                await finish(llm, [1000 + at * 20 + each for each in range(9)], 2)
+                await asyncio.sleep(0.005)
+                held = truth(llm)
+                await made.until(lambda: all(made.held[0][tier] <= held[tier] for tier in Tier))  # noqa: B023
+            await made.until_exact(llm)
+            assert made.metric("incomplete", dp_rank="0") == 0
+            assert made.metric("kv_event_gaps_total", dp_rank="0") == 1
 
 
-def test_the_index_of_four_ranks_is_the_truth_after_offload_windows_and_losses_together(small_cache: None) -> None:
+async def test_the_index_of_four_ranks_is_the_truth_after_offload_windows_and_losses_together(
+    small_cache: None,
+) -> None:
     """Fails when a rank's loss touches another rank, or when a loss of small-window events goes unnoticed."""
 
-    async def scenario() -> None:
-        cache = {"event_buffer_max_size": 30, "host_cache_size": 4, "max_attention_window": [8, 48]}
-        with make(max_seq_len=48, tensor_parallel_size=4, enable_attention_dp=True, kv_cache_config=cache) as llm:
-            async with reading(llm, ranks=4) as made:
-                for rank in range(4):
-                    await finish(llm, [1, 2, 3, 4, 5], rank=rank)
-                await made.until_exact(llm)
-                with unread(llm):
-                    for at, prompt in enumerate(prompts(48)):
-                        where = SchedulingParams(attention_dp_rank=at % 4, attention_dp_relax=False)
-                        llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1), scheduling_params=where)
+    cache = {"event_buffer_max_size": 30, "host_cache_size": 4, "max_attention_window": [8, 48]}
+    with make(max_seq_len=48, tensor_parallel_size=4, enable_attention_dp=True, kv_cache_config=cache) as llm:
+        async with reading(llm, ranks=4) as made:
+            for rank in range(4):
+                await finish(llm, [1, 2, 3, 4, 5], rank=rank)
+            await made.until_exact(llm)
+            with unread(llm):
+                for at, prompt in enumerate(prompts(48)):
+                    where = SchedulingParams(attention_dp_rank=at % 4, attention_dp_relax=False)
+                    llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1), scheduling_params=where)
 
-                def gaps() -> list[float]:
-                    return [made.metric("kv_event_gaps_total", dp_rank=str(rank)) for rank in range(4)]
+            def gaps() -> list[float]:
+                return [made.metric("kv_event_gaps_total", dp_rank=str(rank)) for rank in range(4)]
 
-                await made.until(lambda: all(gaps()))
-                for at in range(120):
-                    await finish(llm, [1000 + at * 20 + each for each in range(9)], 2, rank=at % 4)
-                    if at % 4 == 3:
-                        held = [truth(llm, rank) for rank in range(4)]
-                        await made.until(
-                            lambda: all(made.held[rank][tier] <= held[rank][tier] for rank in range(4) for tier in Tier)  # noqa: B023
-                        )
-                await made.until_exact(llm)
-                assert gaps() == [1, 1, 1, 1]
-                assert all(made.metric("incomplete", dp_rank=str(rank)) == 0 for rank in range(4))
-
-    asyncio.run(scenario())
+            await made.until(lambda: all(gaps()))
+            for at in range(120):
+                await finish(llm, [1000 + at * 20 + each for each in range(9)], 2, rank=at % 4)
+                if at % 4 == 3:
+                    held = [truth(llm, rank) for rank in range(4)]
+                    await made.until(
+                        lambda: all(made.held[rank][tier] <= held[rank][tier] for rank in range(4) for tier in Tier)  # noqa: B023
+                    )
+            await made.until_exact(llm)
+            assert gaps() == [1, 1, 1, 1]
+            assert all(made.metric("incomplete", dp_rank=str(rank)) == 0 for rank in range(4))
 
 
 # -- the traps of reading ----------------------------------------------------------------------------------------------
 
 
-def test_reading_begins_before_the_first_request() -> None:
-    async def scenario() -> None:
-        with make() as llm:
-            async with reading(llm) as made:
+async def test_reading_begins_before_the_first_request() -> None:
+    with make() as llm:
+        async with reading(llm) as made:
+            await asyncio.sleep(0.02)
+            assert not made.task.done()
+            await finish(llm, [1, 2, 3, 4, 5])
+            made.feed.wake()
+            await made.until_exact(llm)
+            assert made.held[0][Tier.DEVICE]
+            assert made.metric("reader_errors_total", reader="events") == 0
+
+
+async def test_events_after_the_last_request_are_read_too(small_cache: None) -> None:
+    with make(kv_cache_config={"host_cache_size": 8}) as llm:
+        async with reading(llm) as made:
+            await finish(llm, [1, 2, 3, 4, 5], 1)
+            await made.until_exact(llm)
+            for _ in range(3):  # each time after readings that found nothing
                 await asyncio.sleep(0.02)
-                assert not made.task.done()
-                await finish(llm, [1, 2, 3, 4, 5])
-                made.feed.wake()
-                await made.until_exact(llm)
-                assert made.held[0][Tier.DEVICE]
-                assert made.metric("reader_errors_total", reader="events") == 0
-
-    asyncio.run(scenario())
-
-
-def test_events_after_the_last_request_are_read_too(small_cache: None) -> None:
-    async def scenario() -> None:
-        with make(kv_cache_config={"host_cache_size": 8}) as llm:
-            async with reading(llm) as made:
-                await finish(llm, [1, 2, 3, 4, 5], 1)
-                await made.until_exact(llm)
-                for _ in range(3):  # each time after readings that found nothing
-                    await asyncio.sleep(0.02)
-                    executor = executor_of(llm)
-                    executor.pause()
-                    recorder = executor.recorders[0]
-                    (name,) = recorder.names
-                    tiers = (Tier.DEVICE, Tier.HOST)
-                    source, target = tiers if name in made.held[0][Tier.DEVICE] else tiers[::-1]
-                    recorder.moved([(name, None)], source, target)
-                    executor._publish()
-                    executor.resume()
-                    await made.until(lambda: name in made.held[0][target])  # noqa: B023 - awaited here
-
-    asyncio.run(scenario())
+                executor = executor_of(llm)
+                executor.pause()
+                recorder = executor.recorders[0]
+                (name,) = recorder.names
+                tiers = (Tier.DEVICE, Tier.HOST)
+                source, target = tiers if name in made.held[0][Tier.DEVICE] else tiers[::-1]
+                recorder.moved([(name, None)], source, target)
+                executor._publish()
+                executor.resume()
+                await made.until(lambda: name in made.held[0][target])  # noqa: B023 - awaited here
 
 
-def test_a_crash_of_the_serializer_costs_a_rank_its_index_and_nothing_else(
+async def test_a_crash_of_the_serializer_costs_a_rank_its_index_and_nothing_else(
     small_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails when the loss of an iteration's events is not noticed, or ends the feed."""
     behave(monkeypatch, null_diff_crash=True)
 
-    async def scenario() -> None:
-        with make(kv_cache_config={"host_cache_size": 8}) as llm:
-            async with reading(llm) as made:
-                refused = 0
-                for prompt in [*prompts(30), *prompts(3, seed=1)]:
-                    try:
-                        await finish(llm, prompt)
-                    except RequestError:
-                        refused += 1
-                assert refused
-                await made.until(lambda: made.metric("kv_event_gaps_total", dp_rank="0") > 0)
-                executor_of(llm)._behaviour.null_diff_crash = False
-                executor_of(llm).background_errors.clear()
-                for at in range(20):
-                    await finish(llm, [1000 + at * 20 + each for each in range(9)], 2)
-                await made.until_exact(llm)
-                assert not made.task.done()
-
-    asyncio.run(scenario())
+    with make(kv_cache_config={"host_cache_size": 8}) as llm:
+        async with reading(llm) as made:
+            refused = 0
+            for prompt in [*prompts(30), *prompts(3, seed=1)]:
+                try:
+                    await finish(llm, prompt)
+                except RequestError:
+                    refused += 1
+            assert refused
+            await made.until(lambda: made.metric("kv_event_gaps_total", dp_rank="0") > 0)
+            executor_of(llm)._behaviour.null_diff_crash = False
+            executor_of(llm).background_errors.clear()
+            for at in range(20):
+                await finish(llm, [1000 + at * 20 + each for each in range(9)], 2)
+            await made.until_exact(llm)
+            assert not made.task.done()
 
 
 class ScriptedLlm:
@@ -394,118 +335,87 @@ async def turns(llm: ScriptedLlm, count: int = 3) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_an_endless_flood_of_events_leaves_the_loop_its_turns() -> None:
+async def test_an_endless_flood_of_events_leaves_the_loop_its_turns() -> None:
     """Fails when a turn has no bound: reading what is there never suspends."""
 
-    async def scenario() -> None:
-        llm = ScriptedLlm()
-        llm.endless = {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [1]}, "window_size": 1}
-        async with reading(llm) as made:
-            await turns(llm, 5)
-            assert not made.task.done()
-
-    asyncio.run(scenario())
+    llm = ScriptedLlm()
+    llm.endless = {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [1]}, "window_size": 1}
+    async with reading(llm) as made:
+        await turns(llm, 5)
+        assert not made.task.done()
 
 
-def test_a_reader_that_fails_is_tried_again_and_costs_the_index_only_after_long() -> None:
+async def test_a_reader_that_fails_is_tried_again_and_costs_the_index_only_after_long() -> None:
     """Fails when an error ends the feed, or when claims are kept that nobody can vouch for any more."""
 
-    async def scenario() -> None:
-        llm, clock = ScriptedLlm(), ManualClock()
-        llm.events = [stored(0, 1, 0)]
-        async with reading(llm, clock=clock) as made:
-            await made.until(lambda: blocks_in(made.told) == 1)
-            llm.events = [RuntimeError("broken pipe") for _ in range(100_000)]
-            await turns(llm)
-            assert made.held[0][Tier.DEVICE]
-            assert made.feed.describe()["readers"]["events"] == "RuntimeError: broken pipe"  # type: ignore[index]
-            clock.now_ms = QUICK.failing_clears_ms
-            await made.until(lambda: made.told[-1] == CacheCleared())
-            assert made.feed.describe()["ranks"][0]["state"] == "incomplete"  # type: ignore[index]
-            llm.events = [stored(1, 2, 4, parent=1)]
-            await made.until(lambda: len(made.held[0][Tier.DEVICE]) == 2)
-            assert made.told.count(CacheCleared()) == 1
-            assert made.feed.describe()["readers"] == {"events": "ok", "statistics": "ok"}
-
-    asyncio.run(scenario())
+    llm, clock = ScriptedLlm(), ManualClock()
+    llm.events = [stored(0, 1, 0)]
+    async with reading(llm, clock=clock) as made:
+        await made.until(lambda: blocks_in(made.told) == 1)
+        llm.events = [RuntimeError("broken pipe") for _ in range(100_000)]
+        await turns(llm)
+        assert made.held[0][Tier.DEVICE]
+        assert made.feed.describe()["readers"]["events"] == "RuntimeError: broken pipe"  # type: ignore[index]
+        clock.now_ms = QUICK.failing_clears_ms
+        await made.until(lambda: made.told[-1] == CacheCleared())
+        assert made.feed.describe()["ranks"][0]["state"] == "incomplete"  # type: ignore[index]
+        llm.events = [stored(1, 2, 4, parent=1)]
+        await made.until(lambda: len(made.held[0][Tier.DEVICE]) == 2)
+        assert made.told.count(CacheCleared()) == 1
+        assert made.feed.describe()["readers"] == {"events": "ok", "statistics": "ok"}
 
 
-def test_an_event_of_a_wrong_shape_is_dropped_and_clears_its_rank() -> None:
+async def test_an_event_of_a_wrong_shape_is_dropped_and_clears_its_rank() -> None:
     """Fails when it ends the feed, or when what it said is forgotten silently."""
 
-    async def scenario() -> None:
-        llm = ScriptedLlm()
-        llm.events = [stored(0, 1, 0), stored(1, 2, 4, block={"tokens": None}), stored(2, 3, 8)]
-        async with reading(llm) as made:
-            await made.until(lambda: bool(made.held[0][Tier.DEVICE]))
-            assert made.told.count(CacheCleared()) == 1
-            assert len(made.held[0][Tier.DEVICE]) == 1
-            assert made.metric("undecodable_items_total", reader="events") == 1
-            assert made.metric("kv_events_lost_total", dp_rank="0") == 1
-
-    asyncio.run(scenario())
+    llm = ScriptedLlm()
+    llm.events = [stored(0, 1, 0), stored(1, 2, 4, block={"tokens": None}), stored(2, 3, 8)]
+    async with reading(llm) as made:
+        await made.until(lambda: bool(made.held[0][Tier.DEVICE]))
+        assert made.told.count(CacheCleared()) == 1
+        assert len(made.held[0][Tier.DEVICE]) == 1
+        assert made.metric("undecodable_items_total", reader="events") == 1
+        assert made.metric("kv_events_lost_total", dp_rank="0") == 1
 
 
-def test_an_event_or_statistics_of_no_rank_of_ours_is_dropped() -> None:
-    async def scenario() -> None:
-        llm = ScriptedLlm()
-        llm.events = [stored(0, 1, 0, attention_dp_rank=7), stored(0, 1, 0), stored(0, 1, 0, attention_dp_rank=1)]
-        llm.statistics = [{"iter": 1, "attentionDpRank": 9}, {"iter": None}, {"iter": "x"}]
-        async with reading(llm, ranks=2) as made:
-            await made.until(lambda: bool(made.held[1][Tier.DEVICE]) and bool(made.loads))
-            assert not made.held[0][Tier.DEVICE]
-            assert made.metric("undecodable_items_total", reader="events") == 2
-            assert made.metric("undecodable_items_total", reader="statistics") == 2
-
-    asyncio.run(scenario())
+async def test_an_event_or_statistics_of_no_rank_of_ours_is_dropped() -> None:
+    llm = ScriptedLlm()
+    llm.events = [stored(0, 1, 0, attention_dp_rank=7), stored(0, 1, 0), stored(0, 1, 0, attention_dp_rank=1)]
+    llm.statistics = [{"iter": 1, "attentionDpRank": 9}, {"iter": None}, {"iter": "x"}]
+    async with reading(llm, ranks=2) as made:
+        await made.until(lambda: bool(made.held[1][Tier.DEVICE]) and bool(made.loads))
+        assert not made.held[0][Tier.DEVICE]
+        assert made.metric("undecodable_items_total", reader="events") == 2
+        assert made.metric("undecodable_items_total", reader="statistics") == 2
 
 
-def test_an_idle_feed_reads_seldom_and_a_request_wakes_it() -> None:
+async def test_an_idle_feed_reads_seldom_and_a_request_wakes_it() -> None:
     """Fails when ``wake`` does nothing: the test would wait for an hour."""
 
-    async def scenario() -> None:
-        llm = ScriptedLlm()
-        limits = FeedLimits(
-            pause_min_ms=1, pause_max_ms=1, pause_growth=1e9, idle_after_ms=0, idle_pause_max_ms=3_600_000
-        )
-        async with reading(llm, limits=limits) as made:
-            await asyncio.sleep(0.02)
-            llm.events = [stored(0, 1, 0)]
-            made.feed.wake()
-            await made.until(lambda: blocks_in(made.told) == 1)
-
-    asyncio.run(scenario())
+    llm = ScriptedLlm()
+    limits = FeedLimits(pause_min_ms=1, pause_max_ms=1, pause_growth=1e9, idle_after_ms=0, idle_pause_max_ms=3_600_000)
+    async with reading(llm, limits=limits) as made:
+        await asyncio.sleep(0.02)
+        llm.events = [stored(0, 1, 0)]
+        made.feed.wake()
+        await made.until(lambda: blocks_in(made.told) == 1)
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_become_loads_and_metrics() -> None:
-    async def scenario() -> None:
-        with make() as llm:
-            async with reading(llm) as made:
-                await finish(llm, [1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
-                await finish(llm, [1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
-                # What came of both; the engine may step once more, with nothing to do, and its statistics come later.
-                done = executor_of(llm)._iteration
-                await made.until_exact(llm)
-                await made.until(lambda: bool(made.loads) and made.loads[-1][1].iteration >= done)
-                cache = made.loads[-1][1].kv_cache
-                assert cache is not None
-                assert cache.max_num_blocks == 1024
-                assert made.metric("kv_hit_ratio", dp_rank="0") > 0
-                assert made.metric("kv_events_total", dp_rank="0") > 0
-                assert made.metric("indexed_blocks", dp_rank="0", tier="device") == len(made.held[0][Tier.DEVICE])
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_without_statistics_is_none_the_worse() -> None:
-    async def scenario() -> None:
-        with make(enable_iter_perf_stats=False) as llm:
-            async with reading(llm) as made:
-                await finish(llm, [1, 2, 3, 4, 5])
-                await made.until_exact(llm)
-                assert made.loads == []
-
-    asyncio.run(scenario())
+async def test_statistics_become_loads_and_metrics() -> None:
+    with make() as llm:
+        async with reading(llm) as made:
+            await finish(llm, [1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
+            await finish(llm, [1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
+            # What came of both; the engine may step once more, with nothing to do, and its statistics come later.
+            done = executor_of(llm)._iteration
+            await made.until_exact(llm)
+            await made.until(lambda: bool(made.loads) and made.loads[-1][1].iteration >= done)
+            cache = made.loads[-1][1].kv_cache
+            assert cache is not None
+            assert cache.max_num_blocks == 1024
+            assert made.metric("kv_hit_ratio", dp_rank="0") > 0
+            assert made.metric("kv_events_total", dp_rank="0") > 0
+            assert made.metric("indexed_blocks", dp_rank="0", tier="device") == len(made.held[0][Tier.DEVICE])

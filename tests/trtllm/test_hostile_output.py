@@ -24,7 +24,7 @@ async def three(told: RunningEngine) -> None:
         assert told.output(f"r{number}") == expected(make_request(f"r{number}", range(number, number + 10), 6))
 
 
-def test_an_output_is_cut_at_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_output_is_cut_at_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     take = OutputCursor.take
     longer: list[OutputCursor] = []
 
@@ -37,20 +37,17 @@ def test_an_output_is_cut_at_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(OutputCursor, "take", over)
 
-    async def scenario() -> None:
-        async with running_engine() as told:
-            longer.clear()
-            last = await told.finish(make_request("r", range(10), 6))
-            assert last.finish_reason is FinishReason.LENGTH
-            assert len(told.output("r")) == 4 * 6
-            assert told.sample("overlong_answers_total") == 1.0
-            await three(told)
-
-    asyncio.run(scenario())
+    async with running_engine() as told:
+        longer.clear()
+        last = await told.finish(make_request("r", range(10), 6))
+        assert last.finish_reason is FinishReason.LENGTH
+        assert len(told.output("r")) == 4 * 6
+        assert told.sample("overlong_answers_total") == 1.0
+        await three(told)
 
 
 @pytest.mark.parametrize("place", ["_collect", "_book"])
-def test_a_fault_over_one_output_is_its_own(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_over_one_output_is_its_own(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = getattr(EngineRequests, place)
 
     def faulty(self: EngineRequests, active: Any, *rest: Any) -> Any:
@@ -60,29 +57,23 @@ def test_a_fault_over_one_output_is_its_own(place: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(EngineRequests, place, faulty)
 
-    async def scenario() -> None:
-        async with running_engine() as told:
-            await three(told)
-            last = told.last("r2")
-            assert last is not None
-            assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
-            assert told.sample("request_faults_total") == 1.0
-
-    asyncio.run(scenario())
+    async with running_engine() as told:
+        await three(told)
+        last = told.last("r2")
+        assert last is not None
+        assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
+        assert told.sample("request_faults_total") == 1.0
 
 
-def test_a_report_that_is_lost_breaks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with running_engine() as told:
+async def test_a_report_that_is_lost_breaks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_engine() as told:
 
-            def broken(*_: Any) -> Any:
-                raise RuntimeError("injected")
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("injected")
 
-            monkeypatch.setattr(told.engine._report, "_load", broken)
-            told.engine.submit(make_request("r", range(10), 6))
-            assert told.running is not None
-            with pytest.raises(EngineBrokenError, match="injected"):
-                async with asyncio.timeout(10):
-                    await told.running
-
-    asyncio.run(scenario())
+        monkeypatch.setattr(told.engine._report, "_load", broken)
+        told.engine.submit(make_request("r", range(10), 6))
+        assert told.running is not None
+        with pytest.raises(EngineBrokenError, match="injected"):
+            async with asyncio.timeout(10):
+                await told.running

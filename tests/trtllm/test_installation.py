@@ -57,32 +57,29 @@ def test_the_engine_does_what_the_contract_says(name: str, behaviour: dict[str, 
     assert not behaviour[name], "this installation contradicts the contract:\n" + "\n".join(behaviour[name])
 
 
-def test_a_worker_drives_it() -> None:
+async def test_a_worker_drives_it() -> None:
     """Our engine over this one: a request, its repetition from the cache, a cancelled one, and the index of it all."""
 
-    async def scenario() -> None:
-        settings: dict[str, Any] = {"model_path": MODEL or "m", "kv_block_size": BLOCK, "max_batch_size": 8}
-        if MODEL:
-            settings |= {"free_gpu_memory_fraction": 0.3, "trust_remote_code": True}
-        async with running_engine(Role.AGGREGATED, **settings) as told:
-            first = await told.finish(make_request("first", PROMPT, 16, temperature=0.0, ignore_eos=True))
-            again = await told.finish(make_request("again", PROMPT, 16, temperature=0.0, ignore_eos=True))
-            assert (first.error, again.error) == (None, None)
-            assert told.output("again") == told.output("first")
-            assert max(delta.cached_tokens or 0 for delta in told.deltas["again"]) >= BLOCK
-            told.engine.submit(make_request("given-up", PROMPT[:5], 30_000, temperature=0.0, ignore_eos=True))
-            await told.until(lambda: told.last("given-up"))
-            told.engine.cancel("given-up")
-            await told.until(lambda: told.finished("given-up"))
+    settings: dict[str, Any] = {"model_path": MODEL or "m", "kv_block_size": BLOCK, "max_batch_size": 8}
+    if MODEL:
+        settings |= {"free_gpu_memory_fraction": 0.3, "trust_remote_code": True}
+    async with running_engine(Role.AGGREGATED, **settings) as told:
+        first = await told.finish(make_request("first", PROMPT, 16, temperature=0.0, ignore_eos=True))
+        again = await told.finish(make_request("again", PROMPT, 16, temperature=0.0, ignore_eos=True))
+        assert (first.error, again.error) == (None, None)
+        assert told.output("again") == told.output("first")
+        assert max(delta.cached_tokens or 0 for delta in told.deltas["again"]) >= BLOCK
+        told.engine.submit(make_request("given-up", PROMPT[:5], 30_000, temperature=0.0, ignore_eos=True))
+        await told.until(lambda: told.last("given-up"))
+        told.engine.cancel("given-up")
+        await told.until(lambda: told.finished("given-up"))
 
-            def stored() -> int:
-                chains = [event for event in told.events.get(0, []) if isinstance(event, BlocksStored)]
-                return sum(len(unpack_hashes(chain.sequence_hashes)) for chain in chains)
+        def stored() -> int:
+            chains = [event for event in told.events.get(0, []) if isinstance(event, BlocksStored)]
+            return sum(len(unpack_hashes(chain.sequence_hashes)) for chain in chains)
 
-            await told.until(lambda: stored() >= 2)
-            assert told.engine.unhealthy_reason == ""
-
-    asyncio.run(scenario())
+        await told.until(lambda: stored() >= 2)
+        assert told.engine.unhealthy_reason == ""
 
 
 @pytest.mark.skipif(bool(MODEL), reason="about the check itself, on releases that the fake pretends to be")

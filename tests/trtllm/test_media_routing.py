@@ -115,75 +115,68 @@ def seeing(model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", [TEXT, HEAD_FIRST])
-def test_a_router_finds_the_blocks_of_a_picture_and_of_no_other_picture_or_tenant(model: Path, text: str) -> None:
-    async def scenario() -> None:
-        client = Client(model)
-        with tensorrt_llm_of("1.3"):
-            async with running_engine(override_engine_args="", **seeing(model)) as engine:
-                red = client.request("red", text, [picture("red")])
-                path = client.path(red)
-                assert len(path) == len(red.token_ids) // 4 // BLOCK, "every whole block is compared"
-                first = await engine.finish(leg(red))
-                await tells(engine, path[:-1])
-                assert engine.deltas["red"][0].cached_tokens == 0
-                assert first.finish_reason == "length"
+async def test_a_router_finds_the_blocks_of_a_picture_and_of_no_other_picture_or_tenant(model: Path, text: str) -> None:
+    client = Client(model)
+    with tensorrt_llm_of("1.3"):
+        async with running_engine(override_engine_args="", **seeing(model)) as engine:
+            red = client.request("red", text, [picture("red")])
+            path = client.path(red)
+            assert len(path) == len(red.token_ids) // 4 // BLOCK, "every whole block is compared"
+            first = await engine.finish(leg(red))
+            await tells(engine, path[:-1])
+            assert engine.deltas["red"][0].cached_tokens == 0
+            assert first.finish_reason == "length"
 
-                await engine.finish(leg(client.request("again", text, [picture("red")])))
-                cached = engine.deltas["again"][0].cached_tokens
-                assert cached == (len(red.token_ids) // 4 - 1) // BLOCK * BLOCK
+            await engine.finish(leg(client.request("again", text, [picture("red")])))
+            cached = engine.deltas["again"][0].cached_tokens
+            assert cached == (len(red.token_ids) // 4 - 1) // BLOCK * BLOCK
 
-                blue = client.request("blue", text, [picture("blue")])
-                before = client.path(blue)
-                shared = [own == other for own, other in zip(before, path, strict=True)]
-                assert shared == sorted(shared, reverse=True)
-                assert told(engine).isdisjoint(before[sum(shared) :])
-                await engine.finish(leg(blue))
-                assert engine.deltas["blue"][0].cached_tokens == sum(shared) * BLOCK
-                await tells(engine, before[:-1])
+            blue = client.request("blue", text, [picture("blue")])
+            before = client.path(blue)
+            shared = [own == other for own, other in zip(before, path, strict=True)]
+            assert shared == sorted(shared, reverse=True)
+            assert told(engine).isdisjoint(before[sum(shared) :])
+            await engine.finish(leg(blue))
+            assert engine.deltas["blue"][0].cached_tokens == sum(shared) * BLOCK
+            await tells(engine, before[:-1])
 
-                tenant = client.request("tenant", text, [picture("red")], "another tenant")
-                assert told(engine).isdisjoint(client.path(tenant))
-                await engine.finish(leg(tenant))
-                assert engine.deltas["tenant"][0].cached_tokens == 0
-                await tells(engine, client.path(tenant)[:-1])
-                assert engine.engine._feed._metrics.media_miscounted._value.get() == 0
-
-    asyncio.run(scenario())
+            tenant = client.request("tenant", text, [picture("red")], "another tenant")
+            assert told(engine).isdisjoint(client.path(tenant))
+            await engine.finish(leg(tenant))
+            assert engine.deltas["tenant"][0].cached_tokens == 0
+            await tells(engine, client.path(tenant)[:-1])
+            assert engine.engine._feed._metrics.media_miscounted._value.get() == 0
 
 
-def test_two_pictures_in_a_block_and_one_twice_are_told_apart(model: Path) -> None:
+async def test_two_pictures_in_a_block_and_one_twice_are_told_apart(model: Path) -> None:
     text = f"{IMAGE_TOKEN}{IMAGE_TOKEN} and {IMAGE_TOKEN}: which of these is not like the others?"
 
-    async def scenario() -> None:
-        client = Client(model)
-        with tensorrt_llm_of("1.3"):
-            async with running_engine(override_engine_args="", **seeing(model)) as engine:
-                path: list[int] = []
-                for name, colours in (("a", ("red", "blue", "red")), ("b", ("red", "red", "blue"))):
-                    request = client.request(name, text, [picture(colour) for colour in colours])
-                    shared = set(path) & set(client.path(request))
-                    path = client.path(request)
-                    await engine.finish(leg(request))
-                    await tells(engine, path[:-1])
-                assert len(shared) == 12 // BLOCK, "the first picture alone"
-
-    asyncio.run(scenario())
+    client = Client(model)
+    with tensorrt_llm_of("1.3"):
+        async with running_engine(override_engine_args="", **seeing(model)) as engine:
+            path: list[int] = []
+            for name, colours in (("a", ("red", "blue", "red")), ("b", ("red", "red", "blue"))):
+                request = client.request(name, text, [picture(colour) for colour in colours])
+                shared = set(path) & set(client.path(request))
+                path = client.path(request)
+                await engine.finish(leg(request))
+                await tells(engine, path[:-1])
+            assert len(shared) == 12 // BLOCK, "the first picture alone"
 
 
-def test_a_version_that_takes_no_names_is_told_of_on_the_card_and_nothing_of_media_reaches_routers(model: Path) -> None:
-    async def scenario() -> None:
-        client = Client(model)
-        async with running_engine(**seeing(model)) as engine:
-            request = client.request("r", TEXT, [picture()])
-            uncounted = Client(model, MediaSpec(("image",), placeholder_token_id=IMAGE_TOKEN_ID))
-            before = uncounted.path(uncounted.request("s", TEXT, [picture()]))
-            assert 0 < len(before) < len(client.path(request))
-            await engine.finish(leg(request))
-            await tells(engine, before)
-            await engine.turned(lambda: counts(engine).multimodal_blocks)
-            assert told(engine) == set(before)
-
-    asyncio.run(scenario())
+async def test_a_version_that_takes_no_names_is_told_of_on_the_card_and_nothing_of_media_reaches_routers(
+    model: Path,
+) -> None:
+    client = Client(model)
+    async with running_engine(**seeing(model)) as engine:
+        request = client.request("r", TEXT, [picture()])
+        uncounted = Client(model, MediaSpec(("image",), placeholder_token_id=IMAGE_TOKEN_ID))
+        before = uncounted.path(uncounted.request("s", TEXT, [picture()]))
+        assert 0 < len(before) < len(client.path(request))
+        await engine.finish(leg(request))
+        await tells(engine, before)
+        await engine.turned(lambda: counts(engine).multimodal_blocks)
+        assert told(engine) == set(before)
 
 
 def test_the_card_has_the_rule_only_where_events_will_name_media(model: Path) -> None:
@@ -206,36 +199,30 @@ def test_the_card_has_the_rule_only_where_events_will_name_media(model: Path) ->
     assert fixed == msgspec.structs.replace(old, tokens_per_image=12)
 
 
-def test_embeddings_of_an_encode_worker_are_found_by_the_digest_that_came_with_them(model: Path) -> None:
-    async def scenario() -> None:
-        client = Client(model)
-        async with (
-            running_engine(Role.ENCODE, model_path=str(model)) as encode,
-            running_engine(**seeing(model)) as engine,
-        ):
-            request = client.request("r", HEAD_FIRST, [picture()])
-            encoded = await encode.finish(leg(request, Stage.ENCODE))
-            await engine.finish(leg(request, params=encoded.disaggregated_params))
-            await tells(engine, client.path(request)[:-1])
-            salted = client.request("s", HEAD_FIRST, [picture()], "a tenant")
-            encoded = await encode.finish(leg(salted, Stage.ENCODE))  # a handle can be opened once
-            await engine.finish(leg(salted, params=encoded.disaggregated_params))
-            await engine.turned(lambda: counts(engine).foreign_blocks)
-            assert told(engine).isdisjoint(client.path(salted)), "its first block cannot be told from that of others"
-
-    asyncio.run(scenario())
+async def test_embeddings_of_an_encode_worker_are_found_by_the_digest_that_came_with_them(model: Path) -> None:
+    client = Client(model)
+    async with (
+        running_engine(Role.ENCODE, model_path=str(model)) as encode,
+        running_engine(**seeing(model)) as engine,
+    ):
+        request = client.request("r", HEAD_FIRST, [picture()])
+        encoded = await encode.finish(leg(request, Stage.ENCODE))
+        await engine.finish(leg(request, params=encoded.disaggregated_params))
+        await tells(engine, client.path(request)[:-1])
+        salted = client.request("s", HEAD_FIRST, [picture()], "a tenant")
+        encoded = await encode.finish(leg(salted, Stage.ENCODE))  # a handle can be opened once
+        await engine.finish(leg(salted, params=encoded.disaggregated_params))
+        await engine.turned(lambda: counts(engine).foreign_blocks)
+        assert told(engine).isdisjoint(client.path(salted)), "its first block cannot be told from that of others"
 
 
-def test_a_wrong_rule_is_noticed(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        wrong = Client(model, MediaSpec(("image",), placeholder_token_id=IMAGE_TOKEN_ID, tokens_per_image=11))
-        with tensorrt_llm_of("1.3"):
-            async with running_engine(override_engine_args="", **seeing(model)) as engine:
-                for name in ("r", "s"):
-                    await engine.finish(leg(wrong.request(name, TEXT, [picture()])))
-                assert engine.engine._feed._metrics.media_miscounted._value.get() == 2
-
-    asyncio.run(scenario())
+async def test_a_wrong_rule_is_noticed(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wrong = Client(model, MediaSpec(("image",), placeholder_token_id=IMAGE_TOKEN_ID, tokens_per_image=11))
+    with tensorrt_llm_of("1.3"):
+        async with running_engine(override_engine_args="", **seeing(model)) as engine:
+            for name in ("r", "s"):
+                await engine.finish(leg(wrong.request(name, TEXT, [picture()])))
+            assert engine.engine._feed._metrics.media_miscounted._value.get() == 2
     assert sum("its router counted" in record.message for record in caplog.records) == 1
 
 
@@ -260,12 +247,6 @@ def block_of(event: dict[str, Any]) -> StoredBlock:
     return parsed.blocks[0]
 
 
-@pytest.mark.parametrize("manager", [{}, {"hash_algo": "v2_sha256"}])
-def test_the_name_of_a_medium_is_read_from_either_manager(manager: dict[str, str]) -> None:
-    keys = [{"type": "mm_key", "hash": "a", "start_offset": 0}, {"type": "mm_key", "hash": "b" * 64, "uuid": "c"}]
-    assert block_of(stored(*keys) | manager).media_keys == ("a", "c")
-
-
 @pytest.mark.parametrize("key", [{"hash": 1}, {"hash": "a" * 257}, "a", None, {"hash": ["a"]}])
 def test_a_medium_without_a_proper_name_is_refused(key: Any) -> None:
     with pytest.raises(DecodeError):
@@ -283,13 +264,6 @@ def test_names_of_our_own_say_medium_and_tenant() -> None:
     assert (made.hash_seed, made.multimodal) == (seed, False)
     assert made.tokens == pack_tokens([1, IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, 4])
     assert RootSeeds(4)(made) == seed
-
-
-@pytest.mark.parametrize("key", ["f" * 64, "f" * 31, "f" * 33, "F" * 32, "somebody's own name"])
-def test_blocks_of_other_names_stay_as_they_are(key: str) -> None:
-    block = block_of(stored({"hash": key}))
-    assert MediaNames(VOCABULARY_SIZE, IMAGE_TOKEN_ID)([block]) == (block,)
-    assert block.multimodal
 
 
 def test_a_digest_tells_the_tenant_only_while_it_came_with_one() -> None:

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.workers.engines.trtllm.core.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling
+from poolgrid.workers.engines.trtllm.core.sampling import SamplingPlan, engine_priority, plan_sampling
 from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
 
 ANY_NUMBER = {"type": "json_schema", "json_schema": {"type": "number"}}
@@ -35,14 +35,6 @@ def test_defaults_of_openai_are_said_because_the_engines_differ() -> None:
     assert "top_k" not in made
 
 
-def test_greedy_stays_greedy() -> None:
-    ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}]
-    for given in ways:
-        made = plan(**given).arguments
-        assert SamplingParams(**made)._greedy_decoding
-        assert made["seed"] == 0
-
-
 def test_every_given_parameter_arrives() -> None:
     given: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 5, "frequency_penalty": 0.25,
@@ -63,15 +55,6 @@ def test_the_end_is_what_the_request_says_and_its_token_stays() -> None:
     made = plan(stop_token_ids=(5,)).arguments
     assert (made["end_id"], made["pad_id"], made["stop_token_ids"]) == (-1, 0, [5])
     assert "stop_token_ids" not in plan().arguments
-
-
-def test_without_a_seed_each_request_has_one_and_its_legs_the_same() -> None:
-    seeds = {plan(f"r{at}").arguments["seed"] for at in range(50)}
-    assert len(seeds) == 50
-    assert all(0 <= seed <= SEED_MASK for seed in seeds)
-    assert plan("r~1").arguments["seed"] == plan("r").arguments["seed"] == plan("r~12").arguments["seed"]
-    assert plan(seed=-1).arguments["seed"] == SEED_MASK
-    assert plan("mine~r1").arguments["seed"] == plan("mine~r2~1").arguments["seed"], "the client called both the same"
 
 
 @pytest.mark.parametrize(

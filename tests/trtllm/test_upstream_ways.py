@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -51,45 +50,39 @@ def later() -> Iterator[ModuleType]:
 # -- log probabilities -------------------------------------------------------------------------------------------------
 
 
-def test_log_probabilities_of_a_prompt_belong_to_its_tokens_also_where_it_is_known() -> None:
+async def test_log_probabilities_of_a_prompt_belong_to_its_tokens_also_where_it_is_known() -> None:
     """Row t is about token t + 1: taken for token t, none of them would be among the likely ones."""
 
-    async def scenario() -> None:
-        # What the engine itself would say, so that each token is the likeliest after those before it.
-        prompt = [5, *unpack_tokens(expected(make_request("r", [5], 19)))]
-        async with running_engine() as told:
-            for name in ("first", "again"):
-                request = make_request(name, prompt, 4, prompt_logprobs=2)
-                await told.finish(request)
-                found = told.deltas[name][0].prompt_logprobs
-                assert found is not None
-                assert [each.token_id for each in found] == prompt[1:]
-                assert all(UNLIKELY < each.logprob <= 0 for each in found)
-                assert told.deltas[name][0].cached_tokens == 0, "the engine tells them of what it computes"
-            await told.finish(make_request("plain", prompt, 4))
-            assert told.deltas["plain"][0].cached_tokens == 0, "what they left is nobody's to reuse"
-
-    asyncio.run(scenario())
+    # What the engine itself would say, so that each token is the likeliest after those before it.
+    prompt = [5, *unpack_tokens(expected(make_request("r", [5], 19)))]
+    async with running_engine() as told:
+        for name in ("first", "again"):
+            request = make_request(name, prompt, 4, prompt_logprobs=2)
+            await told.finish(request)
+            found = told.deltas[name][0].prompt_logprobs
+            assert found is not None
+            assert [each.token_id for each in found] == prompt[1:]
+            assert all(UNLIKELY < each.logprob <= 0 for each in found)
+            assert told.deltas[name][0].cached_tokens == 0, "the engine tells them of what it computes"
+        await told.finish(make_request("plain", prompt, 4))
+        assert told.deltas["plain"][0].cached_tokens == 0, "what they left is nobody's to reuse"
 
 
-def test_log_probabilities_of_the_first_token_travel_to_the_decode_worker(later: ModuleType) -> None:
-    async def scenario() -> None:
-        async with (
-            running_engine(Role.PREFILL) as prefill,
-            running_engine(Role.DECODE, max_batch_size=64) as decode,
-        ):
-            request = make_request("r", logprobs=2)
-            params = await prefilled(prefill, request)
-            made = prefill.engine._calls.library.disaggregated_params
-            calls = hold(decode)
-            await decode.finish(decode_leg(request, params))
-            assert decode.output("r") == expected(request)
-            carried = calls[0]["disaggregated_params"].first_gen_log_probs
-            assert carried, "1.3 has them"
-            kinds = {type(each) for row in carried for each in (row.values() if isinstance(row, dict) else [row])}
-            assert kinds == {decode.engine._calls.library.logprob}, made
-
-    asyncio.run(scenario())
+async def test_log_probabilities_of_the_first_token_travel_to_the_decode_worker(later: ModuleType) -> None:
+    async with (
+        running_engine(Role.PREFILL) as prefill,
+        running_engine(Role.DECODE, max_batch_size=64) as decode,
+    ):
+        request = make_request("r", logprobs=2)
+        params = await prefilled(prefill, request)
+        made = prefill.engine._calls.library.disaggregated_params
+        calls = hold(decode)
+        await decode.finish(decode_leg(request, params))
+        assert decode.output("r") == expected(request)
+        carried = calls[0]["disaggregated_params"].first_gen_log_probs
+        assert carried, "1.3 has them"
+        kinds = {type(each) for row in carried for each in (row.values() if isinstance(row, dict) else [row])}
+        assert kinds == {decode.engine._calls.library.logprob}, made
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -104,31 +97,25 @@ def test_log_probabilities_of_the_first_token_travel_to_the_decode_worker(later:
         {"seed": None, "repetition_penalty": 1.1},
     ],
 )
-def test_what_the_sampler_would_ignore_is_refused_by_name(given: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with running_engine(override_engine_args='{"sampler_type": "TorchSampler"}') as told:
-            with pytest.raises(RefusedError, match=f"{list(given)[-1]} is .* sampler_type TRTLLMSampler") as refused:
-                told.engine.submit(make_request("r", **given))
-            assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker's may honour it"
-            assert list(given)[-1] in dict(told.engine.inabilities), "and the card says it"
-            neutral: dict[str, Any] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-            await told.finish(make_request("s", seed=None, **neutral))
-            await told.finish(make_request("t", temperature=0.0))
-        async with running_engine(override_engine_args="") as told:
-            assert told.engine.inabilities == ()
-            await told.finish(make_request("r", **given))
-
-    asyncio.run(scenario())
+async def test_what_the_sampler_would_ignore_is_refused_by_name(given: dict[str, Any]) -> None:
+    async with running_engine(override_engine_args='{"sampler_type": "TorchSampler"}') as told:
+        with pytest.raises(RefusedError, match=f"{list(given)[-1]} is .* sampler_type TRTLLMSampler") as refused:
+            told.engine.submit(make_request("r", **given))
+        assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker's may honour it"
+        assert list(given)[-1] in dict(told.engine.inabilities), "and the card says it"
+        neutral: dict[str, Any] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+        await told.finish(make_request("s", seed=None, **neutral))
+        await told.finish(make_request("t", temperature=0.0))
+    async with running_engine(override_engine_args="") as told:
+        assert told.engine.inabilities == ()
+        await told.finish(make_request("r", **given))
 
 
-def test_a_guide_is_refused_where_the_engine_has_no_backend_for_it() -> None:
-    async def scenario() -> None:
-        async with running_engine(guided_decoding_backend=None) as told:
-            assert [name for name, _ in told.engine.inabilities] == ["guided_decoding"]
-            with pytest.raises(RefusedError, match=r"guided_regex is set, .* --guided-decoding-backend xgrammar"):
-                told.engine.submit(make_request("r", guided_regex="a+"))
-
-    asyncio.run(scenario())
+async def test_a_guide_is_refused_where_the_engine_has_no_backend_for_it() -> None:
+    async with running_engine(guided_decoding_backend=None) as told:
+        assert [name for name, _ in told.engine.inabilities] == ["guided_decoding"]
+        with pytest.raises(RefusedError, match=r"guided_regex is set, .* --guided-decoding-backend xgrammar"):
+            told.engine.submit(make_request("r", guided_regex="a+"))
 
 
 @pytest.mark.parametrize(
@@ -146,24 +133,21 @@ def test_the_default_sampler_is_one_that_honours_seeds(
     assert sampler_default(version, values).get("sampler_type") == sampler
 
 
-def test_priorities_are_given_with_the_policy_that_honours_them(later: ModuleType) -> None:
-    async def scenario() -> None:
-        async with running_engine() as told:
-            assert told.llm.args.scheduler_config.waiting_queue_policy == "priority"
-            calls = hold(told)
-            await told.finish(make_request("r", routing=Routing(priority=1)))
-            assert calls[0]["priority"] == 0.75
-            await told.finish(make_request("s"))
-            assert "priority" not in calls[1]
-
-    asyncio.run(scenario())
+async def test_priorities_are_given_with_the_policy_that_honours_them(later: ModuleType) -> None:
+    async with running_engine() as told:
+        assert told.llm.args.scheduler_config.waiting_queue_policy == "priority"
+        calls = hold(told)
+        await told.finish(make_request("r", routing=Routing(priority=1)))
+        assert calls[0]["priority"] == 0.75
+        await told.finish(make_request("s"))
+        assert "priority" not in calls[1]
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ["v1_block_key", "v2_sha256", "v2_sha256_64"])
-def test_events_of_the_second_cache_manager_are_understood_with_their_salts(
+async def test_events_of_the_second_cache_manager_are_understood_with_their_salts(
     later: ModuleType, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = later.LLM
@@ -177,20 +161,17 @@ def test_events_of_the_second_cache_manager_are_understood_with_their_salts(
 
     monkeypatch.setattr(llm, "__init__", with_the_second)
 
-    async def scenario() -> None:
-        async with running_engine() as told:
-            prompt = list(range(9))
-            for salt in ("", "tenant"):
-                await told.finish(make_request(f"r{salt}", prompt, 1, routing=Routing(cache_salt=salt)))
-            wanted = {
-                each
-                for salt in ("", "tenant")
-                for each in sequence_hashes(block_hashes(pack_tokens(prompt), BLOCK, hash_seed("", salt)))
-            }
-            await told.until(lambda: names(told) == wanted)
-            assert feed_of(told)["lost_events"] == 0
-
-    asyncio.run(scenario())
+    async with running_engine() as told:
+        prompt = list(range(9))
+        for salt in ("", "tenant"):
+            await told.finish(make_request(f"r{salt}", prompt, 1, routing=Routing(cache_salt=salt)))
+        wanted = {
+            each
+            for salt in ("", "tenant")
+            for each in sequence_hashes(block_hashes(pack_tokens(prompt), BLOCK, hash_seed("", salt)))
+        }
+        await told.until(lambda: names(told) == wanted)
+        assert feed_of(told)["lost_events"] == 0
 
 
 def names(told: RunningEngine) -> set[int]:
@@ -206,60 +187,51 @@ def feed_of(told: RunningEngine) -> dict[str, Any]:
 # -- media -------------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_prepared_beside_the_workers_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with running_engine(**PICTURES) as told:
-            threads: list[threading.Thread] = []
-            original = told.llm._prepare_input
+async def test_pictures_are_prepared_beside_the_workers_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_engine(**PICTURES) as told:
+        threads: list[threading.Thread] = []
+        original = told.llm._prepare_input
 
-            def prepare(inputs: Any) -> Any:
-                threads.append(threading.current_thread())
-                return original(inputs)
+        def prepare(inputs: Any) -> Any:
+            threads.append(threading.current_thread())
+            return original(inputs)
 
-            told.llm._prepare_input = prepare
-            await told.finish(with_media(make_request(), item(picture())))
-            assert threads
-            assert threading.main_thread() not in threads
-
-    asyncio.run(scenario())
+        told.llm._prepare_input = prepare
+        await told.finish(with_media(make_request(), item(picture())))
+        assert threads
+        assert threading.main_thread() not in threads
 
 
-def test_an_output_behind_pictures_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_output_behind_pictures_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     behave(monkeypatch, vocabulary_size=120)  # all of it is text
 
-    async def scenario() -> None:
-        async with running_engine(**PICTURES) as told:
-            request = with_media(make_request(max_tokens=12), item(picture()))
-            await told.finish(request)
-            whole = told.output("r")
-            moved = msgspec.structs.replace(
-                request,
-                request_id="moved",
-                token_ids=request.token_ids + whole[:20],
-                sampling=msgspec.structs.replace(request.sampling, max_tokens=7),
-                routing=Routing(emitted_tokens=5),
-            )
-            calls = hold(told)
-            await told.finish(moved)
-            assert calls[0]["inputs"]["prompt"] == TEXT + "".join(chr(each - 3) for each in whole[:20:4])
-            assert told.output("moved") == whole[20:]
-
-    asyncio.run(scenario())
+    async with running_engine(**PICTURES) as told:
+        request = with_media(make_request(max_tokens=12), item(picture()))
+        await told.finish(request)
+        whole = told.output("r")
+        moved = msgspec.structs.replace(
+            request,
+            request_id="moved",
+            token_ids=request.token_ids + whole[:20],
+            sampling=msgspec.structs.replace(request.sampling, max_tokens=7),
+            routing=Routing(emitted_tokens=5),
+        )
+        calls = hold(told)
+        await told.finish(moved)
+        assert calls[0]["inputs"]["prompt"] == TEXT + "".join(chr(each - 3) for each in whole[:20:4])
+        assert told.output("moved") == whole[20:]
 
 
-def test_an_output_behind_pictures_that_text_cannot_carry_on_is_refused_and_never_repeated() -> None:
-    async def scenario() -> None:
-        async with running_engine(**PICTURES) as told:
-            request = with_media(make_request(max_tokens=12), item(picture()))
-            moved = msgspec.structs.replace(
-                request, token_ids=request.token_ids + pack_tokens([5000, 6000]), routing=Routing(emitted_tokens=2)
-            )
-            last = await told.finish(moved)
-            assert (last.finish_reason, last.refusal, last.token_ids) == ("error", RefusalKind.CANNOT_DO, b"")
-            assert "the output has begun on another worker (2 tokens)" in (last.error or "")
-            await told.finish(make_request("s"))
-
-    asyncio.run(scenario())
+async def test_an_output_behind_pictures_that_text_cannot_carry_on_is_refused_and_never_repeated() -> None:
+    async with running_engine(**PICTURES) as told:
+        request = with_media(make_request(max_tokens=12), item(picture()))
+        moved = msgspec.structs.replace(
+            request, token_ids=request.token_ids + pack_tokens([5000, 6000]), routing=Routing(emitted_tokens=2)
+        )
+        last = await told.finish(moved)
+        assert (last.finish_reason, last.refusal, last.token_ids) == ("error", RefusalKind.CANNOT_DO, b"")
+        assert "the output has begun on another worker (2 tokens)" in (last.error or "")
+        await told.finish(make_request("s"))
 
 
 def model(directory: Path, architecture: str) -> str:
@@ -267,64 +239,52 @@ def model(directory: Path, architecture: str) -> str:
     return str(directory)
 
 
-def test_a_model_that_cannot_encode_by_itself_has_no_encode_workers(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        path = model(tmp_path, "Llama4ForConditionalGeneration")
-        with pytest.raises(ValueError, match="cannot run the vision part of Llama4ForConditionalGeneration"):
-            async with running_engine(Role.ENCODE, model_path=path):
-                pass
-        path = model(tmp_path, "LlavaNextForConditionalGeneration")
+async def test_a_model_that_cannot_encode_by_itself_has_no_encode_workers(tmp_path: Path) -> None:
+    path = model(tmp_path, "Llama4ForConditionalGeneration")
+    with pytest.raises(ValueError, match="cannot run the vision part of Llama4ForConditionalGeneration"):
         async with running_engine(Role.ENCODE, model_path=path):
             pass
+    path = model(tmp_path, "LlavaNextForConditionalGeneration")
+    async with running_engine(Role.ENCODE, model_path=path):
+        pass
 
-    asyncio.run(scenario())
 
-
-def test_a_model_that_takes_text_only_has_no_multimodal_workers(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        path = model(tmp_path, "Qwen3ForCausalLM")
-        with pytest.raises(ValueError, match="Qwen3ForCausalLM takes text only"):
-            async with running_engine(model_path=path, **PICTURES):
-                pass
-        async with running_engine(model_path=path):
+async def test_a_model_that_takes_text_only_has_no_multimodal_workers(tmp_path: Path) -> None:
+    path = model(tmp_path, "Qwen3ForCausalLM")
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM takes text only"):
+        async with running_engine(model_path=path, **PICTURES):
             pass
-
-    asyncio.run(scenario())
-
-
-def test_embeddings_are_refused_where_the_models_class_takes_none(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        path = model(tmp_path, "Qwen2VLForConditionalGeneration")
-        async with running_engine(model_path=path, **PICTURES) as told:
-            tensors = MediaItem(MediaKind.EMBEDDINGS, b"x", "application/x-safetensors", digest_media(b"x"))
-            media = wire_codec.multimodal.encode(MultimodalInput(TEXT, (tensors,)))
-            last = await told.finish(msgspec.structs.replace(make_request(), multimodal=media))
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
-            assert "class of this model does not take" in (last.error or "")
-            await told.finish(with_media(make_request("s"), item(picture())))
-            assert told.output("s") == expected(text_request("s"), seen())
-
-    asyncio.run(scenario())
+    async with running_engine(model_path=path):
+        pass
 
 
-def test_a_worker_that_has_its_pictures_encoded_elsewhere_encodes_none() -> None:
-    async def scenario() -> None:
-        elsewhere = "dyn://dynamo.tensorrt_llm_encode.generate"
-        async with (
-            running_engine(Role.ENCODE) as encode,
-            running_engine(encode_endpoint=elsewhere, **PICTURES) as told,
-        ):
-            request = with_media(make_request(), item(picture()))
-            last = await told.finish(request)
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
-            assert "which dynamo.tensorrt_llm_encode.generate makes (encode_endpoint)" in (last.error or "")
-            encoded = await encode.finish(msgspec.structs.replace(request, stage=Stage.ENCODE))
-            bare = msgspec.structs.replace(item(picture()), data=b"")
-            leg = with_media(make_request("s"), bare)
-            await told.finish(msgspec.structs.replace(leg, disaggregated_params=encoded.disaggregated_params))
-            assert told.output("s") == expected(text_request("s"), seen())
+async def test_embeddings_are_refused_where_the_models_class_takes_none(tmp_path: Path) -> None:
+    path = model(tmp_path, "Qwen2VLForConditionalGeneration")
+    async with running_engine(model_path=path, **PICTURES) as told:
+        tensors = MediaItem(MediaKind.EMBEDDINGS, b"x", "application/x-safetensors", digest_media(b"x"))
+        media = wire_codec.multimodal.encode(MultimodalInput(TEXT, (tensors,)))
+        last = await told.finish(msgspec.structs.replace(make_request(), multimodal=media))
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
+        assert "class of this model does not take" in (last.error or "")
+        await told.finish(with_media(make_request("s"), item(picture())))
+        assert told.output("s") == expected(text_request("s"), seen())
 
-    asyncio.run(scenario())
+
+async def test_a_worker_that_has_its_pictures_encoded_elsewhere_encodes_none() -> None:
+    elsewhere = "dyn://dynamo.tensorrt_llm_encode.generate"
+    async with (
+        running_engine(Role.ENCODE) as encode,
+        running_engine(encode_endpoint=elsewhere, **PICTURES) as told,
+    ):
+        request = with_media(make_request(), item(picture()))
+        last = await told.finish(request)
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
+        assert "which dynamo.tensorrt_llm_encode.generate makes (encode_endpoint)" in (last.error or "")
+        encoded = await encode.finish(msgspec.structs.replace(request, stage=Stage.ENCODE))
+        bare = msgspec.structs.replace(item(picture()), data=b"")
+        leg = with_media(make_request("s"), bare)
+        await told.finish(msgspec.structs.replace(leg, disaggregated_params=encoded.disaggregated_params))
+        assert told.output("s") == expected(text_request("s"), seen())
 
 
 # -- its log -----------------------------------------------------------------------------------------------------------

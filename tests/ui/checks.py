@@ -35,7 +35,6 @@ return unnamed;
 TAB = "\ue004"
 ENTER = "\ue007"
 ESCAPE = "\ue00c"
-SPACE = " "
 RIGHT, DOWN, LEFT, END, HOME = "\ue014", "\ue015", "\ue012", "\ue010", "\ue011"
 
 

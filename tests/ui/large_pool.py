@@ -24,13 +24,13 @@ from poolgrid.fleet_page.router_watch import FleetWatch
 from poolgrid.fleet_page.served_seconds import ServedSeconds
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import SystemClock
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, RecordsArrived, Released, WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings

@@ -359,7 +359,9 @@ GOLDEN: dict[tuple[str, str], Any] = {
             loading.LoadingWorker("w2", "tiny", "aggregated", "load", 0, 0),
         ]
     ),
-    ("leader", "a consolidator that is active"): leadership.Leader("c0ffee0123456789", "tcp://10.0.0.7:5557"),
+    ("leader", "a consolidator that is active"): leadership.Leader(
+        "c0ffee0123456789", "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558", "tcp://10.0.0.7:5559"
+    ),
     ("tensor_list", "a tensor of one image, by both ways"): TensorList(
         (
             TensorDescriptor("7-1", "image 0", "float16", (576, 4096), 4_718_592, "tcp://10.0.0.7:41001"),

@@ -16,16 +16,12 @@ from poolgrid.wire.hashing import (
     CUT_BLOCKS,
     HASH_SPEC,
     block_hashes,
-    child_hash,
     hash_array,
     hash_seed,
     pack_hashes,
     pack_tokens,
-    path_of,
     sequence_hashes,
     stable_u64,
-    unpack_hashes,
-    unpack_tokens,
 )
 from poolgrid.wire.limits import U32_MAX, U64_MAX
 
@@ -99,9 +95,6 @@ class TestBlocks:
         assert block_hashes(packed, block_size, 5) == expected
         assert block_hashes(memoryview(packed), block_size, 5) == expected
 
-    def test_a_block_longer_than_any_prompt_hashes_nothing(self) -> None:
-        assert block_hashes(TOKENS, 2**62) == []
-
     @pytest.mark.parametrize("block_size", [0, -1])
     def test_a_block_size_below_one_is_refused_by_value(self, block_size: int) -> None:
         with pytest.raises(ValueError, match=f"block_size is {block_size}, allowed are integers from 1"):
@@ -143,36 +136,6 @@ class TestSequences:
         for item, found in zip(hashes[1:], sequence_hashes(hashes)[1:], strict=True):
             previous = xxh3_64_intdigest(struct.pack("<QQ", previous, item), 1337)
             assert found == previous
-
-    def test_the_same_block_behind_another_prefix_has_another_name(self) -> None:
-        assert sequence_hashes([1, 3])[1] != sequence_hashes([2, 3])[1]
-
-
-class TestPacking:
-    def test_little_endian(self) -> None:
-        assert pack_hashes([1, U64_MAX]) == bytes.fromhex("0100000000000000ffffffffffffffff")
-        assert pack_tokens([1, U32_MAX]) == bytes.fromhex("01000000ffffffff")
-
-    @given(st.lists(u64s, max_size=50))
-    def test_hashes_return_unchanged(self, hashes: list[int]) -> None:
-        assert list(unpack_hashes(pack_hashes(hashes))) == hashes
-
-    @given(st.lists(u32s, max_size=50))
-    def test_tokens_return_unchanged(self, tokens: list[int]) -> None:
-        assert list(unpack_tokens(pack_tokens(tokens))) == tokens
-        assert list(unpack_tokens(memoryview(pack_tokens(tokens)))) == tokens
-
-
-@pytest.mark.parametrize(("parent", "seed"), [(0, BASE_SEED), (U64_MAX, 0), (PLAIN[1], U64_MAX)])
-def test_one_block_behind_a_parent_is_named_as_in_a_chain(parent: int, seed: int) -> None:
-    block = TOKENS[:64]
-    assert [child_hash(block, parent, seed)] == sequence_hashes(block_hashes(block, 16, seed), parent)
-
-
-@given(st.binary(max_size=600), st.integers(1, 9), st.integers(0, U64_MAX))
-def test_a_short_path_is_the_chain_of_its_blocks(token_bytes: bytes, block_size: int, seed: int) -> None:
-    expected = sequence_hashes(block_hashes(token_bytes, block_size, seed))
-    assert path_of(token_bytes, block_size, seed).tolist() == expected
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=80))

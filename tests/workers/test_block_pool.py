@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool, Match
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
+from tests.examples import examples
 from tests.workers.builders import fold
 
 BLOCK_SIZE = 4
@@ -31,87 +32,6 @@ def no_tokens(_first: int, _end: int) -> bytes:
     return b""
 
 
-class OrderRecorder(CacheRecorder):
-    """Keeps what left, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left: list[int] = []
-
-    def removed(self, hashes: Sequence[int], tier: Tier) -> None:
-        self.left += hashes
-
-
-def filled(pool: BlockPool, path: tuple[int, ...]) -> list[int]:
-    """Take and store a whole path, and return what is held."""
-    held = names(path)
-    match = pool.match(held, len(held))
-    assert pool.take(held, match, len(held) - match.device)
-    pool.store(held, match.device + match.host, len(held), no_tokens, 0)
-    return held
-
-
-def test_the_oldest_leaf_is_evicted_first_and_a_parent_never_before_its_child() -> None:
-    recorder = OrderRecorder()
-    pool = BlockPool(6, 0, BLOCK_SIZE, recorder)
-    pool.release(filled(pool, (1, 2, 3)), 0)
-    pool.release(filled(pool, (1, 4)), 0)
-    pool.release(filled(pool, (5,)), 0)
-
-    assert pool.take([], Match(0, 0, 0), 6)
-
-    assert recorder.left == [123, 12, 14, 1, 5]
-
-
-def test_a_held_prefix_is_never_evicted() -> None:
-    pool = BlockPool(4, 0, BLOCK_SIZE, CacheRecorder())
-    pool.release(filled(pool, (1, 2, 3)), 0)
-    held = names((1, 2))
-    assert pool.take(held, pool.match(held, 2), 0)
-
-    assert not pool.take([], Match(0, 0, 0), 3)
-    assert pool.take([], Match(0, 0, 0), 2)
-    assert pool.match(names((1, 2, 3)), 3) == Match(2, 0, 0)
-
-
-def test_taking_more_than_there_is_changes_nothing() -> None:
-    pool = BlockPool(4, 0, BLOCK_SIZE, CacheRecorder())
-    pool.release(filled(pool, (1, 2)), 0)
-    before = (pool.active_blocks, pool.cached_blocks, pool.available_blocks, pool.resident(Tier.DEVICE))
-    held = names((1, 2, 3, 4, 5))
-
-    assert not pool.take(held, pool.match(held, 5), 3)
-
-    assert before == (pool.active_blocks, pool.cached_blocks, pool.available_blocks, pool.resident(Tier.DEVICE))
-
-
-def test_two_requests_that_fill_the_same_block_end_up_sharing_it() -> None:
-    pool = BlockPool(4, 0, BLOCK_SIZE, CacheRecorder())
-    assert pool.take([], Match(0, 0, 0), 1)
-    assert pool.take([], Match(0, 0, 0), 1)
-    pool.store([1], 0, 1, no_tokens, 0)
-    assert pool.active_blocks == 2
-
-    pool.store([1], 0, 1, no_tokens, 0)
-
-    assert (pool.active_blocks, pool.cached_blocks, pool.available_blocks) == (1, 1, 3)
-
-
-def test_an_evicted_block_goes_to_the_host_and_comes_back() -> None:
-    recorder = CacheRecorder()
-    pool = BlockPool(3, 2, BLOCK_SIZE, recorder)
-    pool.release(filled(pool, (1, 2, 3)), 0)
-    pool.release(filled(pool, (4, 5)), 0)
-
-    held = names((1, 2, 3))
-    assert pool.match(held, 3) == Match(1, 1, 2)
-    assert pool.take(held, pool.match(held, 3), 2)
-
-    held_by_tier = fold(recorder.take())
-    assert held_by_tier[Tier.DEVICE] == {1, 12, 123}
-    assert held_by_tier[Tier.HOST] == {4, 45}
-
-
 def kept(pool: BlockPool, path: tuple[int, ...], *retention: tuple[int | None, int | None]) -> None:
     """Let a request with a retention fill a path, and end."""
     pool.release(begun(pool, path, retention), 0)
@@ -125,123 +45,6 @@ def begun(pool: BlockPool, path: tuple[int, ...], retention: Sequence[tuple[int 
     assert pool.take(held, match, len(held) - match.device, retention[:reused])
     pool.store(held, reused, len(held), no_tokens, 0, None, retention[reused:])
     return held
-
-
-def evicted(pool: BlockPool, recorder: OrderRecorder, count: int) -> list[int]:
-    """Return what goes when so many blocks are needed; the blocks are given back."""
-    del recorder.left[:]
-    assert pool.take([], Match(0, 0, 0), count)
-    pool.release([], count)
-    return list(recorder.left)
-
-
-def test_of_idle_blocks_the_lowest_priority_goes_first_and_then_the_oldest() -> None:
-    recorder = OrderRecorder()
-    pool = BlockPool(6, 0, BLOCK_SIZE, recorder)
-    kept(pool, (1, 2), (80, None), (80, None))
-    pool.release(filled(pool, (3,)), 0)
-    kept(pool, (4,), (10, None))
-    kept(pool, (5,), (0, None))
-    pool.release(filled(pool, (6,)), 0)
-
-    assert (pool.available_blocks, pool.active_blocks, pool.cached_blocks) == (6, 0, 6)
-    assert evicted(pool, recorder, 6) == [5, 4, 3, 6, 12, 1]
-    assert (pool.available_blocks, pool.active_blocks, pool.cached_blocks) == (6, 0, 0)
-
-
-def test_a_priority_lapses_and_the_block_is_one_of_the_newest_then() -> None:
-    recorder = OrderRecorder()
-    pool = BlockPool(5, 0, BLOCK_SIZE, recorder)
-    pool.now_ms = 100.0
-    kept(pool, (1, 2), (90, 50), (60, 50))
-    kept(pool, (6,), (5, 50))
-    pool.release(filled(pool, (3,)), 0)
-    pool.release(filled(pool, (4,)), 0)
-
-    pool.now_ms = 149.0
-    assert evicted(pool, recorder, 1) == [6]
-    kept(pool, (6,), (5, 1))
-    pool.now_ms = 150.0
-    assert evicted(pool, recorder, 5) == [3, 4, 12, 1, 6], "a low priority ends, too"
-
-
-def test_the_last_request_of_a_block_has_the_last_word() -> None:
-    recorder = OrderRecorder()
-    pool = BlockPool(4, 0, BLOCK_SIZE, recorder)
-    kept(pool, (1,), (90, None))
-    kept(pool, (2,), (10, None))
-    kept(pool, (3,), (90, 5))
-    kept(pool, (1,), (20, None))
-    kept(pool, (2,), (70, None))
-    kept(pool, (3,), (35, 5))
-    kept(pool, (4,), (None, None))
-    assert evicted(pool, recorder, 4) == [1, 3, 4, 2]
-
-
-@pytest.mark.parametrize("silent", [True, False])
-def test_who_says_nothing_of_a_block_leaves_its_priority_and_takes_its_duration(silent: bool) -> None:
-    recorder = OrderRecorder()
-    pool = BlockPool(2, 0, BLOCK_SIZE, recorder)
-    kept(pool, (1,), (90, 50))
-    if silent:
-        pool.release(filled(pool, (1,)), 0)
-    else:
-        kept(pool, (1,), (None, None))
-    pool.now_ms = 1000.0
-    pool.release(filled(pool, (2,)), 0)
-    assert evicted(pool, recorder, 2) == [2, 1]
-    kept(pool, (1,), (90, 50))
-    pool.now_ms = 2000.0
-    pool.release(filled(pool, (1,)), 0)
-    pool.release(filled(pool, (2,)), 0)
-    assert evicted(pool, recorder, 2) == [1, 2], "it had lapsed before"
-
-
-def test_what_a_request_says_holds_while_it_runs_and_lasts_from_its_end() -> None:
-    recorder = OrderRecorder()
-    pool = BlockPool(3, 0, BLOCK_SIZE, recorder)
-    kept(pool, (1,), (10, None))
-    held = begun(pool, (1,), [(90, 50)])
-    pool.release(filled(pool, (1,)), 0)
-    pool.now_ms = 1000.0
-    pool.release(held, 0)
-    pool.now_ms = 1049.0
-    pool.release(filled(pool, (2,)), 0)
-    assert evicted(pool, recorder, 3) == [2, 1], "who said nothing took the duration"
-
-
-def test_what_hangs_off_an_evicted_block_goes_with_it() -> None:
-    recorder = OrderRecorder()
-    pool = BlockPool(6, 0, BLOCK_SIZE, recorder)
-    kept(pool, (1, 2, 3), (5, None), (90, None), (90, None))
-    kept(pool, (1, 4), (5, None), (80, 10))
-    pool.release(filled(pool, (5,)), 0)
-
-    assert evicted(pool, recorder, 2) == [123, 14, 12, 1]
-    assert pool.resident(Tier.DEVICE) == [(5, None)]
-    assert pool.match(names((1, 2)), 2) == Match(0, 0, 0)
-    pool.now_ms = 10.0
-    pool.release(filled(pool, (1, 4)), 0)
-    assert evicted(pool, recorder, 6) == [5, 14, 1]
-
-
-def test_a_block_that_is_used_again_is_not_evicted_and_one_that_went_to_the_host_keeps_its_priority() -> None:
-    recorder = CacheRecorder()
-    pool = BlockPool(2, 2, BLOCK_SIZE, recorder)
-    kept(pool, (1,), (31, 5))
-    held = names((1,))
-    assert pool.take(held, pool.match(held, 1), 0, [(31, 5)])
-    assert not pool.take([], Match(0, 0, 0), 2)
-    pool.release(held, 0)
-    pool.release(filled(pool, (2,)), 0)
-    pool.release(filled(pool, (3,)), 0)
-    assert pool.match(held, 1) == Match(0, 0, 1)
-
-    pool.now_ms = 10.0
-    assert pool.take(held, pool.match(held, 1), 1)
-    pool.release(held, 0)
-    assert pool.take([], Match(0, 0, 0), 1)
-    assert pool.match(held, 1) == Match(0, 0, 1), "it was the first to go again"
 
 
 def test_the_host_evicts_by_priority_and_what_hangs_off_such_a_block_goes_on_both_tiers() -> None:
@@ -290,7 +93,7 @@ RETENTION = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     work=st.lists(
         st.tuples(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.none() | RETENTION, st.integers(0, 4)),
@@ -496,4 +299,4 @@ class BlockPoolAgreesWithTheNaiveOne(RuleBasedStateMachine):
 
 
 TestBlockPoolAgreesWithTheNaiveOne = BlockPoolAgreesWithTheNaiveOne.TestCase
-TestBlockPoolAgreesWithTheNaiveOne.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPoolAgreesWithTheNaiveOne.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)

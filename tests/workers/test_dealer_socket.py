@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import zmq
 
@@ -26,11 +24,8 @@ def test_an_endpoint_that_is_none_is_refused_with_whom_it_is_for(peer: Peer, end
 
 
 @pytest.mark.parametrize("peer", [CONSOLIDATOR, PREFILL_WORKER])
-def test_only_what_a_prefill_worker_is_asked_waits_for_one_that_is_not_there(peer: Peer) -> None:
-    async def scenario() -> None:
-        with zmq.Context[zmq.Socket[bytes]]() as context:
-            socket = DealerSocket(context, peer, "tcp://127.0.0.1:1", lambda frames: None)
-            assert socket.send([b"frame"]) is (peer is PREFILL_WORKER)
-            socket.close(orderly=False)
-
-    asyncio.run(scenario())
+async def test_only_what_a_prefill_worker_is_asked_waits_for_one_that_is_not_there(peer: Peer) -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        socket = DealerSocket(context, peer, "tcp://127.0.0.1:1", lambda frames: None)
+        assert socket.send([b"frame"]) is (peer is PREFILL_WORKER)
+        socket.close(orderly=False)

@@ -12,8 +12,8 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
-from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
+from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
 from poolgrid.workers import kv_fetcher
 from poolgrid.workers.core.kv_fetches import KvWanted
@@ -55,459 +55,275 @@ async def finished(worker: RunningWorker, request_id: str, reason: str) -> None:
     await worker.consolidator.until(lambda journal: RequestFinished(request_id, reason) in journal.events)
 
 
-def test_two_legs_on_two_workers_give_the_answer_of_one() -> None:
-    async def scenario() -> None:
-        async with two_workers() as (source, target):
-            assert (source.journal.cards[0].role, target.journal.cards[0].role) == (Role.PREFILL, Role.DECODE)
-            requests = [make_request(f"r{number}", range(number, number + 21), max_tokens=12) for number in range(6)]
-            for leg in [await prefill(source, request) for request in requests]:
-                await target.router.send(leg)
-            await target.router.until_finished(*(request.request_id for request in requests))
+async def test_what_the_decode_worker_has_is_not_moved_again() -> None:
+    async with two_workers() as (source, target):
+        for request_id in ("a", "b"):
+            await target.router.send(await prefill(source, make_request(request_id, range(22), max_tokens=5)))
+            await target.router.until_finished(request_id)
 
-            for request in requests:
-                assert target.router.output(request.request_id) == expected(request)
-                assert target.router.last(request.request_id).finish_reason == "length"
-                await finished(source, request.request_id, "prefilled")
-                await finished(target, request.request_id, "length")
-            story = [event for event in target.journal.events if getattr(event, "request_id", "") == "r0"]
-            assert story[:2] == [RequestStarted("r0", 21, 21, 6), PrefillCompleted("r0")]
-            await assert_nothing_left(source, target)
-            assert await target.metric("poolgrid_worker_kv_transfer_seconds_count") == 6
-            assert await target.metric("poolgrid_worker_kv_moved_bytes_total") == 6 * 6 * 4 * 131_072
-            assert await target.metric("poolgrid_worker_prefill_tokens_total") == 0
-            assert await source.metric("poolgrid_worker_kept_transfers") == 0
-
-    asyncio.run(scenario())
+        assert target.router.deltas["b"][0].cached_tokens == 20
+        assert await target.metric("poolgrid_worker_kv_present_blocks_total") == 5
+        assert await target.metric("poolgrid_worker_kv_moved_bytes_total") == (6 + 1) * 4 * 131_072
 
 
-def test_what_the_decode_worker_has_is_not_moved_again() -> None:
-    async def scenario() -> None:
-        async with two_workers() as (source, target):
-            for request_id in ("a", "b"):
-                await target.router.send(await prefill(source, make_request(request_id, range(22), max_tokens=5)))
-                await target.router.until_finished(request_id)
-
-            assert target.router.deltas["b"][0].cached_tokens == 20
-            assert await target.metric("poolgrid_worker_kv_present_blocks_total") == 5
-            assert await target.metric("poolgrid_worker_kv_moved_bytes_total") == (6 + 1) * 4 * 131_072
-
-    asyncio.run(scenario())
-
-
-def test_the_role_says_which_stages_are_taken() -> None:
-    async def scenario() -> None:
-        async with two_workers() as (source, target):
-            for worker, role, stage in (
-                (source, "prefill", Stage.WHOLE),
-                (source, "prefill", Stage.DECODE),
-                (target, "decode", Stage.PREFILL),
-            ):
-                request = msgspec.structs.replace(make_request(f"{stage}", range(9)), stage=stage)
-                await worker.router.send(request)
-                await worker.router.until_finished(request.request_id)
-
-                last = worker.router.last(request.request_id)
-                assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
-                assert f"has the role {role}, it does not take the stage {stage.name.lower()}" in (last.error or "")
-            whole = make_request("whole", range(9))
-            await target.router.send(whole)
-            await target.router.until_finished("whole")
-            assert target.router.output("whole") == expected(whole)
-
-    asyncio.run(scenario())
-
-
-def test_an_aggregated_worker_can_hand_over_to_itself() -> None:
-    async def scenario() -> None:
-        async with running_worker() as worker, fake_router(worker.request_endpoint) as other:
-            request = make_request("r", range(30), max_tokens=9)
-            leg = msgspec.structs.replace(await prefill(worker, request), request_id="r/decode")
-            await other.send(leg)
-            await other.until_finished("r/decode")
-
-            assert other.output("r/decode") == expected(request)
-            assert other.deltas["r/decode"][0].cached_tokens == 28
-            await finished(worker, "r", "prefilled")
-
-    asyncio.run(scenario())
-
-
-def test_a_prefill_worker_that_dies_between_the_legs_fails_the_second_in_time_and_retryably() -> None:
-    async def scenario() -> None:
-        async with running_worker(worker_id="d", role="decode", kv_fetch_timeout_ms=150) as target:
-            async with running_worker(worker_id="p", role="prefill") as source:
-                leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            await target.router.send(leg)
-            await target.router.until_finished("r")
-
-            last = target.router.last("r")
-            assert (last.finish_reason, last.refusal, last.token_ids) == ("error", RefusalKind.BROKEN, b"")
-            assert "did not answer for transfer" in (last.error or "")
-            await finished(target, "r", "error")
-            await assert_nothing_left(target)
-            assert await target.metric("poolgrid_worker_kv_fetch_failures_total", cause="timeout") == 1
-
-    asyncio.run(scenario())
-
-
-def test_a_prefill_worker_that_dies_while_the_second_leg_waits_fails_it_retryably() -> None:
-    async def scenario() -> None:
-        async with running_worker(
-            worker_id="d", role="decode", kv_fetch_timeout_ms=150, max_batch_size=1, speedup=1.0
-        ) as target:
-            async with running_worker(worker_id="p", role="prefill", kv_transfer_timeout_ms=200) as source:
-                await target.router.send(make_request("first", range(5), max_tokens=900))
-                await target.router.until_started("first")
-                await target.router.send(await prefill(source, make_request("r", range(20), max_tokens=9)))
-                while (await target.get("/health")).json()["waiting_requests"] == 0:
-                    pass
-            while "r" not in target.router.deltas:
-                await target.router.receive()
-
-            last = target.router.last("r")
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
-            await finished(target, "r", "error")
-            await target.router.send(Cancel("first"))
-            await target.router.until_finished("first")
-            await assert_nothing_left(target)
-
-    asyncio.run(scenario())
-
-
-def test_a_decode_leg_may_wait_longer_than_its_kv_is_kept_unasked() -> None:
-    async def scenario() -> None:
-        async with (
-            running_worker(worker_id="p", role="prefill", kv_transfer_timeout_ms=150) as source,
-            running_worker(worker_id="d", role="decode", max_batch_size=1, speedup=1.0) as target,
+async def test_the_role_says_which_stages_are_taken() -> None:
+    async with two_workers() as (source, target):
+        for worker, role, stage in (
+            (source, "prefill", Stage.WHOLE),
+            (source, "prefill", Stage.DECODE),
+            (target, "decode", Stage.PREFILL),
         ):
-            # At least a millisecond a token.
-            await target.router.send(make_request("first", range(5), max_tokens=60))
+            request = msgspec.structs.replace(make_request(f"{stage}", range(9)), stage=stage)
+            await worker.router.send(request)
+            await worker.router.until_finished(request.request_id)
+
+            last = worker.router.last(request.request_id)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
+            assert f"has the role {role}, it does not take the stage {stage.name.lower()}" in (last.error or "")
+        whole = make_request("whole", range(9))
+        await target.router.send(whole)
+        await target.router.until_finished("whole")
+        assert target.router.output("whole") == expected(whole)
+
+
+async def test_a_prefill_worker_that_dies_between_the_legs_fails_the_second_in_time_and_retryably() -> None:
+    async with running_worker(worker_id="d", role="decode", kv_fetch_timeout_ms=150) as target:
+        async with running_worker(worker_id="p", role="prefill") as source:
+            leg = await prefill(source, make_request("r", range(20), max_tokens=9))
+        await target.router.send(leg)
+        await target.router.until_finished("r")
+
+        last = target.router.last("r")
+        assert (last.finish_reason, last.refusal, last.token_ids) == ("error", RefusalKind.BROKEN, b"")
+        assert "did not answer for transfer" in (last.error or "")
+        await finished(target, "r", "error")
+        await assert_nothing_left(target)
+        assert await target.metric("poolgrid_worker_kv_fetch_failures_total", cause="timeout") == 1
+
+
+async def test_a_prefill_worker_that_dies_while_the_second_leg_waits_fails_it_retryably() -> None:
+    async with running_worker(
+        worker_id="d", role="decode", kv_fetch_timeout_ms=150, max_batch_size=1, speedup=1.0
+    ) as target:
+        async with running_worker(worker_id="p", role="prefill", kv_transfer_timeout_ms=200) as source:
+            await target.router.send(make_request("first", range(5), max_tokens=900))
             await target.router.until_started("first")
-            request = make_request("r", range(20), max_tokens=9)
-            await target.router.send(await prefill(source, request))
-            await target.router.until_finished("first", "r")
-
-            assert target.router.output("r") == expected(request)
-            assert await source.metric("poolgrid_worker_kv_transfer_timeouts_total") == 0
-            await finished(source, "r", "prefilled")
-            await assert_nothing_left(source, target)
-
-    asyncio.run(scenario())
-
-
-def test_kv_that_nobody_comes_for_expires_and_a_late_decode_leg_is_told() -> None:
-    async def scenario() -> None:
-        async with (
-            running_worker(worker_id="p", role="prefill", kv_transfer_timeout_ms=50) as source,
-            running_worker(worker_id="d", role="decode") as target,
-        ):
-            leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            await finished(source, "r", "expired")
-            await assert_nothing_left(source)
-            assert await source.metric("poolgrid_worker_kv_transfer_timeouts_total") == 1
-            await target.router.send(leg)
-            await target.router.until_finished("r")
-
-            last = target.router.last("r")
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
-            assert "no longer keeps the KV" in (last.error or "")
-            assert await target.metric("poolgrid_worker_kv_fetch_failures_total", cause="unknown") == 1
-            await assert_nothing_left(target)
-
-    asyncio.run(scenario())
-
-
-def test_kv_of_another_prompt_is_an_error_that_no_retry_mends_and_the_source_is_let_go() -> None:
-    async def scenario() -> None:
-        async with two_workers() as (source, target):
-            leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            await target.router.send(msgspec.structs.replace(leg, token_ids=make_request("r", range(1, 21)).token_ids))
-            await target.router.until_finished("r")
-
-            last = target.router.last("r")
-            assert (last.finish_reason, last.refusal) == ("error", None)
-            assert "offers the KV of another prompt" in (last.error or "")
-            await finished(source, "r", "prefilled")
-            await assert_nothing_left(source, target)
-            assert await target.metric("poolgrid_worker_kv_fetch_failures_total", cause="wrong") == 1
-
-    asyncio.run(scenario())
-
-
-def test_a_decode_leg_with_broken_parameters_is_refused() -> None:
-    async def scenario() -> None:
-        async with running_worker(role="decode") as worker:
-            for number, packed in enumerate((None, b"", b"\xc1", b"\x90")):
-                request = make_request(f"r{number}")
-                leg = msgspec.structs.replace(request, stage=Stage.DECODE, disaggregated_params=packed)
-                await worker.router.send(leg)
-                await worker.router.until_finished(request.request_id)
-
-                last = worker.router.last(request.request_id)
-                assert (last.finish_reason, last.refusal) == ("error", None)
-                assert "disaggregated_params" in (last.error or "")
-
-    asyncio.run(scenario())
-
-
-def test_a_decode_leg_cancelled_while_its_source_is_asked_ends_at_once() -> None:
-    async def scenario() -> None:
-        async with running_worker(worker_id="d", role="decode") as target:
-            async with running_worker(worker_id="p", role="prefill") as source:
-                leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            await target.router.send(leg)
-            await target.router.send(Ping(1))
-            await target.router.pong()
-            assert (await target.get("/health")).json()["fetching_requests"] == 1
-            await target.router.send(Cancel("r"))
-            await target.router.until_finished("r")
-
-            assert target.router.last("r").finish_reason == "cancelled"
-            await finished(target, "r", "cancelled")
-            await assert_nothing_left(target)
-
-    asyncio.run(scenario())
-
-
-def test_a_decode_leg_cancelled_while_its_kv_moves_lets_the_source_go() -> None:
-    async def scenario() -> None:
-        async with two_workers(kv_transfer_latency_ms=60_000, speedup=1.0) as (source, target):
             await target.router.send(await prefill(source, make_request("r", range(20), max_tokens=9)))
-            await target.consolidator.until(
-                lambda journal: any(isinstance(event, RequestStarted) for event in journal.events)
-            )
-            assert (await source.get("/health")).json()["kept_transfers"] == 1
-            await target.router.send(Cancel("r"))
-            await target.router.until_finished("r")
+            while (await target.get("/health")).json()["waiting_requests"] == 0:
+                pass
+        while "r" not in target.router.deltas:
+            await target.router.receive()
 
-            assert target.router.last("r").finish_reason == "cancelled"
-            await finished(source, "r", "prefilled")
-            await assert_nothing_left(source, target)
+        last = target.router.last("r")
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
+        await finished(target, "r", "error")
+        await target.router.send(Cancel("first"))
+        await target.router.until_finished("first")
+        await assert_nothing_left(target)
 
-    asyncio.run(scenario())
+
+async def test_a_decode_leg_may_wait_longer_than_its_kv_is_kept_unasked() -> None:
+    async with (
+        running_worker(worker_id="p", role="prefill", kv_transfer_timeout_ms=150) as source,
+        running_worker(worker_id="d", role="decode", max_batch_size=1, speedup=1.0) as target,
+    ):
+        # At least a millisecond a token.
+        await target.router.send(make_request("first", range(5), max_tokens=60))
+        await target.router.until_started("first")
+        request = make_request("r", range(20), max_tokens=9)
+        await target.router.send(await prefill(source, request))
+        await target.router.until_finished("first", "r")
+
+        assert target.router.output("r") == expected(request)
+        assert await source.metric("poolgrid_worker_kv_transfer_timeouts_total") == 0
+        await finished(source, "r", "prefilled")
+        await assert_nothing_left(source, target)
 
 
-def test_a_decode_leg_whose_router_is_gone_frees_both_workers() -> None:
-    async def scenario() -> None:
-        async with two_workers(kv_transfer_latency_ms=60_000, speedup=1.0, peer_lease_ms=150) as (source, target):
+async def test_kv_that_nobody_comes_for_expires_and_a_late_decode_leg_is_told() -> None:
+    async with (
+        running_worker(worker_id="p", role="prefill", kv_transfer_timeout_ms=50) as source,
+        running_worker(worker_id="d", role="decode") as target,
+    ):
+        leg = await prefill(source, make_request("r", range(20), max_tokens=9))
+        await finished(source, "r", "expired")
+        await assert_nothing_left(source)
+        assert await source.metric("poolgrid_worker_kv_transfer_timeouts_total") == 1
+        await target.router.send(leg)
+        await target.router.until_finished("r")
+
+        last = target.router.last("r")
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
+        assert "no longer keeps the KV" in (last.error or "")
+        assert await target.metric("poolgrid_worker_kv_fetch_failures_total", cause="unknown") == 1
+        await assert_nothing_left(target)
+
+
+async def test_kv_of_another_prompt_is_an_error_that_no_retry_mends_and_the_source_is_let_go() -> None:
+    async with two_workers() as (source, target):
+        leg = await prefill(source, make_request("r", range(20), max_tokens=9))
+        await target.router.send(msgspec.structs.replace(leg, token_ids=make_request("r", range(1, 21)).token_ids))
+        await target.router.until_finished("r")
+
+        last = target.router.last("r")
+        assert (last.finish_reason, last.refusal) == ("error", None)
+        assert "offers the KV of another prompt" in (last.error or "")
+        await finished(source, "r", "prefilled")
+        await assert_nothing_left(source, target)
+        assert await target.metric("poolgrid_worker_kv_fetch_failures_total", cause="wrong") == 1
+
+
+async def test_a_decode_leg_with_broken_parameters_is_refused() -> None:
+    async with running_worker(role="decode") as worker:
+        for number, packed in enumerate((None, b"", b"\xc1", b"\x90")):
+            request = make_request(f"r{number}")
+            leg = msgspec.structs.replace(request, stage=Stage.DECODE, disaggregated_params=packed)
+            await worker.router.send(leg)
+            await worker.router.until_finished(request.request_id)
+
+            last = worker.router.last(request.request_id)
+            assert (last.finish_reason, last.refusal) == ("error", None)
+            assert "disaggregated_params" in (last.error or "")
+
+
+async def test_a_kept_prefill_leg_ends_silently_when_its_router_cancels_it_and_only_then() -> None:
+    async with running_worker(role="prefill") as source, fake_router(source.request_endpoint) as stranger:
+        leg = await prefill(source, make_request("r", range(20), max_tokens=9))
+        await stranger.send(Cancel("r"))
+        await stranger.send(Ping(1))
+        await stranger.pong()
+        assert (await source.get("/health")).json()["kept_transfers"] == 1
+        await source.router.send(Cancel("r"))
+        await finished(source, "r", "cancelled")
+
+        await assert_nothing_left(source)
+        assert source.router.last("r").finish_reason == "prefilled"
+        await stranger.send(FetchKv(read_ticket(leg).transfer_id))
+        assert await stranger.receive() == KvOffered(read_ticket(leg).transfer_id, False)
+
+
+async def test_the_same_request_dispatched_again_takes_the_place_of_what_is_kept() -> None:
+    async with two_workers() as (source, target):
+        request = make_request("r", range(20), max_tokens=9)
+        stale = await prefill(source, request)
+        source.router.deltas.clear()
+        fresh = await prefill(source, request)
+        await target.router.send(stale)
+        await target.router.until_finished("r")
+        assert target.router.last("r").refusal is RefusalKind.BROKEN
+        target.router.deltas.clear()
+        await target.router.send(fresh)
+        await target.router.until_finished("r")
+
+        assert target.router.output("r") == expected(request)
+        await finished(source, "r", "cancelled")
+        await finished(source, "r", "prefilled")
+        await assert_nothing_left(source, target)
+
+
+async def test_a_draining_prefill_worker_waits_for_what_it_keeps() -> None:
+    async with two_workers() as (source, target):
+        request = make_request("r", range(20), max_tokens=9)
+        leg = await prefill(source, request)
+        source.stop.set()
+        await source.consolidator.until(lambda journal: WorkerDraining() in journal.events)
+        assert not source.task.done()
+        await target.router.send(leg)
+        await target.router.until_finished("r")
+        await source.ended()
+
+        assert target.router.output("r") == expected(request)
+        assert RequestFinished("r", "prefilled") in source.journal.events
+        assert source.journal.goodbyes == ["drained"]
+
+
+async def test_a_drain_that_times_out_hands_over_what_is_still_being_fetched() -> None:
+    async with running_worker(worker_id="d", role="decode", drain_timeout_ms=50) as target:
+        async with running_worker(worker_id="p", role="prefill") as source:
             leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            async with fake_router(target.request_endpoint) as gone:
-                await gone.send(leg)
-                await finished(target, "r", "cancelled")
+        await target.router.send(leg)
+        await target.router.send(Ping(1))
+        await target.router.pong()
+        target.stop.set()
+        await target.router.until_finished("r")
+        await target.ended()
 
-            await finished(source, "r", "prefilled")
-            await assert_nothing_left(source, target)
-
-    asyncio.run(scenario())
-
-
-def test_a_decode_leg_whose_router_is_gone_while_its_source_is_asked_is_forgotten() -> None:
-    async def scenario() -> None:
-        async with running_worker(worker_id="d", role="decode", peer_lease_ms=150) as target:
-            async with running_worker(worker_id="p", role="prefill") as source:
-                leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            async with fake_router(target.request_endpoint) as gone:
-                await gone.send(leg)
-                await gone.send(Ping(1))
-                await gone.pong()
-            await finished(target, "r", "cancelled")
-            await assert_nothing_left(target)
-
-    asyncio.run(scenario())
+        last = target.router.last("r")
+        assert (last.finish_reason, last.refusal) == ("error", RefusalKind.DRAINING)
+        assert RequestFinished("r", "migrated") in target.journal.events
 
 
-def test_the_source_is_let_go_as_soon_as_the_kv_has_moved() -> None:
-    async def scenario() -> None:
-        async with two_workers(speedup=1.0) as (source, target):
-            await target.router.send(await prefill(source, make_request("r", range(20), max_tokens=900)))
-            await finished(source, "r", "prefilled")
-            assert (await target.get("/health")).json()["running_requests"] == 1
-            await target.router.send(Cancel("r"))
-            await target.router.until_finished("r")
-            await assert_nothing_left(source, target)
-
-    asyncio.run(scenario())
-
-
-def test_a_kept_prefill_leg_ends_silently_when_its_router_cancels_it_and_only_then() -> None:
-    async def scenario() -> None:
-        async with running_worker(role="prefill") as source, fake_router(source.request_endpoint) as stranger:
-            leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            await stranger.send(Cancel("r"))
-            await stranger.send(Ping(1))
-            await stranger.pong()
-            assert (await source.get("/health")).json()["kept_transfers"] == 1
-            await source.router.send(Cancel("r"))
-            await finished(source, "r", "cancelled")
-
-            await assert_nothing_left(source)
-            assert source.router.last("r").finish_reason == "prefilled"
-            await stranger.send(FetchKv(read_ticket(leg).transfer_id))
-            assert await stranger.receive() == KvOffered(read_ticket(leg).transfer_id, False)
-
-    asyncio.run(scenario())
-
-
-def test_a_kept_prefill_leg_ends_when_its_router_is_gone() -> None:
-    async def scenario() -> None:
-        async with running_worker(role="prefill", peer_lease_ms=150) as source:
-            await prefill(source, make_request("r", range(20), max_tokens=9))
-            await finished(source, "r", "cancelled")
-            await assert_nothing_left(source)
-
-    asyncio.run(scenario())
-
-
-def test_the_same_request_dispatched_again_takes_the_place_of_what_is_kept() -> None:
-    async def scenario() -> None:
-        async with two_workers() as (source, target):
-            request = make_request("r", range(20), max_tokens=9)
-            stale = await prefill(source, request)
-            source.router.deltas.clear()
-            fresh = await prefill(source, request)
-            await target.router.send(stale)
-            await target.router.until_finished("r")
-            assert target.router.last("r").refusal is RefusalKind.BROKEN
-            target.router.deltas.clear()
-            await target.router.send(fresh)
-            await target.router.until_finished("r")
-
-            assert target.router.output("r") == expected(request)
-            await finished(source, "r", "cancelled")
-            await finished(source, "r", "prefilled")
-            await assert_nothing_left(source, target)
-
-    asyncio.run(scenario())
-
-
-def test_a_draining_prefill_worker_waits_for_what_it_keeps() -> None:
-    async def scenario() -> None:
-        async with two_workers() as (source, target):
-            request = make_request("r", range(20), max_tokens=9)
-            leg = await prefill(source, request)
-            source.stop.set()
-            await source.consolidator.until(lambda journal: WorkerDraining() in journal.events)
-            assert not source.task.done()
-            await target.router.send(leg)
-            await target.router.until_finished("r")
-            await source.ended()
-
-            assert target.router.output("r") == expected(request)
-            assert RequestFinished("r", "prefilled") in source.journal.events
-            assert source.journal.goodbyes == ["drained"]
-
-    asyncio.run(scenario())
-
-
-def test_a_drain_does_not_wait_for_kept_kv_for_ever() -> None:
-    async def scenario() -> None:
-        async with running_worker(role="prefill", drain_timeout_ms=50) as source:
-            await prefill(source, make_request("r", range(20), max_tokens=9))
-            source.stop.set()
-            await source.ended()
-
-            assert RequestFinished("r", "cancelled") in source.journal.events
-            assert source.journal.goodbyes == ["drained"]
-
-    asyncio.run(scenario())
-
-
-def test_a_drain_that_times_out_hands_over_what_is_still_being_fetched() -> None:
-    async def scenario() -> None:
-        async with running_worker(worker_id="d", role="decode", drain_timeout_ms=50) as target:
-            async with running_worker(worker_id="p", role="prefill") as source:
-                leg = await prefill(source, make_request("r", range(20), max_tokens=9))
-            await target.router.send(leg)
-            await target.router.send(Ping(1))
-            await target.router.pong()
-            target.stop.set()
-            await target.router.until_finished("r")
-            await target.ended()
-
-            last = target.router.last("r")
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.DRAINING)
-            assert RequestFinished("r", "migrated") in target.journal.events
-
-    asyncio.run(scenario())
-
-
-def test_many_requests_with_cancels_at_every_moment_leave_nothing_on_either_worker() -> None:
-    async def scenario() -> None:
-        async with two_workers(speedup=20.0, kv_transfer_latency_ms=40, total_kv_blocks=60) as (source, target):
-            requests = [
-                make_request(f"r{number}", range(number % 5, number % 5 + 10 + number), max_tokens=1 + number % 24)
-                for number in range(60)
-            ]
-            for number, request in enumerate(requests):
-                await source.router.send(prefill_leg(request))
-                if number % 7 == 0:
+async def test_many_requests_with_cancels_at_every_moment_leave_nothing_on_either_worker() -> None:
+    async with two_workers(speedup=20.0, kv_transfer_latency_ms=40, total_kv_blocks=60) as (source, target):
+        requests = [
+            make_request(f"r{number}", range(number % 5, number % 5 + 10 + number), max_tokens=1 + number % 24)
+            for number in range(60)
+        ]
+        for number, request in enumerate(requests):
+            await source.router.send(prefill_leg(request))
+            if number % 7 == 0:
+                await source.router.send(Cancel(request.request_id))
+        sent = []
+        for number, request in enumerate(requests):
+            await source.router.until_finished(request.request_id)
+            last = source.router.last(request.request_id)
+            if last.finish_reason == "prefilled":
+                if number % 7 == 1:
                     await source.router.send(Cancel(request.request_id))
-            sent = []
-            for number, request in enumerate(requests):
-                await source.router.until_finished(request.request_id)
-                last = source.router.last(request.request_id)
-                if last.finish_reason == "prefilled":
-                    if number % 7 == 1:
-                        await source.router.send(Cancel(request.request_id))
-                        continue
-                    await target.router.send(decode_leg(request, last))
-                    sent.append(request)
-                    if number % 7 == 2:
-                        await target.router.send(Cancel(request.request_id))
-                else:
-                    assert last.finish_reason in ("cancelled", "length")
-            for number, request in enumerate(sent):
-                if number % 7 == 3:
-                    await target.router.until_started(request.request_id)
+                    continue
+                await target.router.send(decode_leg(request, last))
+                sent.append(request)
+                if number % 7 == 2:
                     await target.router.send(Cancel(request.request_id))
-            await target.router.until_finished(*(request.request_id for request in sent))
+            else:
+                assert last.finish_reason in ("cancelled", "length")
+        for number, request in enumerate(sent):
+            if number % 7 == 3:
+                await target.router.until_started(request.request_id)
+                await target.router.send(Cancel(request.request_id))
+        await target.router.until_finished(*(request.request_id for request in sent))
 
-            for request in sent:
-                if target.router.last(request.request_id).finish_reason == "length":
-                    assert target.router.output(request.request_id) == expected(request)
-                else:
-                    assert target.router.last(request.request_id).finish_reason == "cancelled"
-                    assert expected(request).startswith(target.router.output(request.request_id))
-            for worker in (source, target):
-                await worker.consolidator.until(
-                    lambda journal: (
-                        {event.request_id for event in journal.events if isinstance(event, RequestStarted)}
-                        <= {event.request_id for event in journal.events if isinstance(event, RequestFinished)}
-                    )
+        for request in sent:
+            if target.router.last(request.request_id).finish_reason == "length":
+                assert target.router.output(request.request_id) == expected(request)
+            else:
+                assert target.router.last(request.request_id).finish_reason == "cancelled"
+                assert expected(request).startswith(target.router.output(request.request_id))
+        for worker in (source, target):
+            await worker.consolidator.until(
+                lambda journal: (
+                    {event.request_id for event in journal.events if isinstance(event, RequestStarted)}
+                    <= {event.request_id for event in journal.events if isinstance(event, RequestFinished)}
                 )
-            await assert_nothing_left(source, target)
+            )
+        await assert_nothing_left(source, target)
 
-    asyncio.run(scenario())
 
-
-def test_connections_to_prefill_workers_are_bounded_and_close_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_to_prefill_workers_are_bounded_and_close_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_fetcher, "SOURCES_MAX", 2)
     monkeypatch.setattr(kv_fetcher, "SOURCE_IDLE_MS", 30.0)
 
-    async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        fetcher = KvFetcher(context, 5000.0, 8, SystemClock(), WorkerMetrics(CollectorRegistry()))
-        fetcher.start(lambda request_id, offer: None, lambda request_id, reason: None)
-        try:
-            for number in range(2):
-                fetcher.begin(f"r{number}", KvWanted(f"tcp://127.0.0.1:{number + 1}", "t", 1000.0))
-            with pytest.raises(RefusedError, match="from 2 prefill workers, allowed are at most 2") as refusal:
-                fetcher.begin("r2", KvWanted("tcp://127.0.0.1:3", "t", 1000.0))
-            assert refusal.value.kind is RefusalKind.BUSY
-            fetcher.end("r0")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    fetcher = KvFetcher(context, 5000.0, 8, SystemClock(), WorkerMetrics(CollectorRegistry()))
+    fetcher.start(lambda request_id, offer: None, lambda request_id, reason: None)
+    try:
+        for number in range(2):
+            fetcher.begin(f"r{number}", KvWanted(f"tcp://127.0.0.1:{number + 1}", "t", 1000.0))
+        with pytest.raises(RefusedError, match="from 2 prefill workers, allowed are at most 2") as refusal:
             fetcher.begin("r2", KvWanted("tcp://127.0.0.1:3", "t", 1000.0))
-            assert fetcher.sources == 2
-            fetcher.end("r1")
-            fetcher.end("r2")
-            async with asyncio.timeout(PATIENCE_S):
-                while fetcher.sources:  # noqa: ASYNC110 - a timer closes them and tells nobody
-                    await asyncio.sleep(0.005)
-            for endpoint in ("nonsense", "ipc:///tmp/x", "tcp://"):
-                with pytest.raises(RefusedError, match="cannot be used") as broken:
-                    fetcher.begin("r3", KvWanted(endpoint, "t", 1000.0))
-                assert broken.value.kind is None
-        finally:
-            fetcher.close(orderly=False)
-            context.term()
-
-    asyncio.run(scenario())
+        assert refusal.value.kind is RefusalKind.BUSY
+        fetcher.end("r0")
+        fetcher.begin("r2", KvWanted("tcp://127.0.0.1:3", "t", 1000.0))
+        assert fetcher.sources == 2
+        fetcher.end("r1")
+        fetcher.end("r2")
+        async with asyncio.timeout(PATIENCE_S):
+            while fetcher.sources:  # noqa: ASYNC110 - a timer closes them and tells nobody
+                await asyncio.sleep(0.005)
+        for endpoint in ("nonsense", "ipc:///tmp/x", "tcp://"):
+            with pytest.raises(RefusedError, match="cannot be used") as broken:
+                fetcher.begin("r3", KvWanted(endpoint, "t", 1000.0))
+            assert broken.value.kind is None
+    finally:
+        fetcher.close(orderly=False)
+        context.term()

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from lab.website.configuration_page import description_cell
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
-PAGE = Path(__file__).parents[2] / "docs" / "worker.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_every_setting_is_documented_with_its_description() -> None:
     page = PAGE.read_text()
 
     for name, field in SimulatedWorkerSettings.model_fields.items():
-        assert f"| `{name}` |" in page, f"docs/worker.md does not name the setting {name}"
+        assert f"`--{name.replace('_', '-')}" in page, f"docs/configuration.md does not name the setting {name}"
         assert field.description
-        assert field.description in page, f"docs/worker.md describes the setting {name} differently"
+        assert description_cell(field.description) in page, f"docs/configuration.md describes {name} differently"
 
 
 @pytest.mark.parametrize(

@@ -86,51 +86,42 @@ def _with(request: Generate, tensors: TensorList) -> Generate:
     return msgspec.structs.replace(request, disaggregated_params=codec.tensor_list.encode(tensors))
 
 
-def test_all_tensors_of_a_request_arrive_together_in_order() -> None:
-    async def scenario() -> None:
-        scene = Scene({"a": PICTURE, "b": PICTURE})
-        scene.begin("r", "a", "b")
-        await scene.told.wait()
+async def test_all_tensors_of_a_request_arrive_together_in_order() -> None:
+    scene = Scene({"a": PICTURE, "b": PICTURE})
+    scene.begin("r", "a", "b")
+    await scene.told.wait()
 
-        assert (scene.fetched, scene.failed) == ([("r", 2)], [])
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert (scene.fetched, scene.failed) == ([("r", 2)], [])
 
 
 @pytest.mark.parametrize(
     ("failure", "words"),
     [(TensorUnavailable("its source is gone"), "its source is gone"), (KeyError("a bug of ours"), "KeyError")],
 )
-def test_one_that_fails_is_told_and_the_others_of_its_request_are_given_up(
+async def test_one_that_fails_is_told_and_the_others_of_its_request_are_given_up(
     failure: Exception, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        scene = Scene({"a": failure})
-        scene.begin("r", "a", "b")
-        await scene.told.wait()
+    scene = Scene({"a": failure})
+    scene.begin("r", "a", "b")
+    await scene.told.wait()
 
-        assert scene.fetched == []
-        assert [(request_id, words in why) for request_id, why in scene.failed] == [("r", True)]
-        assert scene.source.given_up == ["b"]
-        scene.begin("r", "b")  # its place is free again
-        await scene.fetcher.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert scene.fetched == []
+    assert [(request_id, words in why) for request_id, why in scene.failed] == [("r", True)]
+    assert scene.source.given_up == ["b"]
+    scene.begin("r", "b")  # its place is free again
+    await scene.fetcher.close()
 
     assert words in caplog.text
 
 
-def test_whoever_gives_a_fetch_up_hears_nothing_of_it() -> None:
-    async def scenario() -> None:
-        scene = Scene({})
-        scene.begin("r", "a")
-        scene.begin("s", "b")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        scene.fetcher.end("r")
-        await scene.fetcher.close()
+async def test_whoever_gives_a_fetch_up_hears_nothing_of_it() -> None:
+    scene = Scene({})
+    scene.begin("r", "a")
+    scene.begin("s", "b")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    scene.fetcher.end("r")
+    await scene.fetcher.close()
 
-        assert sorted(scene.source.given_up) == ["a", "b"]
-        assert (scene.fetched, scene.failed) == ([], [])
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert sorted(scene.source.given_up) == ["a", "b"]
+    assert (scene.fetched, scene.failed) == ([], [])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from poolgrid.kv_events.cache_events import AnyEngineEvent
 from poolgrid.kv_events.trtllm import _parse_checked, parse_event
 from poolgrid.wire.errors import DecodeError
+from tests.examples import examples
 
 ODD: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, -1, 1.0, 1.5, "7", [], {}, 2**32 - 1, 2**32, 2**63, 2**64 - 1]
@@ -57,7 +58,7 @@ def outcome(parse: Any, event: Any) -> AnyEngineEvent | str:
         return str(error)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(EVENT)
 def test_both_ways_agree_on_every_event(event: dict[str, Any]) -> None:
     assert outcome(parse_event, event) == outcome(_parse_checked, event)

@@ -38,18 +38,6 @@ def moved(event_id: int, engine_hash: int, old: int, new: int) -> Updated:
     return Updated(event_id=event_id, window_size=WINDOW, block_hash=engine_hash, cache_level=Diff(old, new))
 
 
-def test_sequence_hashes_are_recomputed_from_tokens_along_the_chain() -> None:
-    translation = EventTranslator(BLOCK_SIZE).translate(
-        [stored(0, None, block(901, 0), block(902, 4)), stored(1, 902, block(903, 8)), removed(2, 903, 902)]
-    )
-
-    assert translation.events == [
-        BlocksStored(None, pack_hashes(NAMES[:2])),
-        BlocksStored(NAMES[1], pack_hashes(NAMES[2:3])),
-        BlocksRemoved(pack_hashes([NAMES[2], NAMES[1]])),
-    ]
-
-
 def test_a_partial_block_and_what_follows_is_swallowed_and_so_is_its_removal() -> None:
     translator = EventTranslator(BLOCK_SIZE)
 
@@ -62,97 +50,12 @@ def test_a_partial_block_and_what_follows_is_swallowed_and_so_is_its_removal() -
     assert translator.resident_blocks == 1
 
 
-def test_a_block_that_became_whole_after_being_partial_counts() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([stored(0, None, block(901, 0, count=3))])
-
-    translation = translator.translate([stored(1, None, block(901, 0)), removed(2, 901)])
-
-    assert fold(translation.events) == {tier: set() for tier in Tier}
-    assert len(translation.events) == 2
-
-
-def test_blocks_on_an_unknown_parent_cannot_be_named_and_are_swallowed_with_their_children() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-
-    translation = translator.translate(
-        [stored(0, 555, block(901, 0)), stored(1, 901, block(902, 4)), removed(2, 902, 901)]
-    )
-
-    assert translation.events == []
-    assert translator.counts.orphaned_blocks == 2
-
-
-def test_only_the_largest_window_counts() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-
-    translation = translator.translate(
-        [
-            Created(event_id=0, window_size=32, num_blocks_per_cache_level=(10, 0)),
-            Created(event_id=1, window_size=WINDOW, num_blocks_per_cache_level=(10, 0)),
-            stored(2, None, block(901, 0), window=32),
-            stored(3, None, block(902, 0)),
-            removed(4, 901, window=32),
-        ]
-    )
-
-    assert translation.events == [BlocksStored(None, pack_hashes(NAMES[:1]))]
-    assert translator.counts.other_window_events == 2
-
-
 def test_a_larger_window_that_shows_up_late_voids_what_was_said() -> None:
     translation = EventTranslator(BLOCK_SIZE).translate(
         [stored(0, None, block(901, 0), window=32), stored(1, None, block(902, 0))]
     )
 
     assert translation.events == [CacheCleared(), BlocksStored(None, pack_hashes(NAMES[:1]))]
-
-
-def test_a_hole_in_the_event_ids_voids_everything_and_is_told() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([stored(0, None, block(901, 0))])
-
-    translation = translator.translate([stored(4, 999, block(904, 4)), stored(5, None, block(903, 8))])
-
-    other = sequence_hashes(block_hashes(pack_tokens(range(8, 12)), BLOCK_SIZE))
-    assert translation.lost == 3
-    assert translation.events == [CacheCleared(), BlocksStored(None, pack_hashes(other))]
-    assert (translator.counts.lost_events, translator.counts.gaps) == (3, 1)
-    assert translator.is_incomplete
-    assert fold(translator.restate())[Tier.DEVICE] == set(other)
-
-
-def test_after_a_loss_a_child_proves_that_its_whole_prefix_is_there() -> None:
-    """Fails when names from before the loss are not remembered: what hangs off them could never be named again."""
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([stored(0, None, block(901, 0), block(902, 4), block(903, 8))])
-
-    translation = translator.translate([stored(2, 902, block(905, 12))])
-
-    name = sequence_hashes(block_hashes(pack_tokens(range(12, 16)), BLOCK_SIZE), NAMES[1])
-    assert fold(translation.events)[Tier.DEVICE] == {*NAMES[:2], *name}, "903 may be gone"
-    assert translator.remembered_blocks == 1
-    assert translator.counts.recalled_blocks == 2
-
-
-def test_after_a_loss_a_move_proves_that_a_block_is_there_and_on_which_tier() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([stored(0, None, block(901, 0), block(902, 4))])
-
-    translation = translator.translate([moved(5, 902, 0, 1)])
-
-    assert translation.events == [CacheCleared(), BlocksStored(NAMES[0], pack_hashes(NAMES[1:2]), Tier.HOST)]
-
-
-def test_after_a_loss_what_is_remembered_is_disproved_by_its_removal() -> None:
-    """Fails when a removal does not reach what is remembered: the child of a later namesake would bring it back."""
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([stored(0, None, block(901, 0), block(902, 4))])
-
-    translation = translator.translate([removed(9, 902, 901), stored(10, 902, block(903, 8))])
-
-    assert translation.events == [CacheCleared()]
-    assert (translator.remembered_blocks, translator.counts.orphaned_blocks) == (0, 1)
 
 
 def test_a_priority_a_partial_child_or_reuse_from_the_host_prove_nothing() -> None:
@@ -167,20 +70,6 @@ def test_a_priority_a_partial_child_or_reuse_from_the_host_prove_nothing() -> No
     translator.translate([stored(0, None, block(901, 0))])
     told = translator.translate([stored(5, 901, block(902, 4))]).events
     assert told == [CacheCleared(), BlocksStored(NAMES[0], pack_hashes(NAMES[1:2]))]
-
-
-def test_a_rank_is_complete_again_when_the_cache_has_turned_over_and_no_orphan_is_left() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([Created(event_id=0, window_size=WINDOW, num_blocks_per_cache_level=(2, 1))])
-    assert not translator.is_incomplete
-    translator.translate([stored(3, 555, block(901, 0))])
-    assert translator.is_incomplete
-
-    translator.translate([removed(4, 1, 2, 3)])
-    assert translator.is_incomplete, "901 hangs off something unknown"
-    translator.translate([removed(5, 901)])
-
-    assert not translator.is_incomplete
 
 
 def test_without_created_events_nothing_is_named_until_all_windows_have_been_seen() -> None:
@@ -215,16 +104,6 @@ def test_claims_are_given_up_when_nobody_knows_what_happened() -> None:
     assert translator.lose() == CacheCleared()
     assert translator.is_incomplete
     assert fold(translator.translate([stored(1, 901, block(902, 4))]).events)[Tier.DEVICE] == set(NAMES[:2])
-
-
-def test_an_engine_that_starts_over_is_empty() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-    translator.translate([stored(0, None, block(901, 0)), removed(1)])
-
-    translation = translator.translate([Created(event_id=0, window_size=WINDOW, num_blocks_per_cache_level=(10, 0))])
-
-    assert translation.events == [CacheCleared()]
-    assert translator.resident_blocks == 0
 
 
 def test_moves_between_levels_become_moves_between_tiers() -> None:
@@ -406,30 +285,6 @@ def test_the_shapes_of_tensorrt_llm_are_parsed() -> None:
         priority=Diff(old_value=80, new_value=35),
     )
     assert events["removed"] == removed(5, 177964049208, 2728178455351807326, 924206229973855, window=32768)
-
-
-def test_a_story_in_tensorrt_llms_shapes_translates_and_leaves_nothing() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-    removal = copy.deepcopy(CONTRACT["removed"])
-    removal["data"]["block_hashes"].append(10011707017105896989)
-
-    translation = translator.translate(parse_event(event) for name, event in CONTRACT.items() if name != "removed")
-
-    names = sequence_hashes(block_hashes(pack_tokens(range(1, 13)), BLOCK_SIZE))
-    assert fold(translation.events) == {Tier.DEVICE: set(names[1:]), Tier.HOST: {names[0]}, Tier.DISK: set()}
-    assert translator.counts.multimodal_blocks == 1
-    held = fold(translator.translate([parse_event(removal)]).events, fold(translation.events))
-    assert held == {tier: set() for tier in Tier}
-
-
-def test_null_diffs_and_unknown_fields_are_tolerated() -> None:
-    event = copy.deepcopy(CONTRACT["updated"])
-    event["data"]["cache_level"] = None
-    event["data"]["priority"] = None
-    event["data"]["layer_group_id"] = 3
-    event["novelty"] = {"a": [1]}
-
-    assert parse_event(event) == Updated(event_id=4, window_size=32768, block_hash=924206229973855)
 
 
 @pytest.mark.parametrize(

@@ -93,80 +93,65 @@ async def stepping() -> AsyncIterator[Scene]:
         await asyncio.wait({running})
 
 
-def test_others_go_on_while_a_guide_is_opened_and_its_request_follows() -> None:
-    async def scenario() -> None:
-        async with stepping() as scene:
-            scene.submit("guided", "[ab]{4}")
-            scene.submit("plain")
-            assert (await scene.last("plain")).finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
-            assert [delta.request_id for report in scene.reports for delta in report.deltas].count("guided") == 0
+async def test_others_go_on_while_a_guide_is_opened_and_its_request_follows() -> None:
+    async with stepping() as scene:
+        scene.submit("guided", "[ab]{4}")
+        scene.submit("plain")
+        assert (await scene.last("plain")).finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        assert [delta.request_id for report in scene.reports for delta in report.deltas].count("guided") == 0
 
-            scene.guides.may_open.set()
-            assert (await scene.last("guided")).finish_reason == FinishReason.STOP
-
-    asyncio.run(scenario())
+        scene.guides.may_open.set()
+        assert (await scene.last("guided")).finish_reason == FinishReason.STOP
 
 
-def test_a_request_whose_guide_is_being_opened_can_be_cancelled() -> None:
-    async def scenario() -> None:
-        async with stepping() as scene:
-            scene.submit("guided", "[ab]{4}")
-            scene.engine.cancel("guided")
-            assert (await scene.last("guided")).finish_reason == FinishReason.CANCELLED
-            scene.guides.may_open.set()
-            scene.submit("plain")
-            await scene.last("plain")
-            assert scene.finished()[0] == ("guided", FinishReason.CANCELLED)
-            assert scene.engine.load().running_requests == 0
-
-    asyncio.run(scenario())
+async def test_a_request_whose_guide_is_being_opened_can_be_cancelled() -> None:
+    async with stepping() as scene:
+        scene.submit("guided", "[ab]{4}")
+        scene.engine.cancel("guided")
+        assert (await scene.last("guided")).finish_reason == FinishReason.CANCELLED
+        scene.guides.may_open.set()
+        scene.submit("plain")
+        await scene.last("plain")
+        assert scene.finished()[0] == ("guided", FinishReason.CANCELLED)
+        assert scene.engine.load().running_requests == 0
 
 
-def test_a_guide_that_cannot_be_opened_ends_its_request_with_the_reason() -> None:
-    async def scenario() -> None:
-        async with stepping() as scene:
-            scene.guides.may_open.set()
-            scene.submit("guided", "?")
-            last = await scene.last("guided")
-            assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.INVALID)
-            assert last.error == "guided_regex is set, and it is none"
-            assert scene.finished() == [("guided", FinishReason.ERROR)]
-
-    asyncio.run(scenario())
+async def test_a_guide_that_cannot_be_opened_ends_its_request_with_the_reason() -> None:
+    async with stepping() as scene:
+        scene.guides.may_open.set()
+        scene.submit("guided", "?")
+        last = await scene.last("guided")
+        assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.INVALID)
+        assert last.error == "guided_regex is set, and it is none"
+        assert scene.finished() == [("guided", FinishReason.ERROR)]
 
 
-def test_a_guide_whose_opening_fails_is_answered_as_broken_so_that_another_worker_may_try() -> None:
-    async def scenario() -> None:
-        async with stepping() as scene:
-            scene.guides.may_open.set()
-            scene.submit("guided", "!")
-            last = await scene.last("guided")
-            assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
-            assert last.error == "guided_regex is set, and opening it failed here: Panic: a compiled library gave up"
-            assert scene.finished() == [("guided", FinishReason.ERROR)]
-            scene.submit("plain")
-            await scene.last("plain")
-
-    asyncio.run(scenario())
+async def test_a_guide_whose_opening_fails_is_answered_as_broken_so_that_another_worker_may_try() -> None:
+    async with stepping() as scene:
+        scene.guides.may_open.set()
+        scene.submit("guided", "!")
+        last = await scene.last("guided")
+        assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
+        assert last.error == "guided_regex is set, and opening it failed here: Panic: a compiled library gave up"
+        assert scene.finished() == [("guided", FinishReason.ERROR)]
+        scene.submit("plain")
+        await scene.last("plain")
 
 
-def test_others_go_on_while_the_log_probabilities_of_a_long_prompt_are_made() -> None:
+async def test_others_go_on_while_the_log_probabilities_of_a_long_prompt_are_made() -> None:
     prompt = pack_tokens(range(10, 1000))
     asked = Sampling(2, seed=5, prompt_logprobs=2)
 
-    async def scenario() -> None:
-        async with stepping() as scene:
-            scene.submit("guided", "[ab]{4}")  # the one thread is busy with it
-            scene.engine.submit(Generate("long", prompt, asked))
-            scene.engine.submit(Generate("cancelled", prompt, asked))
-            scene.engine.submit(Generate("short", prompt[:40], asked))
-            assert (await scene.last("short")).finish_reason == FinishReason.LENGTH
-            scene.engine.cancel("cancelled")
-            assert (await scene.last("cancelled")).finish_reason == FinishReason.CANCELLED
-            scene.guides.may_open.set()
-            await scene.last("long")
-            told = [delta for report in scene.reports for delta in report.deltas if delta.request_id == "long"]
-            assert told[0].prompt_logprobs == prompt_logprobs(VOCABULARY, b"", prompt, 5, 2)
-            assert all(delta.prompt_logprobs is None for delta in told[1:])
-
-    asyncio.run(scenario())
+    async with stepping() as scene:
+        scene.submit("guided", "[ab]{4}")  # the one thread is busy with it
+        scene.engine.submit(Generate("long", prompt, asked))
+        scene.engine.submit(Generate("cancelled", prompt, asked))
+        scene.engine.submit(Generate("short", prompt[:40], asked))
+        assert (await scene.last("short")).finish_reason == FinishReason.LENGTH
+        scene.engine.cancel("cancelled")
+        assert (await scene.last("cancelled")).finish_reason == FinishReason.CANCELLED
+        scene.guides.may_open.set()
+        await scene.last("long")
+        told = [delta for report in scene.reports for delta in report.deltas if delta.request_id == "long"]
+        assert told[0].prompt_logprobs == prompt_logprobs(VOCABULARY, b"", prompt, 5, 2)
+        assert all(delta.prompt_logprobs is None for delta in told[1:])

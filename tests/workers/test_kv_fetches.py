@@ -71,15 +71,6 @@ def test_an_answered_fetch_is_renewed_before_the_source_forgets_and_fails_when_t
     assert failed.cause == "timeout"
 
 
-def test_an_answer_from_elsewhere_says_nothing() -> None:
-    fetches = KvFetches(TIMEOUT_MS, 8)
-    fetches.begin("r", wanted(), 0.0)
-
-    assert fetches.receive("tcp://q", KvOffered("t", False), 1.0) == []
-    assert fetches.receive("tcp://p", KvOffered("u", False), 1.0) == []
-    assert len(fetches) == 1
-
-
 def test_fetches_are_bounded_and_a_transfer_is_fetched_once() -> None:
     fetches = KvFetches(TIMEOUT_MS, 2)
     fetches.begin("r", wanted("t"), 0.0)

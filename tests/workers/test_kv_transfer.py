@@ -20,6 +20,7 @@ from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
+from tests.examples import examples
 from tests.workers.builders import (
     VOCABULARY,
     decode_leg,
@@ -76,23 +77,6 @@ def assert_empty(engine: SimulatedEngine) -> None:
     assert (engine.active_requests, engine.kept_transfers, engine.next_moment_ms) == (0, 0, None)
 
 
-def test_a_prefill_leg_computes_the_prompt_delivers_one_token_and_keeps_the_blocks() -> None:
-    engine = make_engine()
-    request = make_request("a", range(10), max_tokens=6)
-    engine.submit(prefill_leg(request), 0.0)
-
-    (outcome,) = run_to_end(engine)
-
-    (delta,) = outcome.deltas
-    assert (delta.token_ids, delta.position, delta.finish_reason) == (expected(request)[:4], 0, "prefilled")
-    assert outcome.facts == [RequestStarted("a", 10, 0, 3), PrefillCompleted("a")]
-    load = engine.load()
-    # Two whole blocks and the one that the last two prompt tokens lie in; none for tokens of the decode worker.
-    assert (load.active_blocks, load.cached_blocks, load.running_requests) == (3, 2, 1)
-    offer = engine.offer(read_ticket(decode_leg(request, delta)).transfer_id, 0.0)
-    assert (offer.known, len(unpack_hashes(offer.sequence_hashes)), offer.tail_tokens) == (True, 2, 2)
-
-
 def test_the_decode_leg_goes_on_from_the_first_token_and_the_release_frees_the_source() -> None:
     source, target = make_engine("p"), make_engine("d")
     request = make_request("a", range(10), max_tokens=6)
@@ -115,23 +99,6 @@ def test_the_decode_leg_goes_on_from_the_first_token_and_the_release_frees_the_s
     assert_empty(target)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [({"max_tokens": 1}, "length"), ({"stop_token_ids": (VOCABULARY.first_token_id,)}, "stop")],
-)
-def test_a_prefill_leg_that_ends_the_request_keeps_nothing(changes: dict[str, Any], reason: str) -> None:
-    one_word = Vocabulary(size=VOCABULARY.first_token_id + 1, first_token_id=VOCABULARY.first_token_id)
-    engine = make_engine(vocabulary=one_word)
-    engine.submit(prefill_leg(make_request("a", range(9), **changes)), 0.0)
-
-    outcomes = run_to_end(engine)
-
-    (delta,) = (delta for outcome in outcomes for delta in outcome.deltas)
-    assert (delta.finish_reason, delta.disaggregated_params) == (reason, None)
-    assert facts(outcomes)[-1] == RequestFinished("a", reason)
-    assert_empty(engine)
-
-
 def test_blocks_that_are_there_already_are_not_moved_and_moved_ones_are_reusable() -> None:
     recorder = CacheRecorder()
     source, target = make_engine("p"), make_engine("d", recorder=recorder)
@@ -149,28 +116,6 @@ def test_blocks_that_are_there_already_are_not_moved_and_moved_ones_are_reusable
     assert arrival.duration_ms == pytest.approx(2.0 + 2 * 1.0)
     assert next(delta for outcome in outcomes for delta in outcome.deltas).cached_tokens == 12
     assert fold(recorder.take())[Tier.DEVICE] >= set(unpack_hashes(offer.sequence_hashes))
-
-
-def test_a_prompt_that_is_there_to_the_last_block_is_not_moved_at_all() -> None:
-    source, target = make_engine("p"), make_engine("d")
-    for request_id, moved in (("a", 3), ("b", 0)):
-        request = make_request(request_id, range(12), max_tokens=6)
-        leg, offer, _ = prefill(source, request)
-        target.submit(leg, 0.0, offer=offer)
-        outcomes = run_through(target)
-
-        (arrival,) = (arrival for outcome in outcomes for arrival in outcome.arrivals)
-        assert (arrival.moved_blocks, arrival.present_blocks) == (moved, 3 - moved)
-        assert outputs(outcomes)[request_id] == expected(request)
-
-
-def test_a_prefill_leg_holds_no_block_beyond_its_prompt() -> None:
-    engine = make_engine(total_kv_blocks=16)
-    engine.submit(prefill_leg(make_request("a", range(64), max_tokens=100)), 0.0)
-
-    run_to_end(engine)
-
-    assert engine.load().active_blocks == 16
 
 
 def test_a_transfer_takes_its_time_and_nobody_else_waits_for_it() -> None:
@@ -301,19 +246,6 @@ def test_kept_blocks_expire_when_nobody_asks_and_live_on_when_somebody_does() ->
     assert_empty(engine)
 
 
-def test_kept_blocks_are_never_evicted() -> None:
-    engine = make_engine(total_kv_blocks=8)
-    leg, offer, now = prefill(engine, make_request("a", range(10), max_tokens=6))
-    for number in range(5):
-        engine.submit(make_request(f"r{number}", range(100 * number + 50, 100 * number + 66), max_tokens=3), now)
-        now = run_to_end(engine, now)[-1].ended_ms
-
-    assert engine.offer(offer.transfer_id, now) == offer
-    target = make_engine("d")
-    target.submit(leg, now, offer=offer)
-    assert outputs(run_through(target, now))["a"] == expected(make_request("a", range(10), max_tokens=6))
-
-
 def test_no_more_transfers_are_kept_than_allowed() -> None:
     engine = make_engine()
     for number in range(5):
@@ -332,53 +264,6 @@ def test_no_more_transfers_are_kept_than_allowed() -> None:
         f"r{number}" for number in range(5)
     ]
     assert_empty(engine)
-
-
-def test_a_decode_leg_that_gives_up_its_blocks_is_computed_here_and_its_output_does_not_change() -> None:
-    source = make_engine("p")
-    target = make_engine("d", total_kv_blocks=10)
-    requests = [make_request(f"r{number}", range(number * 50, number * 50 + 8), max_tokens=20) for number in range(3)]
-    for request in requests:
-        leg, offer, _ = prefill(source, request)
-        target.submit(leg, 0.0, offer=offer)
-        source.release(offer.transfer_id)
-
-    outcomes = run_through(target)
-
-    assert sum(outcome.preemptions for outcome in outcomes) > 0
-    assert sum(outcome.prefill_tokens for outcome in outcomes) > 0
-    assert outputs(outcomes) == {request.request_id: expected(request) for request in requests}
-    assert sum(len(outcome.arrivals) for outcome in outcomes) == 3
-    assert_empty(target)
-
-
-@pytest.mark.parametrize("steps", range(9))
-def test_a_decode_leg_can_be_cancelled_at_any_moment(steps: int) -> None:
-    target = make_engine("d", max_batch_size=1)
-    requests = [make_request(f"r{number}", range(number, number + 10), max_tokens=4) for number in range(2)]
-    for request in requests:
-        leg, offer, _ = prefill(make_engine("p"), request)
-        target.submit(leg, 0.0, offer=offer)
-    outcomes = []
-    now = 0.0
-    for _ in range(steps):
-        outcome = target.step(now)
-        if outcome is None:
-            assert target.next_moment_ms is not None
-            now = target.next_moment_ms
-            continue
-        outcomes.append(outcome)
-        now = outcome.ended_ms
-
-    cancelled = {request.request_id for request in requests if target.cancel(request.request_id)}
-    outcomes += run_through(target, now)
-
-    assert {fact.request_id for fact in facts(outcomes) if fact == RequestFinished(fact.request_id, "cancelled")} == (  # type: ignore[attr-defined]
-        cancelled
-    )
-    for request in requests:
-        assert expected(request).startswith(outputs(outcomes)[request.request_id])
-    assert_empty(target)
 
 
 @dataclass
@@ -411,7 +296,7 @@ stories = st.lists(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(50))
 @given(told=stories, host_kv_blocks=st.sampled_from([0, 6]))
 def test_two_legs_give_what_one_worker_gives_and_leave_nothing_behind(told: list[Story], host_kv_blocks: int) -> None:
     vocabulary = Vocabulary(size=1000, first_token_id=10, eos_probability=0.05)
@@ -566,7 +451,7 @@ def play(
     return outcomes, engine, recorder
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(50))
 @given(script=happenings)
 def test_running_over_uneventful_steps_equals_single_steps_to_the_bit_with_legs_too(script: list[Happening]) -> None:
     single, engine, recorder = play(script, single_steps=True)
@@ -590,7 +475,7 @@ def test_running_over_uneventful_steps_equals_single_steps_to_the_bit_with_legs_
     assert_empty(leaper)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30))
 @given(script=happenings)
 def test_every_leg_is_told_started_completed_and_finished_once_and_in_order(script: list[Happening]) -> None:
     outcomes, _, _ = play(script, single_steps=False)

@@ -41,13 +41,6 @@ def test_banned_tokens_can_never_be_chosen() -> None:
     assert logits.argmax() == 6
 
 
-def test_only_allowed_tokens_can_be_chosen_and_keep_their_logits() -> None:
-    logits = row()
-    make("allowed_tokens", b'{"token_ids": [1, 4]}')([1, 2, 3], logits)
-    assert [token for token in range(8) if not math.isinf(logits[token])] == [1, 4]
-    assert (logits[1], logits[4]) == (1.0, 4.0)
-
-
 def test_an_answer_begins_with_the_forced_prefix_and_goes_on_freely() -> None:
     processor = make("forced_prefix", b'{"token_ids": [5, 0]}')
     tokens = [1, 2, 3]
@@ -56,12 +49,6 @@ def test_an_answer_begins_with_the_forced_prefix_and_goes_on_freely() -> None:
         processor(tokens, logits)
         tokens.append(int(logits.argmax()))
     assert tokens[3:] == [5, 0, 7]
-
-
-def test_a_continued_request_does_not_begin_its_prefix_again() -> None:
-    logits = row()
-    make("forced_prefix", b'{"token_ids": [5, 0]}')([1, 2, 3, 5], logits)
-    assert logits.argmax() == 0
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

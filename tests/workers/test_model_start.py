@@ -123,22 +123,19 @@ def test_settings_of_the_cache_without_a_cache_are_refused() -> None:
         settings_of("trtllm", model_path="m", model_source="org/model")
 
 
-def test_a_worker_fetches_its_model_and_then_loads_it_and_each_phase_is_measured(tmp_path: Path) -> None:
+async def test_a_worker_fetches_its_model_and_then_loads_it_and_each_phase_is_measured(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
     cache = {"model_cache_dir": str(tmp_path / "cache"), "model_source": str(source)}
 
-    async def scenario() -> None:
-        async with running_worker(**cache, load_ms=1.0, load_bytes=1000) as worker:
-            assert {(each.worker_id, each.model, each.role) for each in worker.journal.loading} <= {
-                ("w0", "m", "aggregated")
-            }
-            for phase in ("fetch", "load", "register"):
-                assert await worker.metric("poolgrid_worker_start_seconds", phase=phase) > 0
-            assert await worker.metric("poolgrid_worker_start_left_bytes") == 0
-
-    asyncio.run(scenario())
+    async with running_worker(**cache, load_ms=1.0, load_bytes=1000) as worker:
+        assert {(each.worker_id, each.model, each.role) for each in worker.journal.loading} <= {
+            ("w0", "m", "aggregated")
+        }
+        for phase in ("fetch", "load", "register"):
+            assert await worker.metric("poolgrid_worker_start_seconds", phase=phase) > 0
+        assert await worker.metric("poolgrid_worker_start_left_bytes") == 0
     assert (tmp_path / "cache" / "source" / "config.json").read_text() == "{}"
 
 

@@ -44,6 +44,7 @@ from poolgrid.workers.core.push_stream import (
     State,
     Warn,
 )
+from tests.examples import examples
 
 CARD = WorkerCard("m", Role.AGGREGATED, 4, WorkerLimits(8, 64, 256, 4096), "tcp://127.0.0.1:1")
 EPOCH = 77
@@ -89,17 +90,6 @@ def open_stream() -> PushStream:
     return stream
 
 
-def test_it_greets_until_it_is_welcomed() -> None:
-    stream = make_stream()
-
-    hello = Hello("w", 0, EPOCH, CARD, next_seq=0, oldest_seq=0)
-    assert said(stream.begin(0)) == [hello]
-    assert said(stream.tick(49)) == []
-    assert said(stream.tick(50)) == [hello]
-    assert stream.receive(welcome(0), 60) == []
-    assert stream.is_open
-
-
 def test_while_nobody_answers_it_greets_at_intervals_that_double() -> None:
     stream = make_stream()
     stream.begin(0)
@@ -134,46 +124,6 @@ def test_a_consolidator_of_another_life_that_welcomes_an_open_stream_gets_what_i
     assert seqs(stream.receive(welcome(0, life="c1"), 10)) == [0]
 
 
-def test_what_is_published_before_the_welcome_goes_out_after_it() -> None:
-    stream = make_stream()
-    stream.begin(0)
-    assert stream.publish(EVENTS, 1, 1) == []
-    assert stream.publish(EVENTS, 2, 2) == []
-
-    assert seqs(stream.receive(welcome(0), 3)) == [0, 1]
-    assert seqs(stream.publish(EVENTS, 4, 4)) == [2]
-
-
-def test_acknowledged_batches_are_forgotten_and_the_rest_is_sent_again_after_a_restart() -> None:
-    stream = open_stream()
-    for at in range(5):
-        stream.publish(EVENTS, at, at)
-    assert stream.receive(acknowledged(3), 10) == []
-    assert (stream.outbox.oldest_seq, len(stream.outbox)) == (3, 2)
-
-    (hello,) = said(stream.receive(acknowledged(3, life="c1"), 20))
-    assert isinstance(hello, Hello)
-    assert (hello.oldest_seq, hello.next_seq) == (3, 5)
-    assert seqs(stream.receive(welcome(3, life="c1"), 21)) == [3, 4]
-
-
-def test_a_consolidator_that_forgot_everything_gets_a_restatement() -> None:
-    stream = open_stream()
-    stream.publish(EVENTS, 0, 0)
-    stream.receive(acknowledged(1), 1)
-    (hello,) = said(stream.receive(Unknown("w", 0), 2))
-    assert isinstance(hello, Hello)
-
-    (needed,) = stream.receive(welcome(0, life="c1"), 3)
-    assert isinstance(needed, RestateNeeded)
-    facts: list[AnyEvent] = [BlocksStored(None, pack_hashes([1, 2])), SnapshotEnded()]
-    (batch,) = said(stream.restate(facts, 4, 4))
-
-    assert isinstance(batch, EventBatch)
-    assert (batch.seq, batch.events) == (1, [SnapshotBegan(), *facts])
-    assert seqs(stream.publish(EVENTS, 5, 5)) == [2]
-
-
 def test_a_long_restatement_is_cut_into_batches_and_only_the_first_begins() -> None:
     stream = open_stream()
     facts: list[AnyEvent] = [BlocksStored(None, pack_hashes([at])) for at in range(2 * EVENTS_PER_RESTATED_BATCH)]
@@ -205,17 +155,6 @@ def test_a_restatement_of_long_chains_is_cut_so_that_no_batch_is_much_work_for_i
     assert b"".join(event.sequence_hashes for event in pieces) == facts[2].sequence_hashes  # type: ignore[union-attr]
 
 
-def test_resend_brings_the_missing_batches_or_a_restatement() -> None:
-    stream = open_stream()
-    for at in range(4):
-        stream.publish(EVENTS, at, at)
-    assert seqs(stream.receive(Resend("w", 0, EPOCH, 2), 5)) == [2, 3]
-
-    stream.receive(acknowledged(4), 6)
-    (needed,) = stream.receive(Resend("w", 0, EPOCH, 2), 7)
-    assert needed == RestateNeeded("batches 2 to 3 are wanted and no longer kept")
-
-
 def test_it_keeps_its_lease_with_heartbeats_that_name_the_next_batch() -> None:
     stream = open_stream()
     stream.publish(EVENTS, 0, 0)
@@ -223,27 +162,6 @@ def test_it_keeps_its_lease_with_heartbeats_that_name_the_next_batch() -> None:
     assert stream.next_moment_ms() == 100
     assert said(stream.tick(100)) == [Heartbeat("w", 0, EPOCH, next_seq=1)]
     assert stream.next_moment_ms() == 200
-
-
-def test_a_short_lease_of_the_consolidator_quickens_the_heartbeat() -> None:
-    stream = make_stream()
-    stream.begin(0)
-    stream.receive(welcome(0, lease_ms=60), 0)
-
-    assert stream.next_moment_ms() == 20
-
-
-def test_a_silent_consolidator_is_greeted_again() -> None:
-    stream = open_stream()
-    now = 0.0
-    while stream.state is State.OPEN:
-        moment = stream.next_moment_ms()
-        assert moment is not None
-        now = moment
-        last = said(stream.tick(now))
-
-    assert now == 1000
-    assert isinstance(last[0], Hello)
 
 
 def test_a_refused_worker_asks_again_ever_more_slowly_and_says_why() -> None:
@@ -305,22 +223,6 @@ def test_a_full_outbox_drops_everything_and_the_hole_in_the_numbers_shows_it() -
     assert small.add([event], 0) is not None
     assert small.oldest_seq == 7
     assert not outbox.overflowed
-
-
-def test_an_overflow_leads_to_a_restatement_once_the_consolidator_answers() -> None:
-    stream = open_stream()
-    big: list[AnyEvent] = [BlocksStored(None, pack_hashes(range(2000)))]
-    effects = [effect for _ in range(6) for effect in stream.publish(big, 0, 0)]
-
-    (warning,) = [effect for effect in effects if isinstance(effect, Warn)]
-    assert "outbox" in warning.text
-    assert isinstance(said(effects)[-1], Hello)
-    assert not stream.is_settled
-    (needed,) = stream.receive(welcome(4), 10)
-    assert isinstance(needed, RestateNeeded)
-    assert seqs(stream.restate([SnapshotEnded()], 11, 11)) == [6]
-    stream.receive(acknowledged(7), 12)
-    assert stream.is_settled
 
 
 def test_an_impossible_bound_is_refused() -> None:
@@ -396,7 +298,7 @@ class World:
         self.do(self.stream.publish([stored, *filling(filler)], 0, self.now))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     script=st.lists(
         st.sampled_from(["store", "store many", "wait", "lose", "heal", "restart", "forget"]), min_size=1, max_size=40

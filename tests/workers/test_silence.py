@@ -125,73 +125,61 @@ async def scene(drain_timeout_ms: float = 30_000.0) -> AsyncIterator[Scene]:
     context.term()
 
 
-def test_a_worker_leaves_while_its_engine_is_silent_and_comes_back_in_another_life() -> None:
-    async def scenario() -> None:
-        async with scene() as at:
-            await at.router.send(make_request("r"))
-            await at.router.until_started("r")
-            at.engine.fall_silent()
-            await at.router.until_finished("r")
-            assert at.router.last("r").refusal is RefusalKind.BROKEN
-            await at.consolidator.until(lambda journal: journal.goodbyes)
-            assert at.journal.goodbyes == ["the engine of w0 does not answer: nothing comes back"]
-            assert at.journal.events[-2] == RequestFinished("r", "error"), "what ended is told before"
-            assert not at.service.is_ready
-            await at.router.send(make_request("s"))
-            await at.router.until_finished("s")
-            assert "is not well" in (at.router.last("s").error or "")
-            at.engine.wake()
-            await at.consolidator.until(lambda journal: journal.epoch == 6 and journal.next_seq > 0)
-            restated = [event for batch in at.journal.batches if batch.epoch == 6 for event in batch.events]
-            assert isinstance(restated[0], SnapshotBegan)
-            assert HELD in restated
-            await at.router.send(make_request("t"))
-            await at.router.until_started("t")
+async def test_a_worker_leaves_while_its_engine_is_silent_and_comes_back_in_another_life() -> None:
+    async with scene() as at:
+        await at.router.send(make_request("r"))
+        await at.router.until_started("r")
+        at.engine.fall_silent()
+        await at.router.until_finished("r")
+        assert at.router.last("r").refusal is RefusalKind.BROKEN
+        await at.consolidator.until(lambda journal: journal.goodbyes)
+        assert at.journal.goodbyes == ["the engine of w0 does not answer: nothing comes back"]
+        assert at.journal.events[-2] == RequestFinished("r", "error"), "what ended is told before"
+        assert not at.service.is_ready
+        await at.router.send(make_request("s"))
+        await at.router.until_finished("s")
+        assert "is not well" in (at.router.last("s").error or "")
+        at.engine.wake()
+        await at.consolidator.until(lambda journal: journal.epoch == 6 and journal.next_seq > 0)
+        restated = [event for batch in at.journal.batches if batch.epoch == 6 for event in batch.events]
+        assert isinstance(restated[0], SnapshotBegan)
+        assert HELD in restated
+        await at.router.send(make_request("t"))
+        await at.router.until_started("t")
+        await at.router.send(Ping(1))
+        assert (await at.router.pong()).epoch == 6
+        assert at.service.is_ready
+
+
+async def test_a_drain_ends_while_the_engine_is_silent() -> None:
+    async with scene() as at:
+        at.engine.fall_silent()
+        await at.consolidator.until(lambda journal: journal.goodbyes)
+        at.stop.set()
+        await at.running
+        assert len(at.journal.goodbyes) == 1, "it has left already"
+
+
+async def test_a_drain_hands_over_what_the_engine_does_not_end() -> None:
+    async with scene(drain_timeout_ms=10.0) as at:
+        await at.router.send(make_request("r"))
+        await at.router.until_started("r")
+        at.stop.set()
+        await at.router.until_finished("r")
+        assert at.router.last("r").refusal is RefusalKind.DRAINING
+        await at.running
+
+
+async def test_one_that_wakes_while_it_drains_does_not_rejoin() -> None:
+    async with scene(drain_timeout_ms=200.0) as at:
+        await at.router.send(make_request("r"))
+        await at.router.until_started("r")
+        at.engine._requests.clear()  # it keeps the request for itself
+        at.stop.set()
+        await at.router.send(Ping(1))
+        while not (await at.router.pong()).draining:
             await at.router.send(Ping(1))
-            assert (await at.router.pong()).epoch == 6
-            assert at.service.is_ready
-
-    asyncio.run(scenario())
-
-
-def test_a_drain_ends_while_the_engine_is_silent() -> None:
-    async def scenario() -> None:
-        async with scene() as at:
-            at.engine.fall_silent()
-            await at.consolidator.until(lambda journal: journal.goodbyes)
-            at.stop.set()
-            await at.running
-            assert len(at.journal.goodbyes) == 1, "it has left already"
-
-    asyncio.run(scenario())
-
-
-def test_a_drain_hands_over_what_the_engine_does_not_end() -> None:
-    async def scenario() -> None:
-        async with scene(drain_timeout_ms=10.0) as at:
-            await at.router.send(make_request("r"))
-            await at.router.until_started("r")
-            at.stop.set()
-            await at.router.until_finished("r")
-            assert at.router.last("r").refusal is RefusalKind.DRAINING
-            await at.running
-
-    asyncio.run(scenario())
-
-
-def test_one_that_wakes_while_it_drains_does_not_rejoin() -> None:
-    async def scenario() -> None:
-        async with scene(drain_timeout_ms=200.0) as at:
-            await at.router.send(make_request("r"))
-            await at.router.until_started("r")
-            at.engine._requests.clear()  # it keeps the request for itself
-            at.stop.set()
-            await at.router.send(Ping(1))
-            while not (await at.router.pong()).draining:
-                await at.router.send(Ping(1))
-            at.engine.fall_silent()
-            at.engine.wake()
-            await at.running
-            assert at.journal.epoch == 5
-
-    asyncio.run(scenario())
+        at.engine.fall_silent()
+        at.engine.wake()
+        await at.running
+        assert at.journal.epoch == 5

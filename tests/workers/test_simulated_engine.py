@@ -26,7 +26,6 @@ from poolgrid.wire.requests import (
     TokenDelta,
 )
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
@@ -36,6 +35,7 @@ from poolgrid.workers.engines.simulated.core.next_token import (
     expected_output,
     expected_reply,
 )
+from tests.examples import examples
 from tests.workers.builders import (
     VOCABULARY,
     fold,
@@ -91,32 +91,6 @@ def test_a_request_lives_from_prefill_to_its_last_token() -> None:
     assert engine.active_requests == 0
 
 
-def test_a_step_takes_as_long_as_the_timing_says() -> None:
-    engine = make_engine()
-    timing = PolynomialTiming()
-    engine.submit(make_request("a", range(5), max_tokens=3), 100.0)
-
-    first, second, _ = run_to_end(engine, 100.0)
-
-    assert (first.started_ms, first.ended_ms) == (100.0, 100.0 + timing.prefill_ms(5))
-    assert second.duration_ms == pytest.approx(timing.decode_ms(2 / 64))
-
-
-def test_an_idle_engine_has_nothing_to_do() -> None:
-    assert make_engine().step(0.0) is None
-
-
-def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding_requests() -> None:
-    engine = make_engine()
-    engine.submit(make_request("short", range(4), max_tokens=10), 0.0)
-    engine.submit(make_request("long", range(100, 140), max_tokens=2), 0.0)
-
-    outcomes = run_to_end(engine)
-
-    assert [outcome.prefill_tokens for outcome in outcomes[:4]] == [16, 15, 13, 0]
-    assert [outcome.decode_tokens for outcome in outcomes[:4]] == [0, 1, 1, 2]
-
-
 def test_no_step_computes_more_tokens_than_allowed_nor_runs_more_requests() -> None:
     engine = make_engine()
     for number in range(12):
@@ -127,54 +101,6 @@ def test_no_step_computes_more_tokens_than_allowed_nor_runs_more_requests() -> N
         now = outcome.ended_ms
         assert outcome.prefill_tokens + outcome.decode_tokens <= 16
         assert engine.load().running_requests <= 4
-
-
-def test_requests_start_by_priority_then_in_order_of_arrival() -> None:
-    engine = make_engine(max_batch_size=1)
-    for request_id, priority in (("a", 0), ("b", 0), ("urgent", 5)):
-        engine.submit(make_request(request_id, priority=priority), 0.0)
-
-    started = [
-        fact.request_id for outcome in run_to_end(engine) for fact in outcome.facts if isinstance(fact, RequestStarted)
-    ]
-
-    assert started == ["urgent", "a", "b"]
-
-
-def test_a_repeated_prompt_is_served_from_cache_but_for_its_last_block() -> None:
-    engine = make_engine()
-    engine.submit(make_request("a", range(12), max_tokens=1), 0.0)
-    run_to_end(engine)
-    engine.submit(make_request("b", range(12), max_tokens=1), 0.0)
-    engine.submit(make_request("c", range(14), max_tokens=1), 0.0)
-
-    deltas = [delta for outcome in run_to_end(engine) for delta in outcome.deltas]
-
-    assert {delta.request_id: delta.cached_tokens for delta in deltas} == {"b": 8, "c": 12}
-
-
-def test_generated_tokens_are_reusable_as_the_next_turn_of_a_conversation() -> None:
-    engine = make_engine()
-    first = make_request("a", range(6), max_tokens=11)
-    engine.submit(first, 0.0)
-    reply = outputs(run_to_end(engine))["a"]
-    engine.submit(Generate("b", first.token_ids + reply + pack_tokens([7]), Sampling(max_tokens=1)), 0.0)
-
-    (outcome,) = run_to_end(engine)
-
-    assert outcome.deltas[0].cached_tokens == 16
-
-
-def test_tenants_with_different_salts_share_nothing() -> None:
-    engine = make_engine()
-    engine.submit(make_request("a", range(12), max_tokens=1, cache_salt="x"), 0.0)
-    run_to_end(engine)
-    for request_id, salt in (("b", "y"), ("c", ""), ("d", "x")):
-        engine.submit(make_request(request_id, range(12), max_tokens=1, cache_salt=salt), 0.0)
-
-    cached = {delta.request_id: delta.cached_tokens for outcome in run_to_end(engine) for delta in outcome.deltas}
-
-    assert cached == {"b": 0, "c": 0, "d": 8}
 
 
 def test_precomputed_hashes_change_nothing_and_are_not_changed() -> None:
@@ -224,14 +150,6 @@ def test_what_can_never_run_is_refused_with_the_reason(
     assert engine.load() == before
 
 
-def test_the_longest_possible_request_runs() -> None:
-    engine = make_engine(total_kv_blocks=16)
-    request = make_request("a", range(60), max_tokens=5)
-    engine.submit(request, 0.0)
-
-    assert outputs(run_to_end(engine))["a"] == expected(request)
-
-
 def test_a_full_waiting_room_refuses_and_says_that_another_worker_may_help() -> None:
     engine = make_engine(max_waiting_requests=2)
     engine.submit(make_request("a"), 0.0)
@@ -241,81 +159,6 @@ def test_a_full_waiting_room_refuses_and_says_that_another_worker_may_help() -> 
         engine.submit(make_request("c"), 0.0)
 
     assert refusal.value.kind is RefusalKind.BUSY
-
-
-@pytest.mark.parametrize("steps_before", range(8))
-def test_a_request_can_be_cancelled_at_any_moment(steps_before: int) -> None:
-    engine = make_engine(max_batch_size=1)
-    engine.submit(make_request("a", range(40), max_tokens=6), 0.0)
-    engine.submit(make_request("b", range(40), max_tokens=6), 0.0)
-    outcomes = []
-    for _ in range(steps_before):
-        outcome = engine.step(0.0)
-        assert outcome is not None
-        outcomes.append(outcome)
-
-    assert engine.cancel("a")
-    assert engine.cancel("b")
-    assert not engine.cancel("a")
-    outcomes += run_to_end(engine)
-
-    last = {delta.request_id: delta for outcome in outcomes for delta in outcome.deltas}
-    assert {request_id: delta.finish_reason for request_id, delta in last.items()} == {
-        "a": "cancelled",
-        "b": "cancelled",
-    }
-    joined = outputs(outcomes)
-    assert expected(make_request("a", range(40), max_tokens=6)).startswith(joined["a"])
-    load = engine.load()
-    assert (load.running_requests, load.waiting_requests, load.prefill_tokens, load.active_blocks) == (0, 0, 0, 0)
-
-
-def test_when_blocks_run_out_the_last_arrived_gives_way_and_no_output_changes() -> None:
-    engine = make_engine(total_kv_blocks=10)
-    requests = [make_request(f"r{number}", range(number * 50, number * 50 + 8), max_tokens=20) for number in range(3)]
-    for request in requests:
-        engine.submit(request, 0.0)
-
-    outcomes = run_to_end(engine)
-
-    assert sum(outcome.preemptions for outcome in outcomes) > 0
-    joined = outputs(outcomes)
-    assert joined == {request.request_id: expected(request) for request in requests}
-    finished = [fact.request_id for outcome in outcomes for fact in outcome.facts if isinstance(fact, RequestFinished)]
-    assert finished[0] == "r0"
-    gave_way = {
-        fact.request_id
-        for outcome in outcomes
-        for fact in outcome.facts
-        if isinstance(fact, RequestProgressed) and fact.active_blocks == 0
-    }
-    assert "r0" not in gave_way
-
-
-def test_priority_protects_from_giving_way() -> None:
-    engine = make_engine(total_kv_blocks=10)
-    engine.submit(make_request("first", range(8), max_tokens=20), 0.0)
-    engine.submit(make_request("urgent", range(50, 58), max_tokens=20, priority=1), 0.0)
-
-    outcomes = run_to_end(engine)
-
-    gave_way = {
-        fact.request_id
-        for outcome in outcomes
-        for fact in outcome.facts
-        if isinstance(fact, RequestProgressed) and fact.active_blocks == 0
-    }
-    assert gave_way == {"first"}
-
-
-def test_log_probabilities_come_with_every_token() -> None:
-    engine = make_engine()
-    engine.submit(make_request("a", range(3), max_tokens=7, logprobs=2), 0.0)
-
-    deltas = [delta for outcome in run_to_end(engine, horizon_ms=math.inf) for delta in outcome.deltas]
-
-    reported = [entry.token_id for delta in deltas for entry in delta.logprobs or ()]
-    assert pack_tokens(reported) == expected(make_request("a", range(3), max_tokens=7))
 
 
 def test_load_counts_what_is_there() -> None:
@@ -414,7 +257,7 @@ def drive(
     return outcomes, engine, requests, cancelled
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(workload=workloads, host_kv_blocks=st.sampled_from([0, 6]))
 def test_running_over_uneventful_steps_equals_single_steps_to_the_bit(
     workload: list[tuple[float, int, int, int, int, float | None]], host_kv_blocks: int
@@ -436,7 +279,7 @@ def test_running_over_uneventful_steps_equals_single_steps_to_the_bit(
     assert leaping[-1].ended_ms == single[-1].ended_ms
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(workload=workloads)
 def test_whatever_happens_every_output_is_the_expected_one_and_nothing_is_left(
     workload: list[tuple[float, int, int, int, int, float | None]],
@@ -466,7 +309,7 @@ def test_whatever_happens_every_output_is_the_expected_one_and_nothing_is_left(
     assert len(held[Tier.DEVICE]) == load.cached_blocks
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60))
 @given(workload=workloads)
 def test_every_request_is_told_started_completed_and_finished_once_and_in_order(
     workload: list[tuple[float, int, int, int, int, float | None]],

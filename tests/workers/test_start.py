@@ -14,7 +14,6 @@ from poolgrid.process.tasks import on_fatal
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.timing import TableError
 from poolgrid.workers.engines.simulated import opening
-from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 from tests.workers.fakes import FakeConsolidator, Journal
 from tests.workers.running import make_settings
@@ -80,12 +79,6 @@ def test_one_that_breaks_around_its_engine_leaves_nothing(
 
 def test_one_whose_timing_table_is_missing_leaves_nothing(tmp_path: Path) -> None:
     ended_leaving_nothing(starting(timing_table=tmp_path / "none.csv"), TableError)
-
-
-def test_one_whose_engine_breaks_at_once_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RealTimeSimulatedEngine, "run", breaks)
-
-    ended_leaving_nothing(starting(), Broken)
 
 
 def test_one_that_cannot_say_that_it_is_ready_ends_and_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:

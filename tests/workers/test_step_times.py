@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from poolgrid.wire.card import NO_STEP_TIMES
-from poolgrid.workers.core.timing import PolynomialTiming, shipped_timing, step_times_of
 from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from poolgrid.workers.engines.server.dialects.vllm import KIND
@@ -16,15 +15,6 @@ from poolgrid.workers.engines.server.opening import make_card
 from poolgrid.workers.settings import StepTimesSettings
 
 OWN = {"prefill": [[1, 10.0], [1000, 60.0]], "decode": [[0.0, 5.0], [1.0, 20.0]]}
-
-
-def test_nothing_is_said_unless_somebody_knows() -> None:
-    assert StepTimesSettings().step_times() == NO_STEP_TIMES
-
-
-def test_a_measurement_is_said_by_its_name() -> None:
-    assert StepTimesSettings(timing="h200-qwen3-8b").step_times() == step_times_of(shipped_timing("h200-qwen3-8b"))
-    assert StepTimesSettings(timing="published").step_times() == step_times_of(PolynomialTiming())
 
 
 def test_a_measurement_of_ones_own_is_said(tmp_path: Path) -> None:

@@ -64,11 +64,6 @@ def test_a_wrong_table_is_refused_naming_the_place(table: object, place: str) ->
         TableTiming.from_json(data)
 
 
-def test_a_missing_table_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TableError, match=r"nothing\.json: No such file"):
-        TableTiming.from_file(tmp_path / "nothing.json")
-
-
 def test_every_shipped_measurement_has_a_name_and_says_where_it_is_from() -> None:
     assert {path.stem for path in DIRECTORY.glob("*.json")} == set(MEASURED)
     for name in MEASURED:

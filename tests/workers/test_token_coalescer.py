@@ -55,15 +55,6 @@ def test_requests_that_are_read_as_they_come_or_want_log_probabilities_are_left_
         assert len(joined) == 0
 
 
-def test_what_is_kept_goes_with_the_request() -> None:
-    joined = joining()
-    assert sent(joined, token(0), token(1)) == []
-    joined.forget("r")
-    joined.forget("r")
-    assert len(joined) == 0
-    assert sent(joined, token(2)) == [token(2)]
-
-
 @given(
     st.integers(2, 6),
     st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30),

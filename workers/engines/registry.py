@@ -59,8 +59,10 @@ class EngineChoice(Settings):
 
     engine: EngineName = Field(
         DEFAULT,
-        description="Engine of the worker: simulated needs nothing, trtllm needs TensorRT-LLM and GPUs; vllm, "
-        "sglang and trtllm-serve are engines' own servers, asked over HTTP.",
+        description=(
+            "Choose the engine: simulated (no GPU), trtllm (TensorRT-LLM in this process), or a vllm, sglang "
+            "or trtllm-serve server."
+        ),
     )
 
 

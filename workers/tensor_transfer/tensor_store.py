@@ -108,8 +108,8 @@ class TensorMetrics:
         self.transport.labels(transport).set(1)
         self.fetched = Counter(
             "poolgrid_worker_tensor_fetches",
-            "Tensors asked for, by transport and outcome (`fetched`, `failed`). Fetches fail when encode "
-            "workers die or are out of reach, or when the lease is shorter than the queues.",
+            "Tensor fetches, by transport and outcome (`fetched`, `failed`). They fail when encode workers die "
+            "or are unreachable, or when the lease is shorter than the queues.",
             ["transport", "outcome"],
             registry=registry,
         )
@@ -118,20 +118,20 @@ class TensorMetrics:
         )
         self.fetch_seconds = Histogram(
             "poolgrid_worker_tensor_fetch_seconds",
-            "Duration of one fetch of tensors. It is part of TTFT.",
+            "Duration of one tensor fetch. Part of TTFT.",
             ["transport"],
             buckets=FETCH_SECONDS_BUCKETS,
             registry=registry,
         )
-        self.kept = Gauge("poolgrid_worker_tensors_kept", "Embeddings offered and not taken yet.", registry=registry)
+        self.kept = Gauge("poolgrid_worker_tensors_kept", "Embeddings offered and not fetched yet.", registry=registry)
         self.kept_bytes = Gauge(
             "poolgrid_worker_tensor_kept_bytes",
-            "Bytes of the embeddings offered and not taken yet. At 256 MiB encode legs are refused.",
+            "Bytes of embeddings offered and not fetched yet. At 256 MiB encode legs are refused.",
             registry=registry,
         )
         self.expired = Counter(
             "poolgrid_worker_tensor_lease_expiries",
-            "Embeddings that nobody came for within their lease. Routers lost interest, or prefill workers are full.",
+            "Embeddings that were not fetched within their lease: the request ended, or prefill workers are full.",
             registry=registry,
         )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from poolgrid.global_router.core.builder.pool_profiles import PoolProfile, PoolProfiles, WantedGrid
 from poolgrid.global_router.core.document.axis import STAGES_OF_MODE, TARGETS, Axis, axes_of
-from poolgrid.global_router.core.document.canonical_text import document_text, json_text
+from poolgrid.global_router.core.document.diff import document_text, json_text
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 

@@ -8,6 +8,7 @@ value stays. A load above what was measured is refused: latencies do not grow on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,6 @@ import numpy as np
 from pydantic import Field
 
 from poolgrid.global_router.core.document.axis import (
-    STAGES,
     STAGES_OF_MODE,
     TARGETS,
     AxisKind,
@@ -36,10 +36,15 @@ from poolgrid.global_router.core.document.grid_document import (
     TargetMs,
     Tokens,
 )
-from poolgrid.global_router.core.document.json_paths import JsonPath, path_text, value_text
-from poolgrid.global_router.core.document.json_text import is_finite_number, is_integer, read_json
-from poolgrid.global_router.core.document.model_validation import validate_model
-from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
+from poolgrid.global_router.core.document.problems import (
+    GridDocumentError,
+    JsonPath,
+    Problem,
+    path_text,
+    read_json,
+    value_text,
+)
+from poolgrid.global_router.core.document.reader import frozen, sound_part, validate_model
 
 POINTS_MAX = 1024
 """Points along one side of a table."""
@@ -133,123 +138,93 @@ def load_profiles(text: bytes | str, source: str = "") -> PoolProfiles:
         raise GridDocumentError(tuple(problems), (), source)
     value.pop("$schema", None)
     profiles, found = validate_model(PoolProfiles, value)
-    problems += found + _check(value)
+    problems += [*found, *_check(sound_part(frozen(value), found))]
     if problems or profiles is None:
         raise GridDocumentError(tuple(dict.fromkeys(problems)), (), source)
     return profiles
 
 
-def _check(raw: dict[str, Any]) -> list[Problem]:
-    problems: list[Problem] = []
+def _check(raw: dict[str, Any]) -> Iterator[Problem]:
+    """Yield what no single field shows; a value that its field refuses is ``None``."""
     mode = raw.get("mode", "disagg")
-    stages = STAGES_OF_MODE.get(mode, ()) if isinstance(mode, str) else ()
+    stages = STAGES_OF_MODE[mode] if mode is not None else ()
     for stage in stages:
-        if isinstance(raw.get(stage), dict):
-            problems += _check_wanted(stage, raw[stage])
-        elif raw.get(stage) is None:
-            problems.append(Problem((stage,), f'is missing; mode "{mode}" needs it'))
-    pools = raw.get("pools")
-    entries = pools if isinstance(pools, list) else []
+        if stage not in raw:
+            yield Problem((stage,), f'is missing; mode "{mode}" needs it')
+        elif raw[stage] is not None:
+            yield from _check_wanted(stage, raw[stage])
+    pools = [pool or {} for pool in raw.get("pools") or ()]
     names: dict[str, int] = {}
     kinds: dict[str, tuple[str, int]] = {}
-    for index, pool in enumerate(entries):
-        if isinstance(pool, dict):
-            problems += _check_pool(pool, ("pools", index), raw.get("load"), stages, names, kinds)
-    present = {pool.get("stage") for pool in entries if isinstance(pool, dict) and isinstance(pool.get("stage"), str)}
-    problems += [Problem(("pools",), f"has no pool of stage {stage}") for stage in stages if stage not in present]
-    return problems
+    for index, pool in enumerate(pools):
+        path: JsonPath = ("pools", index)
+        name = pool.get("name")
+        if name is not None and names.setdefault(name, index) != index:
+            yield Problem((*path, "name"), f"is {value_text(name)} as in $.pools[{names[name]}]")
+        yield from _check_pool(pool, path, raw.get("load"), stages)
+        given = [key for key in ("cost_per_hour", "cost_per_million_tokens") if pool.get(key) is not None]
+        if pool.get("stage") is not None and len(given) == 1:
+            kind, first = kinds.setdefault(pool["stage"], (given[0], index))
+            if kind != given[0]:
+                other = path_text(("pools", first, kind))
+                yield Problem((*path, given[0]), f"cannot be compared with {other}; give all pools one kind")
+    present = {pool.get("stage") for pool in pools}
+    yield from (Problem(("pools",), f"has no pool of stage {stage}") for stage in stages if stage not in present)
 
 
-def _check_wanted(stage: StageName, raw: dict[str, Any]) -> list[Problem]:
-    problems: list[Problem] = []
+def _check_wanted(stage: StageName, raw: dict[str, Any]) -> Iterator[Problem]:
     axes = axes_of(stage)
-    left_out = [
-        axis.name
-        for axis in axes
-        if axis.stages[stage] == "optional" and all(raw.get(key) is None for key in axis.keys)
-    ]
+    left_out = [axis.name for axis in axes if axis.stages[stage] == "optional" and raw.keys().isdisjoint(axis.keys)]
     cells = 1
     for axis in axes:
-        keys = axis.keys
         if axis.name in left_out:
             continue
-        problems += [Problem((stage, key), "is missing") for key in keys if raw.get(key) is None]
-        low, high, resolution = (raw.get(key) for key in keys)
-        if is_finite_number(low) and is_finite_number(high) and low >= high:
-            problems.append(Problem((stage, keys[0]), f"is {value_text(low)}, must be less than {value_text(high)}"))
-        cells *= resolution if is_integer(resolution) and resolution > 0 else 1
+        yield from (Problem((stage, key), "is missing") for key in axis.keys if key not in raw)
+        low, high, resolution = (raw.get(key) for key in axis.keys)
+        if low is not None and high is not None and low >= high:
+            yield Problem((stage, axis.keys[0]), f"is {value_text(low)}, must be less than {value_text(high)}")
+        cells *= resolution or 1
     if cells > CELLS_MAX:
-        problems.append(Problem((stage,), f"has {cells} cells, allowed are at most {CELLS_MAX}"))
+        yield Problem((stage,), f"has {cells} cells, allowed are at most {CELLS_MAX}")
     allowed = {key for axis in axes for key in axis.keys}
     if stage == "aggregated":
         allowed |= {"typical_isl", "typical_osl"}
-        if "isl" in left_out and raw.get("typical_isl") is None:
-            problems.append(Problem((stage, "typical_isl"), "is missing; a grid without an isl axis needs it"))
+        if "isl" in left_out and "typical_isl" not in raw:
+            yield Problem((stage, "typical_isl"), "is missing; a grid without an isl axis needs it")
     for key in raw:
-        if key in WantedGrid.model_fields and key not in allowed and raw[key] is not None:
-            problems.append(Problem((stage, key), f"is no axis of a grid of stage {stage}"))
-    return problems
+        if key in WantedGrid.model_fields and key not in allowed:
+            yield Problem((stage, key), f"is no axis of a grid of stage {stage}")
 
 
-def _check_pool(
-    pool: dict[str, Any],
-    path: JsonPath,
-    load: Any,
-    stages: tuple[str, ...],
-    names: dict[str, int],
-    kinds: dict[str, tuple[str, int]],
-) -> list[Problem]:
-    problems: list[Problem] = []
-    index = path[-1]
-    assert isinstance(index, int)
-    name = pool.get("name")
-    if isinstance(name, str) and names.setdefault(name, index) != index:
-        problems.append(Problem((*path, "name"), f"is {value_text(name)} as in $.pools[{names[name]}]"))
+def _check_pool(pool: dict[str, Any], path: JsonPath, load: Any, stages: tuple[str, ...]) -> Iterator[Problem]:
     stage = pool.get("stage")
-    if isinstance(stage, str) and stages and stage in STAGES and stage not in stages:
-        problems.append(Problem((*path, "stage"), f"is {value_text(stage)}, which the mode does not have"))
+    if stage is not None and stages and stage not in stages:
+        yield Problem((*path, "stage"), f"is {value_text(stage)}, which the mode does not have")
     for target in TARGETS:
-        metric, table = target.name, pool.get(target.name)
-        if table is None and isinstance(stage, str) and stage in target.stages:
-            problems.append(Problem((*path, metric), f"is missing; a pool of stage {stage} needs it"))
-        elif isinstance(table, dict):
-            problems += _check_table(table, (*path, metric), load)
-    given = [key for key in ("cost_per_hour", "cost_per_million_tokens") if pool.get(key) is not None]
-    if len(given) != 1:
-        both = "stands beside cost_per_hour; give one of the two"
-        text = both if given else "is missing; a pool needs a cost (or cost_per_million_tokens)"
-        problems.append(Problem((*path, "cost_per_million_tokens" if given else "cost_per_hour"), text))
-    elif isinstance(stage, str):
-        kind, first = kinds.setdefault(stage, (given[0], index))
-        if kind != given[0]:
-            other = path_text(("pools", first, kind))
-            problems.append(Problem((*path, given[0]), f"cannot be compared with {other}; give all pools one kind"))
-    return problems
+        if target.name not in pool and stage in target.stages:
+            yield Problem((*path, target.name), f"is missing; a pool of stage {stage} needs it")
+        elif pool.get(target.name) is not None:
+            yield from _check_table(pool[target.name], (*path, target.name), load)
+    given = [key for key in ("cost_per_hour", "cost_per_million_tokens") if key in pool]
+    if not given:
+        yield Problem((*path, "cost_per_hour"), "is missing; a pool needs a cost (or cost_per_million_tokens)")
+    elif len(given) == 2:
+        yield Problem((*path, given[1]), "stands beside cost_per_hour; give one of the two")
 
 
-def _check_table(table: dict[str, Any], path: JsonPath, load: Any) -> list[Problem]:
-    problems: list[Problem] = []
-    lengths: dict[str, int | None] = {}
-    for key in ("tokens", "load"):
-        points = table.get(key)
-        lengths[key] = len(points) if isinstance(points, list) else None
-        if not isinstance(points, list):
-            continue
-        for index, (before, after) in enumerate(pairwise(points), start=1):
-            if is_finite_number(before) and is_finite_number(after) and after <= before:
+def _check_table(table: dict[str, Any], path: JsonPath, load: Any) -> Iterator[Problem]:
+    tokens, loads, rows = (table.get(key) for key in ("tokens", "load", "ms"))
+    for key, points in (("tokens", tokens), ("load", loads)):
+        for index, (before, after) in enumerate(pairwise(points or ()), start=1):
+            if before is not None and after is not None and after <= before:
                 text = f"is {value_text(after)} after {value_text(before)}, they must increase"
-                problems.append(Problem((*path, key, index), text))
-    rows = table.get("ms")
-    if isinstance(rows, list):
-        if lengths["tokens"] is not None and len(rows) != lengths["tokens"]:
-            problems.append(Problem((*path, "ms"), f"has {len(rows)} rows, tokens has {lengths['tokens']} values"))
-        for index, row in enumerate(rows):
-            if isinstance(row, list) and lengths["load"] is not None and len(row) != lengths["load"]:
-                text = f"has {len(row)} columns, load has {lengths['load']} values"
-                problems.append(Problem((*path, "ms", index), text))
-    loads = table.get("load")
-    last = loads[-1] if isinstance(loads, list) and loads else None
-    if is_finite_number(load) and is_finite_number(last) and load > last:
+                yield Problem((*path, key, index), text)
+    if rows is not None and tokens is not None and len(rows) != len(tokens):
+        yield Problem((*path, "ms"), f"has {len(rows)} rows, tokens has {len(tokens)} values")
+    for index, row in enumerate(rows or ()):
+        if row is not None and loads is not None and len(row) != len(loads):
+            yield Problem((*path, "ms", index), f"has {len(row)} columns, load has {len(loads)} values")
+    last = loads[-1] if loads else None
+    if load is not None and last is not None and load > last:
         text = f"ends at load {value_text(last)}, the grid is wanted at {value_text(load)}: measure up to there"
-        problems.append(Problem((*path, "load"), text))
-    return problems
+        yield Problem((*path, "load"), text)

@@ -19,7 +19,7 @@ Time is monotonic milliseconds, given as an argument; an earlier time than befor
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -48,12 +48,7 @@ class BreakerStep:
 
     def explanation(self) -> dict[str, Any]:
         """Return the step as plain JSON."""
-        return {
-            "time_ms": self.time_ms,
-            "before": self.before.value,
-            "after": self.after.value,
-            "reason": self.reason,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import ceil
 
+import msgspec
+
 from poolgrid.global_router.core.choice.fallback import retry_order
 from poolgrid.global_router.core.choice.grid import Selection
 from poolgrid.global_router.core.document.axis import StageName
@@ -105,16 +107,7 @@ class LoopStep:
             share_before=self.share_before,
             share_after=self.share_after,
             verdict=self.verdict.value,
-            measured=[
-                MeasuredRow(
-                    pool=each.pool,
-                    metric=each.metric,
-                    p95_ms=each.p95_ms,
-                    target_ms=each.target_ms,
-                    samples=each.samples,
-                )
-                for each in self.measured
-            ],
+            measured=msgspec.convert(self.measured, list[MeasuredRow], from_attributes=True),
             reason=self.reason,
         )
 

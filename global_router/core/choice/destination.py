@@ -29,6 +29,7 @@ from poolgrid.global_router.core.choice.fallback import (
 )
 from poolgrid.global_router.core.choice.grid import GridRequest, Selection, StageGrid
 from poolgrid.global_router.core.document.grid_document import Stage
+from poolgrid.wire.identifiers import Stage as Work
 
 How = Literal["grid", "override", "spill", "fallback", "retry", "same-pool"]
 """Why a request went to its pool, in a word: the label of metrics and the beginning of ``x-poolgrid-reason``."""
@@ -107,3 +108,39 @@ def destination(grid: StageGrid, loop: ClosedLoop, request: GridRequest, draw: f
     selection = grid.select(request)
     key = CellKey.of(selection)
     return Destination(grid.stage, selection, None if key is None else loop.spill(key, draw))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A cell and the pool that served a request of it."""
+
+    cell: CellKey
+    pool: str
+
+
+@dataclass(slots=True)
+class Attribution:
+    """For which cell's closed loop a request's latencies count, and on which pool they were had.
+
+    Rules
+        1. The TTFT counts where the prompt was computed first, the mean ITL where tokens were generated: for the cell
+           that selection found in that stage, on the pool that served it, whether the request was meant to go there,
+           spilled or fell back.
+        2. What a loss or a move delayed says nothing of a pool: the TTFT of a request whose first computation was in
+           vain and the ITL of one that moved count nowhere.
+        3. After a priority override nothing counts: nobody asked the cell.
+    """
+
+    ttft: Served | None = None
+    itl: Served | None = None
+
+    def placed(self, there: Destination, pool: str, work: Work, is_first: bool, has_moved: bool) -> None:
+        """Note a dispatch to ``pool``; ``is_first`` tells whether no other but encode legs came before it."""
+        if work is Work.ENCODE:
+            return
+        cell = there.cell
+        served = None if cell is None else Served(cell, pool)
+        if work is not Work.DECODE:
+            self.ttft = served if is_first else None
+        if work is not Work.PREFILL:
+            self.itl = None if has_moved else served

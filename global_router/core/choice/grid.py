@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from poolgrid.global_router.core.choice.output_length import ExpectedOutput
-from poolgrid.global_router.core.choice.request_hints import NO_HINTS, RequestHints, Target
+from poolgrid.global_router.core.choice.request_hints import NO_HINTS, ExpectedOutput, RequestHints, Target
 from poolgrid.global_router.core.document.axis import TARGETS, Axis, StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, PriorityOverride, Stage
 

@@ -1,16 +1,14 @@
 """The rules of a pool grid that no single field shows: shapes, references, overlaps, reachability, order of speed.
 
-They run on the plain JSON, on whatever of it makes sense, so that a document with a typo in one place still has the
-problems of all the others found. A check that lacks what it compares says nothing: the field's own problem is named by
-the models. ``check_document`` also returns the document with every reference replaced by the pool's name, ready for
-the models.
+They run on plain JSON in which every value that the models refuse is ``None`` (``reader.sound_part``), so that a
+document with a typo in one place still has the problems of all the others found. A check that lacks what it compares
+says nothing. ``check_document`` also returns the document with every reference replaced by the pool's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, get_args
 
 from poolgrid.global_router.core.document.axis import (
@@ -25,10 +23,7 @@ from poolgrid.global_router.core.document.axis import (
 )
 from poolgrid.global_router.core.document.grid_document import (
     CELLS_MAX,
-    OVERRIDES_MAX,
-    POOLS_MAX,
     RESOLUTION_MAX,
-    URL_FORM,
     Accepted,
     CircuitBreakerSettings,
     ClosedLoopSettings,
@@ -36,9 +31,15 @@ from poolgrid.global_router.core.document.grid_document import (
     GridDocument,
     PoolSimulation,
 )
-from poolgrid.global_router.core.document.json_paths import JsonPath, path_text, suggestion, value_text
-from poolgrid.global_router.core.document.json_text import is_finite_number, is_integer
-from poolgrid.global_router.core.document.problems import Problem, Severity
+from poolgrid.global_router.core.document.problems import (
+    JsonPath,
+    Problem,
+    Severity,
+    is_integer,
+    path_text,
+    suggestion,
+    value_text,
+)
 from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.names import is_name, parse_name
 
@@ -72,6 +73,13 @@ class _Findings:
         severity = Severity.WARNING if rule in self.accepted else Severity.ERROR
         self.problems.append(Problem(path, text, severity, rule))
 
+    def above(self, path: JsonPath, low: Any, name: str, high: Any) -> bool:
+        """Note a lower bound above its upper one, which is the field ``name``."""
+        if low is None or high is None or low <= high:
+            return False
+        self.error(path, f"is {value_text(low)}, must be at most {name}, {value_text(high)}")
+        return True
+
 
 @dataclass(slots=True)
 class _RawPools:
@@ -87,7 +95,7 @@ class _RawPools:
     def index_of(self, reference: Any) -> int | None:
         if is_integer(reference):
             return reference if 0 <= reference < len(self.names) else None
-        return self.indices.get(reference) if isinstance(reference, str) else None
+        return self.indices.get(reference)
 
 
 def check_document(
@@ -97,42 +105,36 @@ def check_document(
 
     ``accepted_anyway`` adds to the document's own ``accept``.
     """
-    accepts = raw.get("accept")
-    accepted = {rule for rule in accepts if isinstance(rule, str)} if isinstance(accepts, list) else set()
-    found = _Findings(frozenset(accepted) | accepted_anyway)
+    found = _Findings(frozenset(raw.get("accept") or ()) | accepted_anyway)
     clean = dict(raw)
     mode = _given(GridDocument, raw, "mode")
-    if isinstance(mode, str) and mode in STAGES_OF_MODE:
-        for stage in STAGES_OF_MODE[mode]:
-            if raw.get(stage) is None:
-                found.error((stage,), f'is missing; mode "{mode}" needs it')
-                clean.pop(stage, None)
-        for stage in STAGES:
-            if stage not in STAGES_OF_MODE[mode] and raw.get(stage) is not None:
-                found.error((stage,), f'is not used in mode "{mode}"; remove it or change $.mode')
-    faster_reached = raw.get("enable_priority_retry") is True or raw.get("adapt") is True
-    for stage in STAGES:
-        if isinstance(raw.get(stage), dict):
-            clean[stage] = _check_stage(stage, raw[stage], faster_reached, found)
-    _check_names_across_stages(raw, found)
-    _check_simulation(raw, found)
-    _check_defaults(raw, found)
+    for stage in STAGES if mode is not None else ():
+        if stage not in raw and stage in STAGES_OF_MODE[mode]:
+            found.error((stage,), f'is missing; mode "{mode}" needs it')
+        elif raw.get(stage) is not None and stage not in STAGES_OF_MODE[mode]:
+            found.error((stage,), f'is not used in mode "{mode}"; remove it or change $.mode')
+    sections = {stage: raw[stage] for stage in STAGES if raw.get(stage) is not None}
+    faster_reached = bool(raw.get("enable_priority_retry") or raw.get("adapt"))
+    for stage, section in sections.items():
+        clean[stage] = _check_stage(stage, section, faster_reached, found)
+    _check_across_stages(sections, found)
+    _check_defaults(raw.get("defaults") or {}, sections, found)
     _check_relations(raw, found)
     return clean, found.problems
 
 
 def _check_stage(stage: StageName, raw: dict[str, Any], faster_reached: bool, found: _Findings) -> dict[str, Any]:
     clean = dict(raw)
-    pools = _check_pools(stage, raw.get("pools"), found)
+    pools = None if raw.get("pools") is None else _check_pools(stage, raw["pools"], found)
     shape = _check_axes(stage, raw, found)
     reached: dict[int, None] = {}
 
     def resolve(reference: Any, path: JsonPath) -> str:
         index = _resolve(reference, path, pools, found)
-        if index is None:
+        if index is None or pools is None:
             return _INVALID
         reached[index] = None
-        return pools.names[index] if pools is not None else _INVALID
+        return pools.names[index]
 
     if "mapping" in raw:
         before = len(found.problems)
@@ -140,10 +142,11 @@ def _check_stage(stage: StageName, raw: dict[str, Any], faster_reached: bool, fo
         clean["mapping"] = mapping if len(found.problems) == before and shape is not None else ()
         if pools is not None:
             _check_speed_order(stage, mapping, pools, shape, found)
-    if "priority_overrides" in raw:
+    if raw.get("priority_overrides"):
         clean["priority_overrides"] = _check_overrides(stage, raw["priority_overrides"], resolve, found)
-    if isinstance(raw.get("fallback"), dict):
-        clean["fallback"] = _check_fallback(stage, raw["fallback"], pools, resolve, found)
+    order = (raw.get("fallback") or {}).get("order")
+    if order:
+        clean["fallback"] = {**raw["fallback"], "order": _check_fallback(stage, order, pools, resolve, found)}
     if pools is not None:
         _check_reachable(stage, pools, reached, faster_reached, found)
     return clean
@@ -160,76 +163,71 @@ def _url_problem(url: str) -> str | None:
     return None
 
 
-def _check_pools(stage: str, raw: Any, found: _Findings) -> _RawPools | None:
-    if not isinstance(raw, list) or not raw or len(raw) > POOLS_MAX:
-        return None
-    entries = [entry if isinstance(entry, dict) else {} for entry in raw]
-    names = [entry["name"] if isinstance(entry.get("name"), str) else _INVALID for entry in entries]
-    _check_distinct(stage, "name", names, found)
+def _check_pools(stage: str, raw: list[Any], found: _Findings) -> _RawPools:
+    entries: list[dict[str, Any]] = [entry or {} for entry in raw]
+    names = [entry.get("name") or _INVALID for entry in entries]
     urls = [entry.get("url") for entry in entries]
-    _check_distinct(stage, "url", [url.rstrip("/") if isinstance(url, str) else _INVALID for url in urls], found)
+    _check_distinct(stage, "name", names, found)
+    _check_distinct(stage, "url", [_INVALID if url is None else url.rstrip("/") for url in urls], found)
     for index, url in enumerate(urls):
-        # What is no URL at all is named by the models.
-        problem = _url_problem(url) if isinstance(url, str) and URL_FORM.match(url) else None
-        if problem is not None:
+        if url is not None and (problem := _url_problem(url)) is not None:
             found.error((stage, "pools", index, "url"), f"is {value_text(url)}, which {problem}")
-    with_rank = [index for index, entry in enumerate(entries) if entry.get("priority") is not None]
-    if with_rank and len(with_rank) < len(entries):
-        missing = next(index for index in range(len(entries)) if index not in with_rank)
+    ranks = [entry.get("priority") for entry in entries]
+    missing = [index for index, entry in enumerate(entries) if "priority" not in entry]
+    if missing and len(missing) < len(entries):
         found.error(
-            (stage, "pools", missing, "priority"), "is missing; all pools of a stage have a priority, or none has"
+            (stage, "pools", missing[0], "priority"), "is missing; all pools of a stage have a priority, or none has"
         )
-    kinds = {
-        key: index
-        for index, entry in enumerate(entries)
-        for key in ("cost_per_hour", "cost_per_million_tokens")
-        if entry.get(key) is not None
-    }
+    kinds: dict[str, int] = {}
     for index, entry in enumerate(entries):
-        if entry.get("cost_per_hour") is not None and entry.get("cost_per_million_tokens") is not None:
-            found.error(
-                (stage, "pools", index, "cost_per_million_tokens"), "stands beside cost_per_hour; give one of the two"
-            )
+        given = [key for key in ("cost_per_hour", "cost_per_million_tokens") if entry.get(key) is not None]
+        kinds |= dict.fromkeys(given, index)
+        if len(given) == 2:
+            found.error((stage, "pools", index, given[1]), "stands beside cost_per_hour; give one of the two")
     if len(kinds) == 2:
         key, index = list(kinds.items())[-1]
         found.warning(
             (stage, "pools", index, key), "cannot be compared with the other pools' costs, which are of the other kind"
         )
-    declared = len(with_rank) == len(entries) and all(is_integer(entry["priority"]) for entry in entries)
-    ranks = [entry["priority"] for entry in entries] if declared else list(range(len(entries)))
+    declared = [rank for rank in ranks if rank is not None]
+    is_declared = len(declared) == len(entries)
     indices = {name: index for index, name in reversed(list(enumerate(names))) if name != _INVALID}
-    return _RawPools(names, ranks, indices, declared)
+    return _RawPools(names, declared if is_declared else list(range(len(entries))), indices, is_declared)
 
 
 def _check_distinct(stage: str, key: str, values: list[str], found: _Findings) -> None:
     first: dict[str, int] = {}
     for index, value in enumerate(values):
-        if value == _INVALID:
-            continue
-        if value in first:
+        if value != _INVALID and first.setdefault(value, index) != index:
             found.error(
                 (stage, "pools", index, key),
                 f"is {value_text(value)} as in {path_text((stage, 'pools', first[value], key))}; pools must differ",
             )
-        else:
-            first[value] = index
 
 
-def _check_names_across_stages(raw: dict[str, Any], found: _Findings) -> None:
+def _check_across_stages(sections: dict[StageName, dict[str, Any]], found: _Findings) -> None:
+    """Names are unique over all stages. Blocks move between pools and prefixes are compared across them: one block
+    size for all."""
     first: dict[str, str] = {}
-    for stage in STAGES:
-        section = raw.get(stage)
-        pools = section.get("pools") if isinstance(section, dict) else None
-        for index, pool in enumerate(pools if isinstance(pools, list) else []):
-            name = pool.get("name") if isinstance(pool, dict) else None
-            if not isinstance(name, str):
-                continue
-            if first.setdefault(name, stage) != stage:
+    size_of: tuple[JsonPath, int] | None = None
+    for stage, section in sections.items():
+        for index, pool in enumerate(section.get("pools") or ()):
+            name = (pool or {}).get("name")
+            if name is not None and first.setdefault(name, stage) != stage:
                 found.error(
                     (stage, "pools", index, "name"),
                     f"is {value_text(name)}, which names a pool of {path_text((first[name],))} too; names are unique "
                     "in a document (urls need not be: one pool may serve both stages)",
                 )
+            hints = (pool or {}).get("simulate")
+            size = None if hints is None else _given(PoolSimulation, hints, "block_size")
+            if size is None:
+                continue
+            path: JsonPath = (stage, "pools", index, "simulate", "block_size")
+            size_of = size_of or (path, size)
+            if size != size_of[1]:
+                other = f"{path_text(size_of[0])} is {value_text(size_of[1])}"
+                found.error(path, f"is {value_text(size)}, {other}; they must be equal")
 
 
 def _check_axes(stage: StageName, raw: dict[str, Any], found: _Findings) -> list[tuple[AxisKind, int]] | None:
@@ -237,17 +235,15 @@ def _check_axes(stage: StageName, raw: dict[str, Any], found: _Findings) -> list
     shape: list[tuple[AxisKind, int]] | None = []
     cells = 1
     for axis in axes_of(stage):
-        low_key, high_key, resolution_key = keys = axis.keys
+        low_key, high_key, _ = keys = axis.keys
         if axis.stages[stage] == "optional":
-            given = [key for key in keys if raw.get(key) is not None]
-            if not given:
+            missing = [key for key in keys if raw.get(key) is None]
+            if len(missing) == len(keys):
                 continue
-            for key in keys:
-                if key not in given:
-                    found.error((stage, key), f"is missing; {', '.join(keys)} come together, or none of them")
-        low, high, written = raw.get(low_key), raw.get(high_key), raw.get(resolution_key)
-        resolution = written if is_integer(written) and 1 <= written <= RESOLUTION_MAX else None
-        if is_finite_number(low) and is_finite_number(high):
+            for key in missing:
+                found.error((stage, key), f"is missing; {', '.join(keys)} come together, or none of them")
+        low, high, resolution = (raw.get(key) for key in keys)
+        if low is not None and high is not None:
             if low >= high:
                 found.error((stage, low_key), f"is {value_text(low)}, must be less than {high_key}, {value_text(high)}")
             elif resolution is not None and (high - low) / resolution < STEP_MIN:
@@ -272,16 +268,14 @@ def _resolve(reference: Any, path: JsonPath, pools: _RawPools | None, found: _Fi
     if pools is None:
         return None
     index = pools.index_of(reference)
-    if index is not None:
-        return index
-    if isinstance(reference, str):
+    if index is None and isinstance(reference, str):
         known = [name for name in pools.names if name != _INVALID]
         found.error(
             path, f"is {value_text(reference)}, which names no pool of this stage{found.suggest(reference, known)}"
         )
-    else:
+    elif index is None:
         found.error(path, f"is {value_text(reference)}, pools of this stage are 0 to {len(pools.names) - 1}")
-    return None
+    return index
 
 
 Resolve = Callable[[Any, JsonPath], str]
@@ -296,9 +290,9 @@ def _check_mapping(
     def nested(value: Any, depth: int, path: JsonPath) -> Any:
         if shape is not None and depth == len(shape):
             return resolve(value, path)
-        if shape is None and not isinstance(value, list):
+        if shape is None and not isinstance(value, tuple):
             return resolve(value, path)
-        if not isinstance(value, list):
+        if not isinstance(value, tuple):
             assert shape is not None, "without a shape whatever is no array is a pool"
             axis, length = shape[depth]
             found.error(path, f"is {value_text(value)}, must be an array of {length} ({axis.keys[2]})")
@@ -315,7 +309,7 @@ def _check_mapping(
             children.append(nested(child, depth + 1, (*path, index)))
         return tuple(children)
 
-    if not isinstance(mapping, list):
+    if not isinstance(mapping, tuple):
         found.error((stage, "mapping"), f"is {value_text(mapping)}, must be an array of rows")
         return ()
     made = nested(mapping, 0, (stage, "mapping"))
@@ -368,27 +362,17 @@ def _check_speed_order(
                 found.warning(path, f"{text}; ranks are the order of the pools, give them a priority to say otherwise")
 
 
-def _check_overrides(stage: str, raw: Any, resolve: Resolve, found: _Findings) -> Any:
-    if not isinstance(raw, list):
-        return raw
+def _check_overrides(stage: str, raw: Sequence[Any], resolve: Resolve, found: _Findings) -> list[Any]:
     clean: list[Any] = []
     ranges: list[tuple[int, int, int]] = []
-    for index, entry in enumerate(raw[: OVERRIDES_MAX + 1]):
+    for index, entry in enumerate(raw):
         path: JsonPath = (stage, "priority_overrides", index)
-        if not isinstance(entry, dict):
-            clean.append(entry)
-            continue
-        made = dict(entry)
-        if "target_pool" in entry:
-            made["target_pool"] = resolve(entry["target_pool"], (*path, "target_pool"))
+        made = dict(entry or {})
         clean.append(made)
-        low, high = entry.get("min_priority"), entry.get("max_priority")
-        if not is_integer(low) or not is_integer(high):
-            continue
-        if low > high:
-            found.error(
-                (*path, "min_priority"), f"is {value_text(low)}, must be at most max_priority, {value_text(high)}"
-            )
+        if "target_pool" in made:
+            made["target_pool"] = resolve(made["target_pool"], (*path, "target_pool"))
+        low, high = made.get("min_priority"), made.get("max_priority")
+        if low is None or high is None or found.above((*path, "min_priority"), low, "max_priority", high):
             continue
         for other_low, other_high, other in ranges:
             if low <= other_high and other_low <= high:
@@ -405,26 +389,20 @@ def _check_overrides(stage: str, raw: Any, resolve: Resolve, found: _Findings) -
 
 
 def _check_fallback(
-    stage: str, raw: dict[str, Any], pools: _RawPools | None, resolve: Resolve, found: _Findings
+    stage: str, order: dict[str, Any], pools: _RawPools | None, resolve: Resolve, found: _Findings
 ) -> dict[str, Any]:
-    order = raw.get("order")
-    if not isinstance(order, dict):
-        return raw
     clean: dict[str, Any] = {}
-    for key, targets in islice(order.items(), POOLS_MAX + 1):
+    for key, targets in order.items():
         path: JsonPath = (stage, "fallback", "order", key)
         name = key
         if pools is not None:
             reference: Any = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else key
             index = _resolve(reference, path, pools, found)
             name = key if index is None else pools.names[index]
-        if not isinstance(targets, list):
-            clean[name] = targets
-            continue
         if name in clean:
             found.error(path, f"is given for pool {value_text(name)} more than once")
         resolved: list[str] = []
-        for position, target in enumerate(targets[: POOLS_MAX + 1]):
+        for position, target in enumerate(targets or ()):
             pool = resolve(target, (*path, position))
             if pool != _INVALID and pool == name:
                 found.error((*path, position), f"is {value_text(target)}, the pool itself")
@@ -432,7 +410,7 @@ def _check_fallback(
                 found.error((*path, position), f"is {value_text(target)}, which is in the list already")
             resolved.append(pool)
         clean[name] = tuple(resolved)
-    return {**raw, "order": clean}
+    return clean
 
 
 def _check_reachable(
@@ -451,76 +429,34 @@ def _check_reachable(
         )
 
 
-def _check_simulation(raw: dict[str, Any], found: _Findings) -> None:
-    """Blocks move between pools and prefixes are compared across them: one block size for all."""
-    first: tuple[JsonPath, int] | None = None
-    for stage in STAGES:
-        section = raw.get(stage)
-        pools = section.get("pools") if isinstance(section, dict) else None
-        for index, pool in enumerate(pools if isinstance(pools, list) else []):
-            hints = pool.get("simulate") if isinstance(pool, dict) else None
-            size = _given(PoolSimulation, hints, "block_size") if isinstance(hints, dict) else None
-            if not is_integer(size):
-                continue
-            path: JsonPath = (stage, "pools", index, "simulate", "block_size")
-            if first is None:
-                first = (path, size)
-            elif size != first[1]:
-                found.error(
-                    path,
-                    f"is {value_text(size)}, {path_text(first[0])} is {value_text(first[1])}; they must be equal",
-                )
-
-
-def _check_defaults(raw: dict[str, Any], found: _Findings) -> None:
-    defaults = raw.get("defaults")
-    if not isinstance(defaults, dict):
-        return
+def _check_defaults(defaults: dict[str, Any], sections: dict[StageName, dict[str, Any]], found: _Findings) -> None:
     for axis in TARGETS:
-        key = axis.default_key
-        value = defaults.get(key)
-        if not is_finite_number(value):
-            continue
-        for stage in STAGES:
-            section = raw.get(stage)
-            if not isinstance(section, dict):
-                continue
-            low_key, high_key, _ = axis.keys
-            low, high = section.get(low_key), section.get(high_key)
-            if is_finite_number(low) and is_finite_number(high) and not low <= value <= high:
+        value = defaults.get(axis.default_key)
+        for stage, section in sections.items():
+            low, high = (section.get(key) for key in axis.keys[:2])
+            if value is not None and low is not None and high is not None and not low <= value <= high:
                 found.warning(
-                    ("defaults", key),
+                    ("defaults", axis.default_key),
                     f"is {value_text(value)}, outside {value_text(low)} to {value_text(high)} of "
                     f"{path_text((stage,))}: the outermost cells take it",
                 )
 
 
 def _given(model: type[DocumentModel], raw: dict[str, Any], key: str) -> Any:
-    """Return what a section says, or what its model takes when it says nothing."""
+    """Return what a section says, or what its model takes when it says nothing; ``None`` for what cannot be."""
     return raw[key] if key in raw else model.model_fields[key].get_default()
 
 
 def _check_relations(raw: dict[str, Any], found: _Findings) -> None:
     """Two fields of one section that bound each other."""
-    breaker = raw.get("circuit_breaker")
-    if isinstance(breaker, dict):
-        open_ms = _given(CircuitBreakerSettings, breaker, "open_ms")
-        open_max_ms = _given(CircuitBreakerSettings, breaker, "open_max_ms")
-        if is_integer(open_ms) and is_integer(open_max_ms) and open_ms > open_max_ms:
-            found.error(
-                ("circuit_breaker", "open_ms"),
-                f"is {value_text(open_ms)}, must be at most open_max_ms, {value_text(open_max_ms)}",
-            )
-    aggregated = raw.get("aggregated")
-    has_isl = isinstance(aggregated, dict) and aggregated.get(AXIS["isl"].keys[0]) is not None
-    if raw.get("isl_basis") == "uncached" and isinstance(aggregated, dict) and not has_isl:
+    breaker, aggregated, loop = (raw.get(key) for key in ("circuit_breaker", "aggregated", "closed_loop"))
+    if breaker is not None:
+        open_ms, most_ms = (_given(CircuitBreakerSettings, breaker, key) for key in ("open_ms", "open_max_ms"))
+        found.above(("circuit_breaker", "open_ms"), open_ms, "open_max_ms", most_ms)
+    if raw.get("isl_basis") == "uncached" and aggregated is not None and aggregated.get(AXIS["isl"].keys[0]) is None:
         found.warning(("isl_basis",), "has no effect, the aggregated grid has no isl axis")
-    loop = raw.get("closed_loop")
-    if isinstance(loop, dict):
+    if loop is not None:
         step, most = (_given(ClosedLoopSettings, loop, key) for key in ("step_share", "share_max"))
-        if is_finite_number(step) and is_finite_number(most) and step > most:
-            found.error(
-                ("closed_loop", "step_share"), f"is {value_text(step)}, must be at most share_max, {value_text(most)}"
-            )
+        found.above(("closed_loop", "step_share"), step, "share_max", most)
         if _given(GridDocument, raw, "adapt") is False:
             found.warning(("closed_loop",), "has no effect, $.adapt is false")

@@ -16,9 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poolgrid.global_router.core.document.axis import StageName, axes_of
-from poolgrid.global_router.core.document.json_paths import JsonPath, path_text, suggestion, value_text
-from poolgrid.global_router.core.document.json_text import is_integer
-from poolgrid.global_router.core.document.problems import PROBLEMS_MAX, Problem, Severity
+from poolgrid.global_router.core.document.problems import (
+    PROBLEMS_MAX,
+    JsonPath,
+    Problem,
+    Severity,
+    is_integer,
+    path_text,
+    suggestion,
+    value_text,
+)
 
 KINDS: dict[str, StageName] = {"prefill": "prefill", "decode": "decode", "agg": "aggregated"}
 """Dynamo's word for a stage, and ours."""

@@ -53,16 +53,13 @@ PoolName = Annotated[
 """Letters, digits and ``._:/@${}-``, not digits alone: those are indices."""
 URL_FORM = re.compile(r"^(https?://[^\s/?#]+/?|dyn://[^\s/?#]+)$")
 PoolUrl = Annotated[str, Field(pattern=URL_FORM.pattern, max_length=2048)]
-PoolReference = Annotated[str, WithJsonSchema(_REFERENCE_SCHEMA)]
+PoolReference = Annotated[Any, WithJsonSchema(_REFERENCE_SCHEMA)]
+"""A pool's name, once ``checks`` has put names in the place of indices."""
 References = Annotated[
-    tuple[str, ...], WithJsonSchema({"type": "array", "maxItems": POOLS_MAX, "items": _REFERENCE_SCHEMA})
+    tuple[Any, ...], WithJsonSchema({"type": "array", "maxItems": POOLS_MAX, "items": _REFERENCE_SCHEMA})
 ]
-_Rows = tuple[tuple[str, ...], ...]
-PoolRows = Annotated[_Rows, WithJsonSchema(_nested_schema(2))]
-PoolLayers = Annotated[
-    _Rows | tuple[_Rows, ...] | tuple[tuple[_Rows, ...], ...],
-    WithJsonSchema({"anyOf": [_nested_schema(dimensions) for dimensions in (2, 3, 4)]}),
-]
+PoolRows = Annotated[Any, WithJsonSchema(_nested_schema(2))]
+PoolLayers = Annotated[Any, WithJsonSchema({"anyOf": [_nested_schema(dimensions) for dimensions in (2, 3, 4)]})]
 Tokens = Annotated[int, Field(ge=0, le=TOKENS_MAX)]
 TargetMs = Annotated[float, Field(ge=0.0, le=TARGET_MS_MAX)]
 DurationMs = Annotated[int, Field(ge=1, le=86_400_000)]

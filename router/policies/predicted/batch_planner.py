@@ -30,7 +30,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, FloatArray
+from poolgrid.router.core.candidates import Candidates, FloatArray, RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
@@ -87,7 +87,8 @@ class BatchPlanner:
         untrusted, now_ms = projection.trust.untrusted, first.now_ms
         overlaps = [overlap_columns(projection, group, each.path, untrusted, now_ms) for each in wanted]
         candidates = selector.candidates(group, group.all_rows, overlaps[0], now_ms)
-        engines: Engines = candidates.engines
+        engines = candidates.engines
+        assert isinstance(engines, Engines), "it is what the policy's observer describes"
         tokens = np.stack(
             [uncached_tokens(each.request, *overlap) for each, overlap in zip(wanted, overlaps, strict=True)]
         )
@@ -103,7 +104,7 @@ class BatchPlanner:
             costs,
             terms[OWN_MS] * engines.paces,
             tokens,
-            [each.request.tie_key for each in wanted],
+            [each.request for each in wanted],
             [each.request.priority for each in wanted],
         )
         placed = plan(waiting, candidates.prefill_tokens, engines.step_tokens, engines.step_ms)
@@ -122,7 +123,7 @@ class PlanningBatch(msgspec.Struct, frozen=True, gc=False):
     """What the computation of its prompt takes there."""
     tokens: FloatArray
     """What would have to be computed."""
-    tie_keys: Sequence[str]
+    requests: Sequence[RoutingRequest]
     priorities: Sequence[int]
 
 
@@ -175,7 +176,7 @@ def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) ->
         costs = waiting.costs[request] + ahead_ms + behind * waiting.own_ms[request]
         if np.isinf(costs).all():
             continue
-        worker, _ = lowest(costs, waiting.tie_keys[request])
+        worker, _ = lowest(costs, waiting.requests[request])
         known = {each: len(requests) for each, requests in given.items()}
         given.setdefault(worker, []).append(PlannedRequest(request, worker, known))
         behind[worker] += 1

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poolgrid.router.core.candidates import FloatArray, IndexArray
+from poolgrid.router.core.candidates import FloatArray, IndexArray, RoutingRequest
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.fleet import Worker
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.wire.card import StepTimes
 
 HOST_WORTH, DISK_WORTH = CostWeights().host_weight, CostWeights().disk_weight

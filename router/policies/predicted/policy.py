@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, FloatArray
+from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, FloatArray, RoutingRequest
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policies.predicted.batch_planner import BatchPlanner
 from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
@@ -59,11 +58,12 @@ class Predicted:
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
         """Choose the least cost in milliseconds; who only decodes is chosen by the length of its steps."""
-        engines: Engines = candidates.engines
+        engines = candidates.engines
+        assert isinstance(engines, Engines), "it is what the policy's observer describes"
         paces, blocks = engines.paces, candidates.active_blocks
         if request.stage is Stage.DECODE:
             step = paces * engines.decode_ms(blocks + request.blocks)
-            row, reason = lowest(step, request.tie_key)
+            row, reason = lowest(step, request)
             return Choice(row, reason, step, {"step_ms": step, PACE: paces})
         uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
         costs, terms = self.estimate(np.array((request.ttft_target_ms,)), uncached, candidates)
@@ -71,7 +71,7 @@ class Predicted:
             behind = candidates.behind * paces * terms[OWN_MS]
             costs = costs + behind
             terms["behind_ms"] = behind
-        row, reason = lowest(costs, request.tie_key)
+        row, reason = lowest(costs, request)
         return Choice(row, reason, costs, terms)
 
     def estimate(
@@ -83,7 +83,8 @@ class Predicted:
         for each of several prompts; ``targets_ms`` are within how long each prompt's first token is wanted, or 0.
         Overlaps of ``candidates`` are not looked at.
         """
-        engines: Engines = candidates.engines
+        engines = candidates.engines
+        assert isinstance(engines, Engines), "it is what the policy's observer describes"
         paces, blocks = engines.paces, candidates.active_blocks
         ahead = candidates.prefill_tokens + uncached
         own = engines.prompt_ms(uncached)

@@ -21,7 +21,7 @@ from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph, i
 from poolgrid.cli.router_client import api_key_headers, refusal
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
-from poolgrid.global_router.core.document.canonical_text import document_text, json_text
+from poolgrid.global_router.core.document.diff import document_text, json_text
 from poolgrid.global_router.core.document.grid_document import GridDocument, Stage
 from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document

@@ -49,7 +49,7 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
-from poolgrid.workers.core.timing import PUBLISHED, TIMING_TEXT, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, TimingName
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -104,112 +104,151 @@ class UpSettings(EventPlaneSettings):
 
     engine: Literal["simulated", "trtllm"] = Field(
         "simulated",
-        description="Engine of the workers. With trtllm, GPUs are counted from the engine files and assigned; with "
-        "simulated, the same topology without them.",
+        description=(
+            "Choose the engine of the workers: simulated needs no GPU; trtllm assigns the GPUs that the "
+            "engine files ask for."
+        ),
     )
 
     backend_url: tuple[Option, ...] = Field(
         (),
         max_length=256,
-        description="URL of an engine's own server that runs already, as http://gpu1:8000, or prefill=URL and "
-        "decode=URL for disaggregated servers; repeat for more. Its engine, model and block size are asked of it; a "
-        "worker is started in front of each.",
+        description=(
+            "Start a worker in front of this running engine server (http://gpu1:8000, or prefill=URL and "
+            "decode=URL). Repeat for more."
+        ),
     )
     engine_api_key: str = Field(
-        "", max_length=4096, description="API key that these servers ask for; better given in the environment."
+        "",
+        max_length=4096,
+        description=(
+            "Send this API key to the engine servers. Set the environment variable instead, so that no "
+            "process list shows it."
+        ),
     )
     pools: InputFile | None = Field(
         None,
-        description="Pool-grid document: run a whole fleet from it instead of one pool, each pool with a router and "
-        "the workers that its `simulate` describes (with a real engine, only how many), and a global router before "
-        "them. The urls in it are not used.",
+        description=(
+            "Run a whole fleet from this pool-grid document: a router and workers per pool, and a "
+            "global router. Its urls are ignored."
+        ),
     )
     workers: int | None = Field(
         None,
         ge=0,
         le=256,
-        description="Workers that do the whole of a request; by default 4, and none beside decode workers.",
+        description=("Start this many workers that serve whole requests. Unset = 4, or 0 with decode workers."),
     )
-    prefill: int = Field(
-        0, ge=0, le=256, description="Workers that compute prompts for decode workers, of which it takes one."
+    prefill: int = Field(0, ge=0, le=256, description=("Start this many prefill workers. They need decode workers."))
+    decode: int = Field(0, ge=0, le=256, description="Start this many decode workers.")
+    encode: int = Field(
+        0, ge=0, le=256, description=("Start this many workers that encode images; all workers then accept images.")
     )
-    decode: int = Field(0, ge=0, le=256, description="Workers that go on where prefill workers end.")
-    encode: int = Field(0, ge=0, le=256, description="Workers that encode images; with one, all workers take images.")
-    host: str = Field("127.0.0.1", description="Address that everything listens on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 takes any free one.")
+    host: str = Field("127.0.0.1", description="Listen on this address.")
+    port: int = Field(8000, ge=0, le=65535, description=("Serve the OpenAI API at this port; 0 = any free port."))
     speedup: float = Field(
         1.0,
         gt=0,
         le=1e6,
-        description="How many times faster than real engines the workers are; with --pools, times the pool's own.",
+        description=(
+            "Run the simulated engines this many times faster than real ones. With --pools, it multiplies "
+            "each pool's own factor."
+        ),
     )
-    timing: TimingName = Field(PUBLISHED, description=f"{TIMING_TEXT} With --pools, of pools without a timing_table.")
+    timing: TimingName = Field(
+        PUBLISHED,
+        description=(
+            "Choose the step times of the simulated engines: published formulas, or measured on an H100 or "
+            "H200 with Qwen3-8B."
+        ),
+    )
     data_dir: Path | None = Field(
         None,
-        description="Directory of the journal and of the recorded decisions; by default a temporary one that ends with "
-        "the pool. With --pools, one below it for each pool, and none by default.",
+        description=(
+            "Keep the journal and the recorded decisions in this directory. Unset = a temporary one; with "
+            "--pools, none."
+        ),
     )
     consolidators: int = Field(
         1,
         ge=1,
         le=8,
-        description="With event_plane nats: consolidators of the pool. One is active, the others stand by to take its "
-        "place.",
+        description=(
+            "With event_plane nats, start this many consolidators. One is active, the others take over when it fails."
+        ),
     )
     settings_file: InputFile | None = Field(
         None,
-        description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it and "
-        "`poolgrid tune --config` writes it; options given here win over it.",
+        description=("Read settings of the routers from this TOML file; options given here override it."),
     )
     api_keys: InputFile | None = Field(
         None,
-        description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. With "
-        "--pools, only the global router listens at --host then, and everything behind it on loopback.",
+        description=(
+            "Read API keys and tenants from this JSON file (poolgrid keys create). Unset = no authentication."
+        ),
     )
-    policy: str = Field("kv", description="How a worker is chosen; see poolgrid router --help.")
+    policy: str = Field(
+        "kv", description=("Choose how a worker is selected; `poolgrid router --help` lists the policies.")
+    )
     model_path: Path = Field(
         TINY_MODEL_PATH,
-        description="Hugging Face style model directory, or ORG/MODEL on a hub, which is fetched (poolgrid model). "
-        "Simulated workers need no weights.",
+        description=(
+            "Load this Hugging Face style model directory, or ORG/MODEL of a hub, which is fetched first. Simulated "
+            "workers need no weights."
+        ),
     )
-    block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
+    block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
     log_level: str = Field("warning", description=LEVEL_HELP)
     log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
     served_model_name: str = Field(
-        "", max_length=256, description="Model name as clients write it; empty = the name of the model's directory."
+        "", max_length=256, description=("Serve the model under this name. Unset = the name of its directory.")
     )
     modality: Literal["text", "multimodal"] | None = Field(
-        None, description="What requests hold besides text; by default multimodal with encode workers, else text."
+        None,
+        description=(
+            "Accept text only, or images too (multimodal). Unset = multimodal with encode workers, else text."
+        ),
     )
     engine_args: tuple[Option, ...] = Field(
         (),
         max_length=8,
-        description="YAML file of engine arguments, or ROLE=FILE for workers of the role prefill, decode or encode; "
-        "repeat for more roles.",
+        description=(
+            "Read engine arguments from this YAML file, or ROLE=FILE for prefill, decode or encode workers. "
+            "Repeat for more roles."
+        ),
     )
     part_option: tuple[Option, ...] = Field(
         (),
         max_length=256,
-        description="Further option of a part, as PART.NAME=VALUE or PART.NAME, such as router.queue-limit=64; parts "
-        f"are {', '.join(PARTS)}, and worker stands for workers of every role. Repeat for more.",
+        description=(
+            "Give a part a further option, PART.NAME=VALUE, as router.log-level=debug. PART is a command, or "
+            "prefill, decode or encode. Repeat for more."
+        ),
     )
     gpus: tuple[Option, ...] = Field(
         (),
         max_length=8,
-        description="GPUs that workers may get, by number or UUID (0,1,2,3); by default CUDA_VISIBLE_DEVICES, else "
-        "all. ROLE=GPUS names those of the workers of a role, in their order; all share a list for one.",
+        description=(
+            "Use only these GPUs (0,1,2,3 or UUIDs), or ROLE=GPUS for workers of a role. Unset = "
+            "CUDA_VISIBLE_DEVICES, else all."
+        ),
     )
     dry_run: bool = Field(
         False,
-        description="Print every process, its GPUs, port and command, and whether the GPUs are there; start none.",
+        description=("Print every process, its GPUs, port and command, and whether the GPUs exist. Start nothing."),
     )
     log_dir: Path | None = Field(
         None,
-        description="Directory of the workers' logs, a file each; by default poolgrid-logs with a real engine, and "
-        "standard error with the simulated one.",
+        description=(
+            "Write a log file per worker into this directory. Unset = poolgrid-logs with a real engine, "
+            "standard error otherwise."
+        ),
     )
     start_timeout_s: float | None = Field(
-        None, gt=0, le=86_400, description="How long a worker may take to be ready; by default 60, or 1800 with trtllm."
+        None,
+        gt=0,
+        le=86_400,
+        description=("Give up when a worker is not ready after this time. Unset = 60, or 1800 with trtllm."),
     )
 
     @model_validator(mode="after")

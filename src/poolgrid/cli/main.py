@@ -31,7 +31,6 @@ SECTIONS = {
         "simulate": f"{TOOLS}.simulation.simulate_command",
         "replay": f"{CORE}.replay",
         "what-if": f"{TOOLS}.simulation.what_if_command",
-        "tune": f"{TOOLS}.simulation.tune_command",
     },
     "Set up": {
         "config": f"{CORE}.config",

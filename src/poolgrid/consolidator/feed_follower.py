@@ -1,16 +1,11 @@
-"""A router's way to its pool's journal: ``JournalFollower`` for any event plane, ``FeedFollower`` over ZMQ.
-
-A follower's ``_carry_out`` does what its reader asks for and ends with ``_settle``, which says that the router is live
-and has the reader woken when something is due.
-"""
+"""A router's way to its pool's journal: the sockets around ``core.feed_reader``."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import zmq
 
@@ -31,59 +26,51 @@ from poolgrid.wire.loading import LOADING_TOPIC, LoadingWorker
 log = logging.getLogger(__name__)
 
 
-class JournalReader(Protocol):
-    """Decides what is asked and what is delivered; synchronous, with the time as an argument."""
+class FeedFollower:
+    """Calls a listener as the consolidator in another process would, had it been in this one.
 
-    @property
-    def state(self) -> FeedState:
-        """Return whether it is syncing, filling a hole, or live."""
+    The listener gets ``on_snapshot`` first, and again whenever the consolidator restarted or too much was missed.
+    """
 
-    @property
-    def next_offset(self) -> int:
-        """Return the offset of the next record."""
-
-    @property
-    def behind(self) -> int:
-        """Return how much, at least, is missing of what is known to be there."""
-
-    holes: int
-    snapshots: int
-
-    def resync(self, now_ms: float) -> list[Any]:
-        """Begin anew with a snapshot."""
-
-    def tick(self, now_ms: float) -> list[Any]:
-        """Do what is due."""
-
-    def due_ms(self) -> float | None:
-        """Return when something is due."""
-
-
-R = TypeVar("R", bound=JournalReader)
-
-
-class JournalFollower(ABC, Generic[R]):
-    """Calls a listener as the consolidator would, had it been in this process."""
-
-    def __init__(self, reader: R, listener: PoolListener, clock: Clock) -> None:
-        self._reader = reader
+    def __init__(
+        self,
+        feed_endpoint: str,
+        query_endpoint: str,
+        listener: PoolListener,
+        clock: Clock,
+        answer_timeout_ms: float = 1000.0,
+        make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
+    ) -> None:
+        self._endpoints = (feed_endpoint, query_endpoint)
+        self._reader = FeedReader(answer_timeout_ms)
         self._listener = listener
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._synced = asyncio.Event()
         self._closed = False
+        self._complaints = Complaints(log, clock)
+        self._context: zmq.Context[Any] = make_context()
+        self._subscription: Subscription | None = None
+        """To the feed; what it misses shows as a hole."""
+        self._query: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._query.setsockopt(zmq.LINGER, 0)
+        self._query.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        look_again_soon(self._query)
+        watch_as_client(self._query, "the consolidator's query plane")
+        self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
+        self._query_inbox = BatchSocket(self._query, self._on_answers)
+        self.heard_ms: float | None = None
+        """Monotonic time of the last message of the consolidator: it speaks at least every ``feed_keep_alive_ms``."""
+        self.undecodable = 0
+        self._loading = LoadingTable()
 
     @property
     def state(self) -> FeedState:
-        """Return whether we are syncing, filling a hole, or live."""
         return self._reader.state
 
     @property
     def next_offset(self) -> int:
         return self._reader.next_offset
-
-    def behind(self) -> int:
-        return self._reader.behind
 
     @property
     def holes(self) -> int:
@@ -102,81 +89,13 @@ class JournalFollower(ABC, Generic[R]):
             self._carry_out(self._reader.resync(self._clock.monotonic_ms()))
 
     async def wait_synced(self) -> None:
-        """Wait until the listener has had its first snapshot and we are live."""
+        """Wait until the listener has had its first snapshot and the reader is live."""
         await self._synced.wait()
-
-    @abstractmethod
-    def _carry_out(self, effects: list[Any]) -> None:
-        """Do what the reader asks for, and ``_settle``."""
-
-    def _settle(self) -> None:
-        if self._reader.state is FeedState.LIVE:
-            self._synced.set()
-        due_ms = self._reader.due_ms()
-        if due_ms is None or self._closed:
-            self._stop_timer()
-            return
-        loop = asyncio.get_running_loop()
-        when_s = loop.time() + max(0.001, (due_ms - self._clock.monotonic_ms()) / 1000)
-        # It mostly moves away: then the timer stays, finds nothing due, and is set again.
-        if self._timer is None or self._timer.when() > when_s:
-            self._stop_timer()
-            self._timer = loop.call_at(when_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._carry_out(self._reader.tick(self._clock.monotonic_ms()))
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _tell(self, records: list[JournalRecord]) -> None:
-        try:
-            self._listener.on_records(records)
-        except Exception:
-            # What else is to be done must not wait for it: a question, the timer.
-            log.exception("the reader failed on records %d to %d", records[0].offset, records[-1].offset)
-
-
-class FeedFollower(JournalFollower[FeedReader]):
-    """Calls a listener as the consolidator in another process would, had it been in this one.
-
-    The listener gets ``on_snapshot`` first, and again whenever the consolidator restarted or too much was missed.
-    """
-
-    def __init__(
-        self,
-        feed_endpoint: str,
-        query_endpoint: str,
-        listener: PoolListener,
-        clock: Clock,
-        answer_timeout_ms: float = 1000.0,
-        make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
-    ) -> None:
-        self._endpoints = (feed_endpoint, query_endpoint)
-        super().__init__(FeedReader(answer_timeout_ms), listener, clock)
-        self._complaints = Complaints(log, clock)
-        self._context: zmq.Context[Any] = make_context()
-        self._subscription: Subscription | None = None
-        """To the feed; what it misses shows as a hole."""
-        self._query: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._query.setsockopt(zmq.LINGER, 0)
-        self._query.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        look_again_soon(self._query)
-        watch_as_client(self._query, "the consolidator's query plane")
-        self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
-        self._query_inbox = BatchSocket(self._query, self._on_answers)
-        self.heard_ms: float | None = None
-        """Monotonic time of the last message of the consolidator: it speaks at least every ``feed_keep_alive_ms``."""
-        self.undecodable = 0
-        self._loading = LoadingTable()
 
     def behind(self) -> int:
         """Return how many records, at least, are missing of those that the consolidator is known to have."""
         behind = self._reader.behind
-        return behind or int(self._subscription is not None and self._subscription.has_more)
+        return behind or int(self._subscription is not None and self._subscription.inbox.has_more)
 
     def loading(self) -> list[LoadingWorker]:
         return self._loading.workers(self._clock.monotonic_ms())
@@ -248,3 +167,34 @@ class FeedFollower(JournalFollower[FeedReader]):
         if delivered:
             self._tell(delivered)
         self._settle()
+
+    def _settle(self) -> None:
+        """Note whether the reader is live, and have it woken when something is due."""
+        if self._reader.state is FeedState.LIVE:
+            self._synced.set()
+        due_ms = self._reader.due_ms()
+        if due_ms is None or self._closed:
+            self._stop_timer()
+            return
+        loop = asyncio.get_running_loop()
+        when_s = loop.time() + max(0.001, (due_ms - self._clock.monotonic_ms()) / 1000)
+        # It mostly moves away: then the timer stays, finds nothing due, and is set again.
+        if self._timer is None or self._timer.when() > when_s:
+            self._stop_timer()
+            self._timer = loop.call_at(when_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._carry_out(self._reader.tick(self._clock.monotonic_ms()))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tell(self, records: list[JournalRecord]) -> None:
+        try:
+            self._listener.on_records(records)
+        except Exception:
+            # What else is to be done must not wait for it: a question, the timer.
+            log.exception("the reader failed on records %d to %d", records[0].offset, records[-1].offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -32,7 +31,6 @@ class FeedPublisher:
         tuning: Tuning,
         context: ServiceContext,
         life: bytes,
-        on_loading: Callable[[bytes], None],
     ) -> None:
         socket.setsockopt(zmq.SNDHWM, FEED_QUEUE_MAX)
         self.subscriptions = Subscriptions(socket, self._refuse_subscriber, FEED_TOPIC)
@@ -44,7 +42,6 @@ class FeedPublisher:
         self._tuning = tuning
         self._context = context
         self._life = life
-        self._on_loading = on_loading
         self._published_ms = 0.0
         self._publishing = False
         """Whether a time is set for the next message."""
@@ -116,7 +113,6 @@ class FeedPublisher:
         workers = self.loading()
         data = codec.loading_workers.encode(LoadingWorkers(workers))
         self._socket.send_multipart([LOADING_TOPIC, data], zmq.NOBLOCK)
-        self._on_loading(data)
         self._telling_loading = bool(workers)
         if workers:
             self._context.after("loading", 1000.0 * TELL_EVERY_S, self._publish_loading)

@@ -171,8 +171,9 @@ class JournalKeeper:
         except OSError as error:
             context.counts["journal_append_errors"] += 1
             self._sync_trouble = f"what was written last may not survive a power failure ({error})"
-            if context.may_complain("sync"):
-                log.error("making the journal durable failed: %s", self._sync_trouble)
+            context.complaints.note(
+                "sync", "making the journal durable failed: %s%s", self._sync_trouble, level=logging.ERROR
+            )
             if not context.stopping and not self._unsynced:
                 self._sync_later()
         else:
@@ -205,10 +206,8 @@ class JournalKeeper:
             self._on_fenced(error)
         except (OSError, JournalCorrupt) as error:
             context.counts["journal_snapshot_errors"] += 1
-            if context.may_complain("snapshot"):
-                log.error(
-                    "writing the journal snapshot at offset %d failed (%s); the next is tried later", offset, error
-                )
+            words = "writing the journal snapshot at offset %d failed (%s); the next is tried later%s"
+            context.complaints.note("snapshot", words, offset, error, level=logging.ERROR)
         else:
             log.info("journal snapshot at offset %d, %d old segments removed", offset, removed)
             if damage and self.damage == damage:
@@ -250,8 +249,7 @@ class JournalKeeper:
         except JournalFenced as error:
             self._on_fenced(error)
         except (OSError, JournalCorrupt) as error:
-            if self._context.may_complain("room"):
-                log.warning("making room in the journal failed (%s); it is tried again", error)
+            self._context.complaints.note("room", "making room in the journal failed (%s); it is tried again%s", error)
         else:
             if removed:
                 log.info("the journal was too large: %d old segments removed", removed)
@@ -265,8 +263,9 @@ class JournalKeeper:
         except JournalFenced as error:
             self._on_fenced(error)
         except OSError as error:
-            if self._context.may_complain("files"):
-                log.error("looking at the journal's files failed: %s", error)
+            self._context.complaints.note(
+                "files", "looking at the journal's files failed: %s%s", error, level=logging.ERROR
+            )
         else:
             if lost:
                 self._context.counts["journal_lost_segments"] += len(lost)

@@ -14,36 +14,34 @@ from poolgrid.wire.identifiers import StreamState, WorkerKey
 PREFIX = "poolgrid_consolidator_"
 
 COUNTERS: dict[str, str] = {
-    "batches": "Batches taken in from sources.",
-    "events": "Events in those batches.",
-    "duplicates": "Batches dropped because they had been taken in before. This is normal after a reconnect.",
-    "gaps": "Holes found in the sequence of a source.",
+    "batches": "Event batches accepted from sources.",
+    "events": "Events in accepted batches.",
+    "duplicates": "Batches dropped as duplicates. Normal after a reconnect.",
+    "gaps": "Gaps in the sequence of a source.",
     "resends": "Requests to a worker to send missing batches again.",
     "restatements": (
-        "Caches restated by their worker because missing batches were gone. The outbox was too small for the outage."
+        "Full resyncs of workers that no longer had the missing batches. The outbox was too small for the outage."
     ),
     "refused": "Registrations and batches refused. The worker's log has the reason.",
-    "unknown": "Messages of workers that must say Hello first.",
+    "unknown": "Messages of workers that must register again first.",
     "ignored_events": "Events in batches that only the consolidator may write.",
     "joined": "Worker ranks that joined.",
     "left": "Worker ranks that left, for any reason.",
-    "lease_expiries": (
-        "Worker ranks that left because they were silent for the lease: killed, cut off, or starved of CPU."
-    ),
-    "lost_requests": "Requests closed because their end was lost with a gap.",
-    "stale": "Worker ranks whose blocks were not trusted any more, because a gap stayed open.",
+    "lease_expiries": ("Worker ranks removed after their lease: killed, disconnected, or without CPU."),
+    "lost_requests": "Requests closed because their end was lost in a gap.",
+    "stale": "Worker ranks whose blocks became untrusted because a gap stayed open.",
     "undecodable_frames": "Frames that did not decode and were dropped.",
-    "journal_append_errors": "Appends to the journal that failed and were tried again. Look at the disk.",
-    "journal_snapshot_errors": "Journal snapshots that could not be written. Restarts get slower.",
-    "journal_read_errors": "Requests for records that a damaged or unreadable segment left to a snapshot.",
+    "journal_append_errors": "Failed appends to the journal, which were retried. Check the disk.",
+    "journal_snapshot_errors": "Journal snapshots that could not be written. Restarts take longer.",
+    "journal_read_errors": "Requests for records in a damaged or unreadable segment, answered by a snapshot.",
     "journal_lost_segments": (
-        "Journal segments that somebody deleted or cut while the consolidator ran. A snapshot stands in for them."
+        "Journal segments deleted or cut from outside while the consolidator ran. A snapshot replaces them."
     ),
-    "feed_records": "Records published on the live feed; none while nobody subscribes.",
-    "feed_replays": "Replay requests of routers answered. If it grows steadily, routers cannot keep up with the feed.",
+    "feed_records": "Records published on the feed; none without subscribers.",
+    "feed_replays": "Answered replay requests of routers. If it grows steadily, routers cannot keep up.",
     "feed_snapshots": "Snapshot requests of routers answered.",
-    "feed_answers_dropped": "Parts of answers dropped because the asking router did not take them.",
-    "feed_subscribers_refused": "Connections to the feed that were ended because they named more than 16 topics.",
+    "feed_answers_dropped": "Parts of answers dropped because the router did not read them.",
+    "feed_subscribers_refused": "Connections to the feed closed because they named more than 16 topics.",
 }
 """Counter (without prefix and ``_total``) and help."""
 
@@ -52,44 +50,39 @@ GAUGES: dict[str, str] = {
     "oldest_offset": "Offset of the oldest journal record still kept.",
     "workers": "Worker ranks in the pool.",
     "blocks": "Blocks held in the pool, by tier.",
-    "refused_blocks": (
-        "Blocks not taken in because a worker is beyond 4,194,304. Such a worker is known in part only."
-    ),
-    "event_lag_seconds": "Age of the newest batch of a worker rank when it was taken in.",
+    "refused_blocks": ("Blocks ignored because a worker exceeds 4,194,304. Such a worker is known only in part."),
+    "event_lag_seconds": "Age of the newest batch of a worker rank on arrival.",
     "journal_bytes": "Size of the journal's segments.",
     "journal_segments": "Number of journal segments.",
     "stalled": "1 while the journal cannot be written and nothing is acknowledged. Alert on it.",
     "journal_slow_write_seconds": (
-        "How long a write of the journal takes while that is more than half a second, else 0. Nothing "
-        "fails meanwhile, but routers learn what workers say that much later."
+        "Duration of a journal write above 0.5 s, else 0. Routers learn of events that much later."
     ),
 }
 """Gauge (without prefix) and help."""
 
 SOURCE_GAUGES: dict[str, str] = {
     "source_degraded": (
-        "1 while a PUB source's blocks are known in part only (a gap was not filled) or not at all. Alert "
-        "on it: reuse is less than it could be."
+        "1 while a PUB source's blocks are known only in part or not at all. Alert on it: cache hit rate falls."
     ),
-    "source_blocks": "Blocks that a PUB source says its worker holds, each tier counted.",
+    "source_blocks": "Blocks that a PUB source reports for its worker, each tier counted.",
 }
 
 SOURCE_STATE = (
-    "1 for the state that the stream of a PUB source is in. `waiting` means that its worker has not "
-    "joined. The source is the worker, or `w0:kvbm` for a further source of worker `w0`."
+    "1 for the stream state of a PUB source. `waiting`: its worker has not joined. The source is the "
+    "worker, or `w0:kvbm` for a further source of worker `w0`."
 )
 
 SOURCE_STATES = (*(state.name.lower() for state in StreamState), WAITING)
 
 SOURCE_COUNTERS: dict[str, str] = {
-    "source_gaps": "Holes in the sequence of a PUB source.",
+    "source_gaps": "Gaps in the sequence of a PUB source.",
     "source_replays": "Replay requests to a PUB source.",
     "source_losses": (
-        "Times what a PUB source had said was dropped because batches were lost for good. Enlarge the "
-        "engine's replay buffer."
+        "Times that blocks of a PUB source were dropped because batches were lost. Enlarge the engine's replay buffer."
     ),
-    "source_restarts": "New lives of the engine of a PUB source.",
-    "source_undecodable": "Messages of a PUB source that did not decode.",
+    "source_restarts": "Restarts of the engine of a PUB source.",
+    "source_undecodable": "Undecodable messages of a PUB source.",
     "source_ignored_blocks": "Blocks of a PUB source that could not be placed (unknown parent, partial, other medium).",
 }
 

@@ -132,12 +132,13 @@ class QueryPlane:
                 records = journal.read(request.from_offset, limit, REPLAY_BYTES_MAX)
         except (OSError, JournalCorrupt) as error:
             self._context.counts["journal_read_errors"] += 1
-            if self._context.may_complain("read"):
-                log.error(
-                    "reading the journal from offset %d failed (%s); the router takes a snapshot instead",
-                    request.from_offset,
-                    error,
-                )
+            self._context.complaints.note(
+                "read",
+                "reading the journal from offset %d failed (%s); the router takes a snapshot instead%s",
+                request.from_offset,
+                error,
+                level=logging.ERROR,
+            )
             damage = error if isinstance(error, JournalCorrupt) else None
             return codec.from_feed.encode(TooOld(request.request, journal.next_offset)), damage
         # Not published yet means not there yet: a record that is being made durable comes with the feed.

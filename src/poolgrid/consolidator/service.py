@@ -86,11 +86,10 @@ class ConsolidatorService:
         consolidator_id: str | None = None,
         make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
         on_fenced: Callable[[JournalFenced], None] | None = None,
-        on_loading: Callable[[bytes], None] = lambda data: None,
         tuning: Tuning | None = None,
     ) -> None:
         """``on_fenced`` is called when another process writes the journal, and nothing more is done here; by default
-        the process ends. ``on_loading`` gets the encoded ``LoadingWorkers`` whenever they are published."""
+        the process ends."""
         self.settings = settings
         self.consolidator_id = consolidator_id or os.urandom(8).hex()
         self.ingest_endpoint = ""
@@ -105,7 +104,6 @@ class ConsolidatorService:
         self._registry = registry
         self._collector = ConsolidatorCollector(self.measure, self.lags_ms, self.blocks_by_tier, self.sources)
         self._on_fenced = on_fenced
-        self._on_loading = on_loading
         self._core: Consolidator | None = None
         self._listeners: list[tuple[PoolListener, int]] = []
         self._make_context = make_context
@@ -189,7 +187,7 @@ class ConsolidatorService:
         context = self._context = self._make_context()
         life = self.consolidator_id.encode()
         ingest, feed, query = (self._socket(context, kind) for kind in (zmq.ROUTER, zmq.XPUB, zmq.ROUTER))
-        self._feed = FeedPublisher(feed, self._tuning, parts, life, self._on_loading)
+        self._feed = FeedPublisher(feed, self._tuning, parts, life)
         self._query = QueryPlane(query, self._feed, self._keeper, self._bulk, parts, life)
         self._ingest = IngestPlane(ingest, self._feed, self.take_turn, self._running_clock, self._bulk, parts)
         for socket, plane in ((ingest, "ingest"), (feed, "feed"), (query, "query")):

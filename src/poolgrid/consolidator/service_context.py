@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from poolgrid.consolidator.journal_writer import COMPLAIN_EVERY_MS
 from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints
 from poolgrid.process.tasks import detached
@@ -46,7 +45,6 @@ class ServiceContext:
         self.broken = ""
         """Why the state is not the fold of the journal any more; empty while it is."""
         self.threads = ThreadPoolExecutor(THREADS, "journal")
-        self._complained_ms: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -58,15 +56,6 @@ class ServiceContext:
         """Count a message that is none, and say so in the log now and then."""
         self.counts["undecodable_frames"] += 1
         self.complaints.about(peer, error)
-
-    def may_complain(self, what: str) -> bool:
-        """Say whether it is time for a line in the log about something that goes on failing."""
-        now_ms = self.clock.monotonic_ms()
-        last_ms = self._complained_ms.get(what)
-        if last_ms is not None and now_ms - last_ms < COMPLAIN_EVERY_MS:
-            return False
-        self._complained_ms[what] = now_ms
-        return True
 
     def after(self, name: str, delay_ms: float, work: Callable[[], None]) -> None:
         """Do something later; each name has one timer."""

@@ -23,35 +23,44 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
     panel: ClassVar[str] = "Consolidator"
 
     data_dir: Path | None = Field(
-        default=None, description="Directory of the journal; without it the journal lives in memory and ends with us."
+        default=None, description=("Keep the journal in this directory. Unset = in memory, lost when the process ends.")
     )
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address that the consolidator's sockets bind to.")
-    ingest_port: int = Field(default=0, ge=0, le=65535, description="Port that workers push to; 0 = any free one.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Listen on this address.")
+    ingest_port: int = Field(
+        default=0, ge=0, le=65535, description=("Receive workers' events at this port; 0 = any free port.")
+    )
     feed_port: int = Field(
-        default=0, ge=0, le=65535, description="Port of the live feed for routers; 0 = any free one."
+        default=0, ge=0, le=65535, description=("Publish the feed for routers at this port; 0 = any free port.")
     )
     query_port: int = Field(
-        default=0, ge=0, le=65535, description="Port for replay and snapshot requests of routers; 0 = any free one."
+        default=0,
+        ge=0,
+        le=65535,
+        description=("Serve replays and snapshots to routers at this port; 0 = any free port."),
     )
     lease_ms: int = Field(
-        default=3000, ge=50, le=600_000, description="Silence after which a worker counts as gone (milliseconds)."
+        default=3000, ge=50, le=600_000, description=("Treat a worker as gone after this time without a message.")
     )
     retention_bytes: int = Field(
-        default=1024 * MIB, ge=MIB, description="Journal size above which old segments behind a snapshot are removed."
+        default=1024 * MIB,
+        ge=MIB,
+        description=("Remove old journal segments behind a snapshot when the journal is larger than this."),
     )
     retention_ms: int = Field(
         default=24 * 3600 * 1000,
         ge=1000,
-        description="Age above which old segments behind a snapshot are removed (milliseconds).",
+        description=("Remove journal segments behind a snapshot when they are older than this."),
     )
     fsync: Literal["interval", "always", "never"] = Field(
         default="interval",
-        description="When the journal is made durable: every 100 ms, before each acknowledgement, or never.",
+        description=(
+            "Choose when the journal is synced to disk: every 100 ms (interval), before each acknowledgement "
+            "(always), or never."
+        ),
     )
     pub_sources: InputFile | None = Field(
         default=None,
-        description="JSON file that lists who publishes KV events over ZMQ PUB: engines, and further sources of "
-        "workers that push.",
+        description=("Subscribe to the KV event publishers (ZMQ PUB) that this JSON file lists."),
     )
 
 
@@ -61,20 +70,26 @@ class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
     panel: ClassVar[str] = "Consolidator"
 
     http_port: int = Field(
-        default=0, ge=0, le=65535, description="Port of /health, /live, /ready and /metrics; 0 = any free one."
+        default=0,
+        ge=0,
+        le=65535,
+        description=("Serve /health, /live, /ready and /metrics at this port; 0 = any free port."),
     )
     advertise_host: str = Field(
         default="",
         max_length=IDENTIFIER_BYTES_MAX,
-        description="With event_plane nats, or names: host that others connect to; empty = the bound one. Needed when "
-        "host is 0.0.0.0 or ::.",
+        description=(
+            "Register this host for other processes to connect to. Unset = the bound address. Needed when "
+            "host is 0.0.0.0 or ::."
+        ),
     )
     leader_lease_s: int = Field(
         default=3,
         ge=1,
         le=600,
-        description="With event_plane nats: how long the active consolidator of a pool may be silent until another one "
-        "that runs takes its place (whole seconds).",
+        description=(
+            "With event_plane nats, let another consolidator take over when the active one is silent for this time."
+        ),
     )
 
     @model_validator(mode="after")

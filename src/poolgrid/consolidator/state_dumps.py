@@ -15,7 +15,7 @@ from poolgrid.wire.limits import SNAPSHOT_CHAINS_PER_PART_MAX
 T = TypeVar("T")
 
 SLICE_BLOCKS = 512
-"""Changes made to what was frozen, and blocks freed, in one turn: a quarter to half a millisecond."""
+"""Blocks freed in one turn: a quarter to half a millisecond."""
 
 PART_BYTES_MAX = 1024 * 1024
 """Bytes of hashes in one part: far below a frame's limit, few enough to encode and send between two turns."""
@@ -69,23 +69,14 @@ class StateDumps:
         Others have their turn after each item that ``make`` yields. What happens in these turns is not in it.
         """
         async with self._freezing:
-            pool = self._pool
-            frozen = pool.freeze_in_place()
+            frozen = self._pool.freeze()
             offset, states = frozen.offset, frozen.states()
             made: list[T] = []
-            try:
-                for item in make(frozen):
-                    made.append(item)
-                    await self._bulk.turn()
-                    if self._context.stopping:
-                        break  # the result is not needed any more
-            finally:
-                del frozen
-                more = True
-                while more:
-                    more = pool.thaw(SLICE_BLOCKS)
-                    await self._bulk.turn()
-                self.free_discarded()
+            for item in make(frozen):
+                made.append(item)
+                await self._bulk.turn()
+                if self._context.stopping:
+                    break  # the result is not needed any more
             return offset, states, made
 
     def free_discarded(self) -> None:

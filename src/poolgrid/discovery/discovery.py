@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from poolgrid.discovery.ports import DiscoveryUnavailable, RegistrationStore, Scope
 from poolgrid.discovery.registry import Registry
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import PERIOD_MS, Complaints
+from poolgrid.process.complaints import Complaints
 from poolgrid.process.instruments import Counter
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.wire.answers import FleetList, NamedRow
@@ -39,7 +39,7 @@ class _RegistryCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         known = GaugeMetricFamily(
             "poolgrid_names_instances",
-            "Processes that this one follows and that have a name now.",
+            "Registered processes that this process follows.",
             labels=["component"],
         )
         counts: dict[str, int] = {}
@@ -50,7 +50,7 @@ class _RegistryCollector(Collector):
         yield known
         refused = GaugeMetricFamily(
             "poolgrid_names_refused_entries",
-            "Registrations that are there and cannot be used; the log names them.",
+            "Invalid registrations; the log lists them.",
         )
         refused.add_metric([], self._registry.refused_count)
         yield refused
@@ -62,7 +62,7 @@ class DiscoveryMetrics:
     def __init__(self, registry: CollectorRegistry | None, known: Registry) -> None:
         self.failures = Counter(
             "poolgrid_names_failures",
-            "Attempts to register (write), or to look who is there (read), that failed.",
+            "Failed attempts to register (write) or to read registrations (read).",
             ["operation"],
             registry=registry,
         )
@@ -101,7 +101,6 @@ class Discovery:
         self._life = new_life()
         self._clock = clock
         self._complaints = Complaints(log, clock)
-        self._complained_ms: dict[str, float] = {}
         self._scopes: list[Scope] = []
         self._listeners: list[Callable[[], None]] = []
         self._after_look: list[Callable[[], None]] = []
@@ -253,13 +252,8 @@ class Discovery:
         return found[0]
 
     def _complain(self, doing: str, error: Exception) -> None:
-        now_ms = self._clock.monotonic_ms()
-        if now_ms - self._complained_ms.get(doing, float("-inf")) < PERIOD_MS:
-            return
-        self._complained_ms[doing] = now_ms
-        log.warning(
-            "%s at %s failed (%s): it is tried again for ever, and what is known stays", doing, self.store.where, error
-        )
+        words = "%s at %s failed (%s): it is tried again for ever, and what is known stays%s"
+        self._complaints.note(doing, words, doing, self.store.where, error)
 
 
 def _row(registration: Registration) -> NamedRow:

@@ -27,49 +27,59 @@ class DiscoverySettings(NatsSettings):
 
     names: Literal["none", "directory", "nats", "kubernetes"] = Field(
         "none",
-        description="Where processes register and find each other: none = by the addresses they are given; directory = "
-        "files in names_dir, on one host; nats = a bucket of JetStream at nats_url (needs the extra nats); "
-        "kubernetes = EndpointSlices, which are only read: the cluster says who is there.",
+        description=(
+            "Choose where processes register and find each other: none = configured addresses; files in "
+            "names_dir; a NATS bucket; or Kubernetes EndpointSlices."
+        ),
     )
     names_dir: Path | None = Field(
         None,
-        description="With names directory: where the registrations are. Made with mode 0700 when it is not there; who "
-        "may write into it may register.",
+        description=(
+            "With names directory, keep registrations in this directory. It is created with mode 0700; write "
+            "access allows registration."
+        ),
     )
     namespace: str = Field(
         "poolgrid",
         min_length=1,
         max_length=IDENTIFIER_BYTES_MAX,
-        description="The pool among those that share names: first part of namespace.component.endpoint.",
+        description=("Name the pool: the first part of namespace.component.endpoint."),
     )
     advertise_host: str = Field(
         "",
         max_length=IDENTIFIER_BYTES_MAX,
-        description="With names: host that others connect to; empty = the bound one. Needed when host is 0.0.0.0 or "
-        "::.",
+        description=(
+            "Register this host for other processes to connect to. Unset = the bound address. Needed when "
+            "host is 0.0.0.0 or ::."
+        ),
     )
     names_lease_s: int = Field(
         10,
         ge=1,
         le=600,
-        description="How long a registration counts after it was renewed last, which is done three times as often "
-        "(whole seconds): who is killed has its name for so long.",
+        description=(
+            "Remove a registration that was not renewed for this time. Processes renew it three times as often."
+        ),
     )
 
     kubernetes_api: str = Field(
         "",
         max_length=IDENTIFIER_BYTES_MAX,
-        description="With names kubernetes: URL of the API server, https://host:port, or http://127.0.0.1:port for "
-        "kubectl proxy; empty = that of the cluster this pod is in.",
+        description=(
+            "With names kubernetes, use this API server (https://HOST:PORT, or http://127.0.0.1:PORT of "
+            "kubectl proxy). Unset = the pod's cluster."
+        ),
     )
     kubernetes_namespace: tuple[KubernetesNamespace, ...] = Field(
         (),
         max_length=64,
-        description="With names kubernetes: Kubernetes namespace in which to look; may be repeated. None = this pod's.",
+        description=("With names kubernetes, look in this Kubernetes namespace. Repeat for more. Unset = the pod's."),
     )
     kubernetes_account_dir: Path = Field(
         Path("/var/run/secrets/kubernetes.io/serviceaccount"),
-        description="With names kubernetes: directory with token, ca.crt and namespace of the service account.",
+        description=(
+            "With names kubernetes, read token, ca.crt and namespace of the service account from this directory."
+        ),
     )
 
     @model_validator(mode="after")

@@ -126,20 +126,15 @@ class Application(FastAPI):
         self.traffic = traffic
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
         """Inference endpoints by path, each behind the gate when there is one."""
-        self._layers_seen = 0
         self._short = True
 
     def served(self) -> tuple[int, ...]:
         """Return the totals of ``poolgrid.frontend.metrics.SERVED_COLUMNS``, with the tokens of requests in flight."""
         return (self.traffic.totals().account.output_tokens, *self._metrics.served())
 
-    def _is_short(self) -> bool:
-        layers = self.user_middleware  # which only grows
-        if len(layers) != self._layers_seen:
-            gate: object = AccessGate
-            self._layers_seen = len(layers)
-            self._short = all(each.cls is gate for each in layers)
-        return self._short
+    def add_middleware(self, middleware_class: Any, *args: Any, **kwargs: Any) -> None:
+        super().add_middleware(middleware_class, *args, **kwargs)
+        self._short = self._short and middleware_class is AccessGate
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Return what serves one request."""
@@ -148,7 +143,7 @@ class Application(FastAPI):
             scope = {**scope, "path": path[:-1]}
         if scope["type"] == "http" and scope["method"] == "POST":
             endpoint = self.direct.get(scope["path"])
-            if endpoint is not None and self._is_short():
+            if endpoint is not None and self._short:
                 return endpoint(scope, receive, send)
         names_itself = scope["type"] != "http" or (scope["method"] == "POST" and scope["path"] in self.direct)
         return super().__call__(scope, receive, send) if names_itself else self._serve_plainly(scope, receive, send)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, Final
@@ -45,6 +45,7 @@ from poolgrid.frontend.request_body import (
     check_shape,
     compressed,
     receive_body,
+    too_large,
 )
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
@@ -55,7 +56,7 @@ from poolgrid.frontend.stream_head import KEEP_ALIVE_S, KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic, tell_request
-from poolgrid.http.exchange import ON_DISCONNECT
+from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
 from poolgrid.inference.stream_delta import StreamDelta
@@ -195,12 +196,15 @@ class _Exchange:
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
         self._scope = scope
-        self._headers = headers = _Headers(scope)
-        self._wanted_id = endpoint._request_ids.wanted(headers.request_id)
+        self._headers = headers = dict(scope["headers"])
+        self._wanted_id = endpoint._request_ids.wanted(headers.get(b"x-request-id"))
         self._arrived_ms = arrived_ms
         self._caller = caller_of(scope)
         self._receive = receive
         self._send = send
+        self._extensions = scope.get("extensions") or {}
+        self._direct: HttpExchange | None = self._extensions.get(EXCHANGE)
+        """The short way to our own server's connection, which spares messages."""
         self._outputs: list[SequenceOutput] = []
         self.done = False
         """The last byte has been handed over: that the client leaves is no longer news."""
@@ -231,18 +235,24 @@ class _Exchange:
         try:
             limit = self._endpoint._body_bytes_max
             headers = self._headers
-            check_announced(headers.content_type, headers.content_length, limit, self._scope["headers"])
-            body = await receive_body(self._receive, limit)
+            content_type, content_length = headers.get(b"content-type", b""), headers.get(b"content-length", b"")
+            check_announced(content_type, content_length, limit, self._scope["headers"])
+            body = None if self._direct is None else self._direct.body()
             if body is None:
-                self._left()
-                return
+                body = await receive_body(self._receive, limit)
+                if body is None:
+                    self._left()
+                    return
+            elif len(body) > limit:
+                raise too_large(str(len(body)), limit)
             if self.trace is not None:
                 self.trace.add("receive", self._arrived_ms)
-            on_disconnect = (self._scope.get("extensions") or {}).get(ON_DISCONNECT)
+            on_disconnect = self._extensions.get(ON_DISCONNECT)
             if on_disconnect is not None:
                 on_disconnect(partial(_leave, self, task))
-            if headers.content_encoding:
-                body = await self._inflate(body)
+            encoding = headers.get(b"content-encoding")
+            if encoding:
+                body = await self._inflate(body, encoding.decode("latin-1").strip().lower())
             if len(body) > SHORT_BYTES:
                 await check_shape(body, self._endpoint._settings.max_body_values, self._endpoint._tokenization)
             job = await self._prepared(body)
@@ -317,8 +327,7 @@ class _Exchange:
             self._caller.check_feature("guided_decoding")
         await self._endpoint._guides.check(job.guide, job.guide_param, job.domain)
 
-    async def _inflate(self, body: bytes) -> bytes:
-        encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
+    async def _inflate(self, body: bytes, encoding: str) -> bytes:
         return await self._endpoint._bodies.inflated(body, encoding, lambda: self.left)
 
     async def _tokenize(self, job: PreparedRequest, body_bytes: int) -> list[Prompt]:
@@ -341,7 +350,7 @@ class _Exchange:
         return prompts
 
     async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
-        requests = sequences_of(job, prompts, request_ids, self._headers.hints)
+        requests = sequences_of(job, prompts, request_ids, _hints_of(self._headers))
         if self.trace is not None:
             for request in requests:
                 request.trace = self.trace
@@ -520,13 +529,11 @@ class _Exchange:
         headers = [*self._response_headers(), (b"content-type", b"application/json")]
         if len(body) >= GZIP_BYTES_MIN:
             headers.append((b"vary", b"accept-encoding"))
-            if accepts_gzip(self._headers.accept_encoding):
+            if accepts_gzip(self._headers.get(b"accept-encoding", b"")):
                 body = compressed(body)
                 headers.append((b"content-encoding", b"gzip"))
         self._begin(200, headers)
-        headers.append((b"content-length", b"%d" % len(body)))
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._end(body)
+        await self._answer(200, headers, body)
 
     async def _completed(self, job: PreparedRequest, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
         """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
@@ -626,16 +633,28 @@ class _Exchange:
             headers += limit_headers(self._caller.standing(self._clock.monotonic_ms()))
         self._started = True
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._begin(status, headers)
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
     async def _start_stream(self) -> None:
-        await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
+        headers = [*self._response_headers(), *_STREAM_HEADERS]
+        self._begin(200, headers)
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _write(self, body: bytes) -> None:
+    def _write(self, body: bytes) -> Awaitable[None]:
+        if self._direct is not None and not self.done:
+            return self._direct.write(body)
+        return self._send_part(body)
+
+    async def _send_part(self, body: bytes) -> None:
         if not self.done:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self.done = True
+        if self._direct is not None:
+            await self._direct.answer(status, headers, body)
+            return
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _end(self, body: bytes) -> None:
         self.done = True
@@ -657,14 +676,9 @@ class _Exchange:
                 assert self._encoder is not None, "a stream has begun, so there is an encoder"
                 await self._end(self._encoder.error(error))
                 return
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(body)),
-                *dialect.headers(self._wanted_id),
-                *error.headers,
-            ]
-            await self._start(error.status, headers)
-            await self._end(body)
+            headers = [(b"content-type", b"application/json"), *dialect.headers(self._wanted_id), *error.headers]
+            self._begin(error.status, headers)
+            await self._answer(error.status, headers, body)
         except asyncio.CancelledError:
             # The client left while its error was being written.
             if not self.left:
@@ -813,36 +827,11 @@ def _leave(exchange: _Exchange, task: asyncio.Task[Any]) -> None:
 _HINT_HEADERS: Final = {name.encode(): name for name in HINT_HEADERS}
 
 
-class _Headers:
-    """The request headers that matter here."""
-
-    __slots__ = (
-        "accept_encoding",
-        "content_encoding",
-        "content_length",
-        "content_type",
-        "hints",
-        "request_id",
-    )
-
-    def __init__(self, scope: Scope) -> None:
-        self.content_type = self.content_length = self.content_encoding = self.accept_encoding = b""
-        self.request_id: bytes | None = None
-        self.hints: dict[str, str] | None = None
-        for name, value in scope["headers"]:
-            if name == b"content-type":
-                self.content_type = value
-            elif name == b"content-length":
-                self.content_length = value
-            elif name == b"x-request-id":
-                self.request_id = value
-            elif name == b"accept-encoding":
-                self.accept_encoding = value
-            elif name == b"content-encoding":
-                self.content_encoding = value
-            elif name in _HINT_HEADERS:
-                self.hints = self.hints or {}
-                self.hints[_HINT_HEADERS[name]] = value.decode("latin-1")
+def _hints_of(headers: Mapping[bytes, bytes]) -> dict[str, str] | None:
+    """Return the headers that say something about routing, if any."""
+    if _HINT_HEADERS.keys().isdisjoint(headers):
+        return None
+    return {name: headers[key].decode("latin-1") for key, name in _HINT_HEADERS.items() if key in headers}
 
 
 def _listed(values: list[str]) -> str:

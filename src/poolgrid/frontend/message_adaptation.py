@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from operator import attrgetter, eq
 from typing import Any, Final
 
 import msgspec
@@ -115,18 +115,16 @@ def is_malformed(arguments: str | dict[str, Any]) -> bool:
 
 def _is_regular(messages: Sequence[Message], takes: TemplateCapabilities) -> bool:
     """Return whether every message keeps its place and role; in doubt it does not."""
-    if not takes.rewritten_roles.isdisjoint({message.role for message in messages}):
+    roles = [message.role for message in messages]
+    if not takes.rewritten_roles.isdisjoint(roles):
         return False
     if takes.any_order:
         return True
-    roles = [message.role for message in messages]
     others = roles[1:]
-    return not (
-        "system" in others
-        or "developer" in others
-        or any(role == then != "tool" or (role == "tool" and then == "user") for role, then in pairwise(roles))
-        or any(message.tool_calls for message in messages)
-    )
+    if "tool" in roles or "system" in others or "developer" in others:
+        return False
+    # Without a call of ours for each message: conversations are long.
+    return not (any(map(eq, roles, others)) or any(map(attrgetter("tool_calls"), messages)))
 
 
 def _rearranged(messages: Sequence[Message], takes: TemplateCapabilities) -> list[Message]:

@@ -90,62 +90,60 @@ class FrontendMetrics:
         self.itl_target_ms = itl_target_ms
         self.requests = counter(
             "poolgrid_frontend_requests",
-            "Requests answered, by endpoint, HTTP status and streaming. Status 499 means that the client left, "
-            "and 500 also counts a stream that broke.",
+            "Requests answered, by endpoint, HTTP status and streaming. 499: the client disconnected. 500 "
+            "includes broken streams.",
             ["endpoint", "status", "streaming"],
         )
         self.guides = counter(
             "poolgrid_frontend_guides",
-            "Guides of requests by what became of them before a worker saw them: `known` (tried before for the "
-            "same tenant), `accepted`, `refused` or `busy`. If many are refused, the log names the tenant and "
-            "the reason.",
+            "Guides by validation result: `known` (validated before for the same tenant), `accepted`, "
+            "`refused` or `busy`. For refused ones the log has tenant and reason.",
             ["outcome"],
         )
         self.kept_responses = counter(
             "poolgrid_frontend_kept_responses",
-            "Responses that were to be kept for `previous_response_id`, by outcome: `kept`, or `lost` because "
-            "there was no room or they could not be written. The log says which.",
+            "Responses to store for `previous_response_id`, by outcome: `kept`, or `lost` for lack of space or "
+            "a write error, which is logged.",
             ["outcome"],
         )
         self.in_flight = gauge(
             "poolgrid_frontend_in_flight_requests",
-            "Requests being served now, waiting ones included.",
+            "Requests being served, waiting ones included.",
             ["endpoint"],
         )
         self.ttft = histogram(
             "poolgrid_frontend_time_to_first_token_seconds",
-            "TTFT of each sequence, by model: from the arrival of the request's headers to the first output token.",
+            "TTFT of each sequence: from the request's headers to the first output token.",
             ["model"],
             buckets=TTFT_BUCKETS_S,
         )
         self.itl = histogram(
             "poolgrid_frontend_inter_token_latency_seconds",
-            "ITL at each arrival of tokens of a sequence, by model: the time since the arrival before, divided by the "
-            "number of tokens that arrived.",
+            "ITL at each arrival of tokens: time since the previous arrival, divided by the number of tokens.",
             ["model"],
             buckets=ITL_BUCKETS_S,
         )
         self.target_judgements = counter(
             "poolgrid_frontend_target_judgements",
-            "Sequences by whether they `met` or `missed` the target of this front end: `ttft` at the first token, "
-            "`itl` (the mean over the sequence) at the last one. What a service promises is a share of these.",
+            "Sequences that `met` or `missed` the target: `ttft` at the first token, `itl` (mean of the "
+            "sequence) at the last one. The base of service objectives.",
             ["model", "target", "outcome"],
         )
         target = gauge(
             "poolgrid_frontend_target_seconds",
-            "The targets that sequences are judged by: `ttft_target_ms` and `itl_target_ms`.",
+            "The targets: `ttft_target_ms` and `itl_target_ms`.",
             ["target"],
         )
         target.labels("ttft").set(ttft_target_ms / 1000)
         target.labels("itl").set(itl_target_ms / 1000)
         self.isl = histogram(
             "poolgrid_frontend_input_sequence_tokens",
-            "Prompt tokens of a dispatched request (ISL), each prompt once. A shift here explains a shift of TTFT.",
+            "Prompt tokens of a dispatched request (ISL), each prompt once. A shift explains a shift of TTFT.",
             buckets=TOKEN_BUCKETS,
         )
         self.osl = histogram(
             "poolgrid_frontend_output_sequence_tokens",
-            "Output tokens of a sequence (OSL), also of one that was given up.",
+            "Output tokens of a sequence (OSL), also of an aborted one.",
             buckets=TOKEN_BUCKETS,
         )
         self.cached_tokens = counter(
@@ -154,7 +152,7 @@ class FrontendMetrics:
         )
         self.prompt_tokens = counter(
             "poolgrid_frontend_prompt_tokens",
-            "Prompt tokens dispatched, over all sequences. Cached tokens are a share of these.",
+            "Prompt tokens dispatched, over all sequences. The base of cached tokens.",
         )
         self.output_tokens = counter(
             "poolgrid_frontend_output_tokens",
@@ -167,11 +165,12 @@ class FrontendMetrics:
         )
         self.tokenizations_pending = gauge(
             "poolgrid_frontend_tokenizations_pending",
-            "Long prompts in tokenizer threads or waiting for one. At 256 the next prompt is answered 429.",
+            "Long prompts in tokenizer threads or waiting for one. At 256 the next one gets 429.",
         )
         self.disconnects = counter(
             "poolgrid_frontend_client_disconnects",
-            "Clients that left before their answer was complete. Often their timeout is shorter than the queue.",
+            "Clients that disconnected before their answer was complete. Often their timeout is shorter than "
+            "the queue.",
         )
         self.refusals = counter(
             "poolgrid_frontend_refusals",
@@ -180,22 +179,22 @@ class FrontendMetrics:
         )
         self.key_reloads = counter(
             "poolgrid_frontend_api_key_reloads",
-            "Changes of the file of API keys, by outcome: `loaded`, or `refused` because the file could not be used.",
+            "Changes of the file of API keys, by outcome: `loaded`, or `refused` because it is invalid.",
             ["outcome"],
         )
         self.keys_stale = gauge(
             "poolgrid_frontend_api_keys_stale",
-            "1 while the file of API keys cannot be used and an older one is in force. Alert on it.",
+            "1 while the file of API keys is invalid and an older one is in force. Alert on it.",
         )
         self._tenant_requests = counter(
             "poolgrid_frontend_tenant_requests",
-            "Requests let in, by tenant. The first 200 tenants have series of their own and later ones share "
-            "`other`. Without API keys there are no series by tenant.",
+            "Requests admitted, by tenant. The first 200 tenants have their own series; later ones share "
+            "`other`. No series without API keys.",
             ["tenant"],
         )
         self._tenant_refusals = counter(
             "poolgrid_frontend_tenant_refusals",
-            "Requests refused, by tenant and reason code. `rate_limited` shows who wants more than it may.",
+            "Requests refused, by tenant and reason code. `rate_limited`: tenants that exceed their quota.",
             ["tenant", "code"],
         )
         self._tenant_prompt_tokens = counter(
@@ -278,19 +277,18 @@ class TokenizationCollector(Collector):
         """Yield the counts per model."""
         tokens = CounterMetricFamily(
             "poolgrid_frontend_tokenized_tokens",
-            "Prompt tokens by whether they were `computed` or came from the `cache` of prompt segments and "
-            "were not tokenized again. If the share of `cache` is small under conversations, raise "
-            "`tokenization_cache_bytes`.",
+            "Prompt tokens that were `computed` or came from the `cache` of prompt segments. If the share of "
+            "`cache` is small with conversations, raise `tokenization_cache_bytes`.",
             labels=["model", "source"],
         )
         used = GaugeMetricFamily(
             "poolgrid_frontend_tokenization_cache_bytes",
-            "Bytes that the cache of prompt segments uses.",
+            "Memory of the cache of prompt segments.",
             labels=["model"],
         )
         fast = GaugeMetricFamily(
             "poolgrid_frontend_fast_tokenizer",
-            "1 when `fastokens` tokenizes the prompts of the model, 0 when `tokenizers` does. The log says why.",
+            "1 if `fastokens` tokenizes prompts of the model, 0 if `tokenizers` does. The reason is logged.",
             labels=["model"],
         )
         backend, forms = self._shown if self._shown is not None else (None, None)

@@ -243,9 +243,9 @@ class Preparation:
         )
         if nvext is not None and nvext.kv_cache_retention_config is not None:
             job.retention = check_retention(nvext.kv_cache_retention_config)
-        if isinstance(body, ChatBody):
+        if type(body) is ChatBody:
             _note_messages(job, body)
-        elif isinstance(body, CompletionBody):
+        elif type(body) is CompletionBody:
             job.prompt_only = body.max_tokens == 0
             if not isinstance(body.prompt, str):
                 job.has_text = bool(body.echo) or any(isinstance(item, str) for item in body.prompt[:1])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from poolgrid.frontend.guides import Guide
 from poolgrid.frontend.media.references import MediaReference
@@ -49,8 +51,7 @@ class AnswerForm:
     """Whether the end of an answer counts the tokens of its reasoning, which takes time for a long one."""
 
 
-@dataclass(slots=True, eq=False)
-class Prompt:
+class Prompt(msgspec.Struct, eq=False):
     """One tokenized prompt."""
 
     token_ids: bytes
@@ -69,8 +70,7 @@ class Prompt:
         return () if self.multimodal is None else self.multimodal.items
 
 
-@dataclass(slots=True, eq=False)
-class PromptText:
+class PromptText(msgspec.Struct, eq=False):
     """A prompt whose text is there, and what is known of its tokens."""
 
     text: str
@@ -84,8 +84,7 @@ class PromptText:
         return len(self.text) if self.text.isascii() else 3 * len(self.text)
 
 
-@dataclass(slots=True, eq=False)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, eq=False):
     """What one body asks for, with its prompts still text.
 
     A body of another API comes as the chat body that means the same, with the form of its answer.
@@ -105,7 +104,7 @@ class PreparedRequest:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     """Alternatives per token that the client wants; ``None`` = no log probabilities."""
-    guide: Guide = field(default_factory=dict)
+    guide: Guide = msgspec.field(default_factory=dict)
     """What the output must keep to, as fields of ``Sampling``."""
     guide_param: str = ""
     """The field of the body that it is from."""
@@ -155,7 +154,7 @@ class PreparedRequest:
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
         self.media, self.items, self.texts = (), (), ()
-        if isinstance(self.body, ChatBody):
+        if type(self.body) is ChatBody:
             self.body.messages = []
-        elif isinstance(self.body, CompletionBody):
+        elif type(self.body) is CompletionBody:
             self.body.prompt = ""

@@ -26,7 +26,7 @@ def look_up(job: PreparedRequest, limit_ms: float) -> int | None:
     ``None`` when rendering takes longer than ``limit_ms``: ``tokenize`` begins again. Raises ``RequestError``.
     """
     body, model = job.body, job.model
-    if isinstance(body, ChatBody):
+    if type(body) is ChatBody:
         try:
             text = _rendered(job, body, min(limit_ms, TIME_LIMIT_MS))
         except TemplateTooSlow:
@@ -44,7 +44,7 @@ def look_up(job: PreparedRequest, limit_ms: float) -> int | None:
 def tokenize(job: PreparedRequest) -> list[Prompt]:
     """Render and tokenize the prompts; raises ``RequestError``. Costly for long ones; touches no shared state."""
     body = job.body
-    if isinstance(body, ChatBody):
+    if type(body) is ChatBody:
         return [_chat_prompt(job, body)]
     assert isinstance(body, CompletionBody), "there are two kinds of body"
     if isinstance(body.prompt, str):

@@ -357,27 +357,19 @@ def check_announced(content_type: bytes, content_length: bytes, limit: int, head
 
 async def receive_body(receive: Receive, limit: int) -> bytes | None:
     """Return the body, or ``None`` when the client left before it was complete; raises ``RequestError`` 413."""
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        return None
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
-        if len(body) > limit:
-            raise too_large(str(len(body)), limit)
-        return body
-    parts = [body]
-    size = len(body)
-    while True:
+    parts: list[bytes] = []
+    size = 0
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        part: bytes = message.get("body", b"")
-        parts.append(part)
-        size += len(part)
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        more = message.get("more_body", False)
         if size > limit:
-            raise too_large(f"{size} so far", limit)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+            raise too_large(f"{size} so far" if more else str(size), limit)
+    return b"".join(parts)  # of one part it makes no copy
 
 
 def too_large(size: str, limit: int) -> RequestError:

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from poolgrid.frontend.detokenization import Detokenizer
 from poolgrid.frontend.prompt_model import PromptModel

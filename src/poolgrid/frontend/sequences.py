@@ -138,7 +138,7 @@ def _max_tokens(job: PreparedRequest, isl: int) -> tuple[str, int]:
     if room < 1:
         raise too_long(job, isl)
     name, max_tokens = "max_tokens", body.max_tokens
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+    if type(body) is ChatBody and body.max_completion_tokens is not None:
         name, max_tokens = "max_completion_tokens", body.max_completion_tokens
     elif max_tokens is None:
         max_tokens = room if job.chat else min(COMPLETION_MAX_TOKENS_DEFAULT, room)
@@ -173,7 +173,7 @@ def _sampling(job: PreparedRequest, prompt: Prompt) -> Sampling:
         ignore_eos=bool(body.ignore_eos),
         logprobs=job.logprobs,
         logit_bias=body.logit_bias or None,
-        prompt_logprobs=job.logprobs if isinstance(body, CompletionBody) and body.echo else None,
+        prompt_logprobs=job.logprobs if type(body) is CompletionBody and body.echo else None,
         logits_processors=_logits_processors(body) if body.logits_processors else (),
         **{field: getattr(body, field) for field in COPIED_TO_SAMPLING},
         **job.guide,

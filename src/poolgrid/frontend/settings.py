@@ -30,113 +30,128 @@ class FrontendSettings(MediaSettings):
 
     model_path: Path = Field(
         default=TINY_MODEL_PATH,
-        description="Hugging Face style model directory (tokenizer.json, tokenizer_config.json, config.json), or "
-        "ORG/MODEL on a hub, fetched without weights. The default is the tiny directory that ships for the simulated "
-        "engine.",
+        description=(
+            "Read tokenizer and chat template from this Hugging Face style model directory, or from ORG/MODEL of a "
+            "hub. Unset = the tiny model of the simulated engine."
+        ),
     )
     model_name: str = Field(
         default="",
         max_length=256,
-        description="Name that clients ask for; empty = the name of the model directory.",
+        description=("Serve the model under this name. Unset = the name of its directory."),
     )
     chat_template: InputFile | None = Field(
         default=None,
-        description="Jinja file to use in place of the model's own chat template; empty = the one that workers were "
-        "given, else the model's.",
+        description=("Use this Jinja file as the chat template. Unset = the workers' template, else the model's."),
     )
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=1024,
         le=1024 * 1024 * 1024,
-        description="Largest request body; larger ones get 413. 32 MiB is above the 32 MB that Anthropic's API takes: "
-        "conversations of agents with screenshots reach 12 MiB and more. Parsing 32 MiB of text blocks other requests "
-        "for about 20 ms. Raise it for prompts of more than 262,144 token ids too.",
+        description=("Limit a request body; larger ones get 413. Raise it for prompts of more than 262,144 token ids."),
     )
     api_keys: InputFile | None = Field(
         default=None,
-        description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. It is "
-        "read again when it changes.",
+        description=(
+            "Read API keys and tenants from this JSON file (poolgrid keys create); changes are reloaded. "
+            "Unset = no authentication."
+        ),
     )
     isolate_tenants: bool = Field(
         default=False,
-        description="Tell clients apart without API keys too: a request shares cached work only with those that have "
-        "the same tenant-header and cache_salt, and one that has neither shares with none; the server then keeps no "
-        "prompts, paths or media of its own. With or without keys, answers do not say which worker served and why, "
-        "refusals do not say what others use, and /metrics needs an operator's key where there are keys.",
+        description=(
+            "Share cached work only between requests with equal tenant_header and cache_salt, also without "
+            "API keys, and hide workers from clients."
+        ),
     )
     tenant_header: str = Field(
         default="",
         pattern=r"^([A-Za-z0-9-]{1,64})?$",
-        description="Header that names the tenant of a request, for isolate-tenants without API keys, e.g. "
-        "x-tenant-id. A proxy must set it, and overwrite what clients send; empty = none.",
+        description=(
+            "Read a request's tenant from this header, for isolate_tenants without API keys. The proxy must "
+            "set and overwrite it."
+        ),
     )
     share_word_cache: bool = Field(
         default=False,
-        description="With API keys or isolate-tenants, let the tokenizer remember words of all tenants, and use "
-        "fastokens where it can be: new text is tokenized 20 to 80 times as fast, and tenants that time their requests "
-        "can tell which words others have sent. Without both this is always so.",
+        description=(
+            "Share the tokenizer's word cache between isolated tenants: faster, but timing can reveal which "
+            "words others sent."
+        ),
     )
     metrics_need_key: bool = Field(
-        default=False, description="Whether /metrics needs an operator's key; only with --api-keys."
+        default=False, description=("Require an operator's API key for /metrics; needs api_keys.")
     )
     ttft_target_ms: float = Field(
         default=TTFT_TARGET_MS,
         gt=0,
         le=86_400_000,
-        description="TTFT that sequences are to have; poolgrid_frontend_target_judgements_total says how many do, and "
-        "alerts on the error budget count them.",
+        description=(
+            "Count requests whose TTFT is within this target (poolgrid_frontend_target_judgements_total), for "
+            "alerts on the error budget."
+        ),
     )
     itl_target_ms: float = Field(
         default=ITL_TARGET_MS,
         gt=0,
         le=86_400_000,
-        description="Mean time between tokens that a sequence is to have; judged and counted in the same way.",
+        description=("Count requests whose mean time between tokens is within this target, in the same metric."),
     )
     access_log: bool = Field(
         default=False,
-        description="Log a line for each inference request when it ends: its id, status, model, tenant, token counts, "
-        "times and worker, never its text. It is written whatever the log level.",
+        description=(
+            "Log one line per inference request at its end: id, status, model, tenant, token counts, times, "
+            "worker. Never its text."
+        ),
     )
     fleet_page: bool = Field(
         default=True,
-        description="Serve the fleet page at /ui: the pool live, for a browser. It only shows; what it shows needs an "
-        "operator's key where there are keys. It costs nothing while nobody looks.",
+        description=(
+            "Serve the fleet page, a live view of the pool, at /ui. With API keys it needs an operator's key."
+        ),
     )
     tokenizer_threads: int = Field(
         default=2,
         ge=1,
         le=64,
-        description="Threads that tokenize long prompts beside the event loop. Two, so that one 60k-token prompt "
-        "does not hold up the next while the event loop keeps a core.",
+        description=("Tokenize long prompts on this many threads, so that one long prompt does not delay the next."),
     )
     tokenization_cache_bytes: int = Field(
         default=CACHE_BYTES_DEFAULT,
         ge=0,
         le=1024**4,
-        description="Memory for the token ids of prompt segments that come again (earlier turns of a conversation); "
-        "0 tokenizes everything each time.",
+        description=(
+            "Cache the token ids of repeated prompt segments (earlier turns) in this much memory; 0 = no cache."
+        ),
     )
     response_store_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=0,
         le=1024**4,
-        description="Room for responses that clients may go on from (store, previous_response_id): in memory, with a "
-        "data_dir in a file there. Beyond it whole conversations are forgotten, the one used longest ago first, each "
-        "tenant's within an equal part. 0 keeps none. 64 MiB are some thousand conversations of agents.",
+        description=(
+            "Keep responses for previous_response_id in this much space, least recently used out first; on "
+            "disk with a data_dir. 0 = keep none."
+        ),
     )
     cors_allow_origins: tuple[str, ...] = Field(
         default=(),
-        description="Origins of web pages that may call the API from a browser, or *; none = no CORS headers.",
+        description=(
+            "Allow browsers' requests from this origin, or * for any. Repeat for more. Unset = no CORS headers."
+        ),
     )
     reasoning_parser: ReasoningParser = Field(
         default="auto",
-        description="Which format's reasoning is told apart from content; auto = what the workers were told, else from "
-        "the model's template and tokens.",
+        description=(
+            "Choose the format in which the model writes reasoning. auto = the workers' choice, else found "
+            "from the model's template."
+        ),
     )
     tool_call_parser: ToolCallParser = Field(
         default="auto",
-        description="In which format the model writes tool calls; auto = what the workers were told, else from the "
-        "model's template and tokens.",
+        description=(
+            "Choose the format in which the model writes tool calls. auto = the workers' choice, else found "
+            "from the model's template."
+        ),
     )
 
     @field_validator("reasoning_parser", "tool_call_parser", mode="before")

@@ -42,8 +42,7 @@ MISTRAL_ID_CHARS = 9
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-@dataclass(frozen=True, slots=True)
-class CallIds:
+class CallIds(msgspec.Struct, frozen=True):
     """The ids of one answer's calls."""
 
     request_id: str

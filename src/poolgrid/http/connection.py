@@ -262,7 +262,10 @@ class HttpConnection(asyncio.Protocol):
         else:
             if self.flow.is_full:
                 self.flow.fill(False)
-            self._settle()
+            if self._parser.in_body or self._held_bytes:
+                self._settle()
+            else:
+                self._move(self.table.idle)
 
     # -- what is held --------------------------------------------------------------------------------------------------
 

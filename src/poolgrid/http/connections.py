@@ -116,9 +116,9 @@ class HttpConnections:
         self._count = 0
         self._refused = Counter(
             "poolgrid_http_refused_total",
-            "Connections and requests that the HTTP server refused before any endpoint saw them, by reason. It grows "
-            "under an attack, or when a limit is too small for honest clients; invalid_http is a port scan or a client "
-            "that speaks TLS to a server without it. The log has the addresses, each reason at most once a minute.",
+            "Connections and requests refused by the HTTP server before any endpoint, by reason. It grows "
+            "under attack, or when a limit is too small; invalid_http is a port scan, or TLS sent to a plain "
+            "server. The log has the addresses, each reason at most once a minute.",
             ("reason",),
             registry=registry,
         )
@@ -126,14 +126,13 @@ class HttpConnections:
         self._say_at_s: dict[str, float] = {}
         opened = Gauge(
             "poolgrid_http_connections",
-            "Open connections of the HTTP server. The limit is `http_connections`.",
+            "Open connections of the HTTP server. Limit: `http_connections`.",
             registry=registry,
         )
         opened.set_function(lambda: float(self._count))
         unfinished = Gauge(
             "poolgrid_http_unfinished_bytes",
-            "Memory held for requests that are not whole yet, and for those behind a request in work. The "
-            "limit is `http_unfinished_bytes`.",
+            "Memory for incomplete and pipelined requests. Limit: `http_unfinished_bytes`.",
             registry=registry,
         )
         unfinished.set_function(lambda: float(self.unfinished_bytes))

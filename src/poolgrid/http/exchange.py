@@ -9,22 +9,30 @@ Rules
        waits. A part of a stream costs no coroutine.
     4. ``scope["extensions"][ON_DISCONNECT]`` takes a function that is called once if the client leaves before the
        answer is complete. It replaces a task per request that waits for ``http.disconnect``.
+    5. ``scope["extensions"][EXCHANGE]`` is the exchange itself, for applications of ours: ``body`` returns a body that
+       is whole, ``answer`` writes a whole answer and ``write`` a part of one, all without messages.
+    6. A connection has one task, which serves its requests one after the other and waits between two: making a task,
+       and taking it into Python's list of all tasks, costs as much as hashing a short prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, cast
 
 from poolgrid.http.flow import CONTINUE, FlowControl
+from poolgrid.process.tasks import owned
 
 log: Final = logging.getLogger(__name__)
 
 ON_DISCONNECT: Final = "poolgrid.on_disconnect"
 """Key in ``scope["extensions"]`` of the function that registers what is called when the client leaves."""
+
+EXCHANGE: Final = "poolgrid.exchange"
+"""Key in ``scope["extensions"]`` of the ``HttpExchange``."""
 
 BODY_BUFFER_BYTES: Final = 64 * 1024
 """Most of a request body that waits for the application."""
@@ -62,28 +70,24 @@ _DONE: Final = cast("Awaitable[None]", _Done())
 class HttpExchange:
     """One request and its answer."""
 
-    __slots__ = (
-        "_body",
-        "_chunked",
-        "_date_line",
-        "_event",
-        "_flow",
-        "_has_body",
-        "_head",
-        "_is_delivered",
-        "_left_bytes",
-        "_method",
-        "_on_complete",
-        "_on_disconnect",
-        "_transport",
-        "expects_continue",
-        "is_complete",
-        "is_disconnected",
-        "is_received",
-        "is_started",
-        "keep_alive",
-        "version",
-    )
+    # Most of it stays as it is here for most requests.
+    _body: bytes | bytearray = b""
+    _is_delivered = False
+    """The application has the whole body."""
+    _event: asyncio.Event | None = None
+    _on_disconnect: Callable[[], None] | None = None
+    _head = b""
+    """The head of the answer, until it leaves with the first part of the body."""
+    _chunked = False
+    _has_body = True
+    _left_bytes = 0
+    """What is still to come of an answer that announced its length."""
+    is_received = False
+    """The request is whole."""
+    is_started = False
+    """The application has begun its answer."""
+    is_complete = False
+    is_disconnected = False
 
     def __init__(
         self,
@@ -105,23 +109,6 @@ class HttpExchange:
         self.keep_alive = keep_alive
         self.expects_continue = expects_continue
         """The client sends the body only once it has been asked for it."""
-        self._body: bytes | bytearray = b""
-        self._is_delivered = False
-        """The application has the whole body."""
-        self._event: asyncio.Event | None = None
-        self._on_disconnect: Callable[[], None] | None = None
-        self._head = b""
-        """The head of the answer, until it leaves with the first part of the body."""
-        self._chunked = False
-        self._has_body = True
-        self._left_bytes = 0
-        """What is still to come of an answer that announced its length."""
-        self.is_received = False
-        """The request is whole."""
-        self.is_started = False
-        """The application has begun its answer."""
-        self.is_complete = False
-        self.is_disconnected = False
 
     # -- the request, from the connection ------------------------------------------------------------------------------
 
@@ -157,12 +144,9 @@ class HttpExchange:
 
     # -- the application -----------------------------------------------------------------------------------------------
 
-    async def run(self, app: Application, scope: Scope, tasks: set[asyncio.Task[None]]) -> None:
-        """Call the application; answer 500 if it fails before it has begun its answer.
-
-        This task takes itself out of ``tasks``: a callback at its end would be one more turn of the loop.
-        """
-        scope["extensions"] = {ON_DISCONNECT: self._register}
+    async def run(self, app: Application, scope: Scope) -> None:
+        """Call the application, and answer 500 if it fails."""
+        scope["extensions"] = {ON_DISCONNECT: self._register, EXCHANGE: self}
         try:
             await app(scope, self.receive, self.send)
             if not (self.is_complete or self.is_disconnected):
@@ -176,16 +160,20 @@ class HttpExchange:
                 return
             for message in _FAILED:
                 await self.send(message)
-        finally:
-            task = asyncio.current_task()
-            assert task is not None, "the parser starts it as one"
-            tasks.discard(task)
 
     def _register(self, on_disconnect: Callable[[], None]) -> None:
         if self.is_disconnected:
             on_disconnect()
         elif not self.is_complete:
             self._on_disconnect = on_disconnect
+
+    def body(self) -> bytes | None:
+        """Return the body if it is whole, and ``None`` otherwise: then it is to be received."""
+        if not self.is_received or self._is_delivered or self.is_disconnected or self._flow.is_full:
+            return None
+        self._is_delivered = True
+        body, self._body = bytes(self._body), b""
+        return body
 
     async def receive(self) -> Message:
         """Return the next part of the body, or that the client has left."""
@@ -204,6 +192,30 @@ class HttpExchange:
             self._event.clear()
             await self._event.wait()
         return {"type": "http.disconnect"}
+
+    def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Awaitable[None]:
+        """Write a whole answer; ``headers`` are without those that say how long it is and what comes after it."""
+        if not self.keep_alive or self._method == "HEAD" or self._flow.is_write_blocked or self.is_disconnected:
+            return self._answer_later(status, headers, body)
+        head = b"\r\n".join(map(b": ".join, headers))
+        _check_breaks(head, len(headers))
+        length = b"\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.is_started = True
+        self._transport.write(b"".join((STATUS_LINES[status], self._date_line, head, length, body)))
+        self._complete()
+        return _DONE
+
+    async def _answer_later(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    def write(self, part: bytes) -> Awaitable[None]:
+        """Write a part of an answer that has begun; more is to come."""
+        if self._flow.is_write_blocked or not self._chunked or self._head or not part or self.is_disconnected:
+            return self.send({"type": "http.response.body", "body": part, "more_body": True})
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return _DONE
 
     def send(self, message: Message) -> Awaitable[None]:
         """Write a part of the answer."""
@@ -248,9 +260,7 @@ class HttpExchange:
         if self._chunked:
             lines.append(b"transfer-encoding: chunked")
         head = b"\r\n".join(lines)
-        breaks = len(lines) - 1 if lines else 0
-        if head.count(b"\n") != breaks or head.count(b"\r") != breaks:
-            raise RuntimeError("sending a response: a header contains a line break")
+        _check_breaks(head, len(lines))
         line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
         self._head = b"".join((line, self._date_line, head, b"\r\n\r\n" if lines else b"\r\n"))
         self.is_started = True
@@ -274,8 +284,61 @@ class HttpExchange:
         if body:
             self._transport.write(body)
         if not more:
-            self.is_complete = True
-            self._on_disconnect = None
-            if self._event is not None:
-                self._event.set()
-            self._on_complete(self)
+            self._complete()
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._on_disconnect = None
+        self._wake()
+        self._on_complete(self)
+
+
+def _check_breaks(head: bytes, lines: int) -> None:
+    breaks = max(0, lines - 1)
+    if head.count(b"\n") != breaks or head.count(b"\r") != breaks:
+        raise RuntimeError("sending a response: a header contains a line break")
+
+
+class ExchangeTask:
+    """The task of one connection, as soon as there is something to serve."""
+
+    def __init__(self, app: Application, tasks: set[asyncio.Task[None]], loop: asyncio.AbstractEventLoop) -> None:
+        """``tasks`` are those of the server that serve a request now."""
+        self._app = app
+        self._tasks = tasks
+        self._loop = loop
+        self._task: asyncio.Task[None] | None = None
+        self._idle: asyncio.Future[tuple[HttpExchange, Scope] | None] | None = None
+        """What the task waits for between two requests; ``None`` comes at the end."""
+
+    def serve(self, exchange: HttpExchange, scope: Scope) -> None:
+        """Serve a request, in a new task where the application still does something for the one before."""
+        task, idle = self._task, self._idle
+        if task is None or idle is None or idle.done():
+            self._task = task = owned(self._run(exchange, scope), "request", self._loop)
+        else:
+            idle.set_result((exchange, scope))
+        self._tasks.add(task)
+
+    def close(self) -> None:
+        """End the task when it has nothing to serve."""
+        self._task = None
+        # Not cancelled: a task that was holds the frame it was cancelled in, which holds the task.
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    async def _run(self, exchange: HttpExchange, scope: Scope) -> None:
+        task = self._task
+        assert task is not None, "set where it is started"
+        while True:
+            try:
+                await exchange.run(self._app, scope)
+            finally:
+                self._tasks.discard(task)
+            if self._task is not task or task.cancelling():
+                return
+            self._idle = self._loop.create_future()
+            further = await self._idle
+            if further is None:
+                return
+            exchange, scope = further

@@ -56,56 +56,61 @@ class HttpSettings(SecuritySettings):
         _DEFAULTS.head_bytes,
         ge=1024,
         le=16 * MIB,
-        description="Largest head of a request, and four times its longest line; answered 431. Raise it when a proxy "
-        "in front adds large tokens or cookies.",
+        description=(
+            "Limit the head of a request, and its longest line to a quarter of that; larger ones get 431. "
+            "Raise it for large tokens or cookies."
+        ),
     )
     http_request_timeout_ms: float = Field(
         _DEFAULTS.header_timeout_s * 1000,
         gt=0,
         le=3_600_000,
-        description="Longest time for a head, and for a body, to which each 10 kB that came add a second; answered "
-        "408. Raise it for clients behind slow links, lower it under attack.",
+        description=("Limit the time for a head, and for a body plus 1 s per 10 kB received; slower requests get 408."),
     )
     http_keep_alive_timeout_ms: float = Field(
         _DEFAULTS.keep_alive_timeout_s * 1000,
         gt=0,
         le=86_400_000,
-        description="How long a connection may wait for its next request. Set it above that of a proxy in front, else "
-        "the proxy now and then sends a request into a connection that just closes.",
+        description=("Close a connection that is idle for this time. Set it above the proxy's own idle timeout."),
     )
     http_write_timeout_ms: float = Field(
         _DEFAULTS.write_timeout_s * 1000,
         gt=0,
         le=86_400_000,
-        description="Cut the connection of a client that takes nothing of an answer for so long; nginx's send_timeout.",
+        description=("Close the connection of a client that reads nothing of its answer for this time."),
     )
     http_connections: int = Field(
         _DEFAULTS.connections,
         ge=1,
         le=1_000_000,
-        description="Most connections of one process. At the limit the one that has waited longest for a request is "
-        "closed for a new one; when all have a request in flight, the new one is answered 503. The limit of open files "
-        "is raised for it as far as it goes. An idle connection holds some 10 kB.",
+        description=(
+            "Limit the connections of one process. At the limit an idle connection is closed; if none is "
+            "idle, the new one gets 503."
+        ),
     )
     http_connections_per_address: int = Field(
         _DEFAULTS.connections_per_address,
         ge=0,
         le=1_000_000,
-        description="Most connections from one IPv4 address or IPv6 /64 network; one more is answered 503. 0 = three "
-        "quarters of http_connections, for proxies; where clients come themselves, a few hundred is enough.",
+        description=(
+            "Limit the connections from one IPv4 address or IPv6 /64 network; more get 503. 0 = three "
+            "quarters of http_connections."
+        ),
     )
     http_unfinished_bytes: int = Field(
         _DEFAULTS.unfinished_bytes,
         ge=1024,
         le=2**40,
-        description="Memory for requests that are not whole yet, over all connections; beyond it the body that began "
-        "first is answered 503. Sixteen of the largest bodies.",
+        description=(
+            "Limit the memory for requests that are not complete; beyond it the oldest incomplete request gets 503."
+        ),
     )
     http_hosts: tuple[str, ...] = Field(
         (),
-        description="Names that requests may have in Host, besides addresses and names without a dot, for a server on "
-        "a loopback address without API keys: that of a proxy in front of it, which passes Host on; * = any. Others "
-        "get 403: a web page can give its own name this machine's address. Repeat for more.",
+        description=(
+            "Accept this Host header on a loopback server without API keys; others get 403. * = any. "
+            "Addresses are always accepted. Repeat for more."
+        ),
     )
 
     def http_limits(self) -> HttpLimits:
@@ -129,23 +134,26 @@ class ServerSettings(HttpSettings):
 
     panel: ClassVar[str] = "HTTP server"
 
-    host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
+    host: str = Field("127.0.0.1", description="Listen on this address.")
+    port: int = Field(8000, ge=0, le=65535, description="Serve HTTP at this port; 0 = any free port.")
     http_workers: int = Field(
         1,
         ge=1,
         le=256,
-        description="Processes that share the HTTP port, each with its own queue and caches. One uses one core; take "
-        "as many as there are cores to spare.",
+        description=(
+            "Start this many processes that share the HTTP port, each with its own queue and caches. One "
+            "process uses one core."
+        ),
     )
     admin_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="With http_workers, the port at which the first process answers for itself alone: its metrics, "
-        "decisions, fleet page. Each further process takes the next port; 0 takes any free ones, and the ready line "
-        "names them.",
+        description=(
+            "With http_workers, serve the first process alone at this port (metrics, decisions, fleet page), "
+            "the next at the next port. 0 = any."
+        ),
     )
     shutdown_timeout_ms: float = Field(
-        5_000, ge=0, le=600_000, description="How long open responses may finish after SIGINT or SIGTERM."
+        5_000, ge=0, le=600_000, description=("Let open responses finish for this time after SIGINT or SIGTERM.")
     )

@@ -21,9 +21,8 @@ import httptools
 
 from poolgrid.http.browser_requests import shown
 from poolgrid.http.connections import HttpConnections
-from poolgrid.http.exchange import BODY_BUFFER_BYTES, HttpExchange, Scope
+from poolgrid.http.exchange import BODY_BUFFER_BYTES, ExchangeTask, HttpExchange, Scope
 from poolgrid.http.flow import FlowControl
-from poolgrid.process.tasks import owned
 
 EMPTY_LINE = b"\r\n\r\n"
 
@@ -64,7 +63,7 @@ class RequestParser:
 
     def __init__(self, table: HttpConnections, loop: asyncio.AbstractEventLoop) -> None:
         self._table = table
-        self._loop = loop
+        self._task = ExchangeTask(table.app, table.tasks, loop)
         self._limits = table.limits
         self._open: _Open | None = None
         self._allowed_host = b""
@@ -107,6 +106,7 @@ class RequestParser:
         """Tell the application that its client has left, and break the circle with httptools' parser."""
         exchange, self.exchange = self.exchange, None
         self._parser = self._open = None
+        self._task.close()
         if exchange is not None and not exchange.is_complete:
             exchange.disconnect()
 
@@ -143,7 +143,8 @@ class RequestParser:
                     if self.head_bytes > head_max:
                         message = f"reading a request: its head has more than {head_max} bytes, the limit"
                         raise RequestRefusedError(431, "head_too_large", f"{message} (setting http_head_bytes)")
-            self._feed(data if end - at == size else _part(data, at, end), end - at)
+            part = memoryview(data)[at:end] if end - at > COPIED_BYTES_MAX else data[at:end]
+            self._feed(part, end - at)
             at = end
         return size
 
@@ -173,10 +174,6 @@ class RequestParser:
 
     # -- called by httptools -------------------------------------------------------------------------------------------
 
-    def on_message_begin(self) -> None:
-        self._url = b""
-        self._headers = []
-
     def on_url(self, url: bytes) -> None:
         self._url += url
 
@@ -187,19 +184,10 @@ class RequestParser:
         """Check the whole head, then begin its request."""
         # Trailers go to whatever list is here, long after the head was checked.
         headers, self._headers = self._headers, []
-        announced: int | None = 0
-        expects_continue = False
-        host: bytes | None = None
-        for name, value in headers:
-            if name == b"content-length":
-                announced = int(value)  # httptools has checked it
-            elif name == b"transfer-encoding":
-                announced = None
-            elif name == b"host":
-                host = value if host is None else host
-            elif name == b"expect" and value.lower() == b"100-continue":
-                expects_continue = True
-        self._refusal = self._refused(headers, b"localhost" if host is None else host)
+        fields = dict(reversed(headers))  # of several of one name the first
+        announced = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))  # it was checked
+        expects_continue = fields.get(b"expect", b"").lower() == b"100-continue"
+        self._refusal = self._refused(headers, fields.get(b"host", b"localhost"))
         opened = self._open
         if self._refusal is not None or opened is None:
             return
@@ -234,6 +222,8 @@ class RequestParser:
                 opened.flow.fill(True)
 
     def on_message_complete(self) -> None:
+        self._url = b""
+        self._headers = []  # what is there are trailers
         exchange = self.exchange
         if self._refusal is not None or exchange is None:
             return
@@ -251,8 +241,7 @@ class RequestParser:
         """Call the application, once for each request."""
         scope, self._scope = self._scope, None
         if scope is not None:
-            tasks = self._table.tasks
-            tasks.add(owned(exchange.run(self._table.app, scope, tasks), "request", self._loop))
+            self._task.serve(exchange, scope)
 
     def _scope_of(self, version: str, headers: list[tuple[bytes, bytes]], common: Scope) -> Scope:
         raw_path, _, query = self._url.partition(b"?")
@@ -294,7 +283,3 @@ class RequestParser:
                 where = "and names of setting http_hosts, for a server on a loopback address without API keys"
                 return RequestRefusedError(403, "foreign_host", f"{message} {where}")
         return None
-
-
-def _part(data: bytes | bytearray, start: int, end: int) -> bytes | bytearray | memoryview:
-    return memoryview(data)[start:end] if end - start > COPIED_BYTES_MAX else data[start:end]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+import msgspec
 
 from poolgrid.inference.cache_domain import WHOLE, CacheShares
 from poolgrid.process.log_lines import Field, about
@@ -15,8 +16,7 @@ from poolgrid.wire.requests import KvRetention, Sampling
 NO_HINTS: Final[Mapping[str, Any]] = {}
 
 
-@dataclass(slots=True, eq=False)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, eq=False):
     """One sequence to generate, tokenized. A body with ``n`` choices becomes ``n`` of these.
 
     What follows ``read_whole`` may be set until a router has it.
@@ -43,7 +43,7 @@ class InferenceRequest:
     """Among whom the process's caches are divided; ``None`` = the request leaves nothing in them."""
     retention: KvRetention | None = None
     """How long its KV blocks stay cached; every range has an end."""
-    hints: Mapping[str, Any] = field(default_factory=lambda: NO_HINTS)
+    hints: Mapping[str, Any] = msgspec.field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
     trace: TraceRecord | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from poolgrid.wire.requests import TokenLogprobs
 
 
-@dataclass(slots=True)
-class StreamDelta:
+class StreamDelta(msgspec.Struct):
     """New tokens of one request; ``finish_reason`` is set on the last one."""
 
     token_ids: bytes

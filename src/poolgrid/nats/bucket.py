@@ -9,10 +9,18 @@ stand would otherwise have everybody be silent who goes on renewing a lease.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import asyncio
+import importlib.util
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
+from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable, NatsUnusable
 from poolgrid.process.clock import Clock
+from poolgrid.process.nats_settings import NatsSettings
+from poolgrid.process.tasks import cancel_all, end_process, supervised
+
+log = logging.getLogger(__name__)
 
 MESSAGES_PER_ANSWER = 512
 """Messages that one question is answered with at most; the servers also stop at some bytes."""
@@ -22,6 +30,20 @@ ANSWERS_MAX = 4
 
 FRESH_PARTS = 3
 """Leases are renewed so many times until they are over: what is read is at most one of these parts of a lease old."""
+
+MAKE_AGAIN_S = 1.0
+"""Before making a bucket is tried again."""
+
+WRONG_LAST_SEQUENCE = (10071, 10164)
+"""Error codes of the servers for a value that was not made of the last one."""
+
+
+class NotLast(NatsUnavailable):
+    """The servers did not take a value: it was not made of the last one."""
+
+
+class NoBucket(NatsUnavailable):
+    """The servers have no such bucket, or nobody who leads it."""
 
 
 class BucketSpec(NamedTuple):
@@ -73,6 +95,114 @@ async def make_bucket(connection: NatsConnection, bucket: BucketSpec) -> None:
         allow_msg_ttl=True,
     )
     await connection.asked(f"making stream {bucket.stream}", jetstream.add_stream(config))
+
+
+async def put(
+    connection: NatsConnection,
+    subject: str,
+    data: bytes,
+    headers: Mapping[str, str] | None = None,
+    ttl_s: int | None = None,
+    after: int | None = None,
+) -> int:
+    """Write a value for ``ttl_s`` and return its position; with ``after`` only behind the one at that position.
+
+    Raises ``NotLast``, ``NoBucket``, ``NatsUnavailable``.
+    """
+    from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+
+    all_headers = dict(headers or {})
+    if after is not None:
+        all_headers["Nats-Expected-Last-Subject-Sequence"] = str(after)
+    published = connection.jetstream.publish(subject, data, headers=all_headers, msg_ttl=ttl_s)
+    try:
+        return int((await connection.asked(f"writing {subject}", published)).seq)
+    except NotFoundError as error:
+        raise NoBucket(f"writing {subject}: {error}") from None
+    except NatsUnavailable as error:
+        cause = error.__cause__
+        if isinstance(cause, APIError) and cause.err_code in WRONG_LAST_SEQUENCE:
+            raise NotLast(str(error)) from None
+        if isinstance(cause, NoStreamResponseError):
+            raise NoBucket(str(error)) from None
+        raise
+
+
+class Bucket:
+    """A bucket that is made, and the connection to it, which is opened in the background: nobody waits for NATS."""
+
+    def __init__(self, settings: NatsSettings, role: str, spec: BucketSpec, clock: Clock) -> None:
+        """``role`` is what it is for: ``names``."""
+        self.connection = NatsConnection(settings, f"poolgrid {role}", clock)
+        self.spec = spec
+        self._clock = clock
+        self._what = f"connection to NATS for {role}"
+        self._opening: asyncio.Task[None] | None = None
+        self.is_open = asyncio.Event()
+
+    def start(self, option: str) -> None:
+        """Begin to connect; raises ``ValueError`` without nats-py, which ``option`` asked for."""
+        if importlib.util.find_spec("nats") is None:
+            raise ValueError(
+                f"{option} is nats and nats-py is not installed: install poolgrid with the extra nats "
+                "(extra nats: pip install '.[nats]' in a checkout)"
+            )
+        self._opening = supervised(self._open, self._what)
+
+    async def _open(self) -> None:
+        try:
+            await self.connection.open()
+        except NatsUnusable as error:
+            end_process(self._what, error)
+            return
+        while not self.is_open.is_set():
+            try:
+                await make_bucket(self.connection, self.spec)
+                self.is_open.set()
+            except NatsUnavailable as error:
+                log.warning("making the bucket %s failed (%s): it is tried again", self.spec.name, error)
+                await asyncio.sleep(MAKE_AGAIN_S)
+
+    async def close(self) -> None:
+        """End the connection."""
+        if self._opening is not None:
+            await cancel_all([self._opening])
+        await self.connection.close()
+
+    async def write(
+        self,
+        key: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        ttl_s: int | None = None,
+        after: int | None = None,
+    ) -> int:
+        """Write as ``put`` does; a bucket that has gone with its servers is made again, and this value is lost."""
+        self.connection.check()
+        try:
+            return await put(self.connection, self.spec.subject + key, data, headers, ttl_s, after)
+        except NoBucket as error:
+            await make_bucket(self.connection, self.spec)
+            raise NotLast(f"there was no bucket: {error}") from None
+
+    async def remove(self, key: str, ttl_s: int) -> None:
+        """Say for a while that a key is gone."""
+        await self.write(key, b"", {"KV-Operation": "DEL"}, ttl_s)
+
+    async def last(self, key: str) -> Any | None:
+        """Return a key's message from the server that writes the bucket, which is behind no other."""
+        from nats.js.errors import NotFoundError
+
+        self.connection.check()
+        subject = self.spec.subject + key
+        question = self.connection.jetstream.get_last_msg(self.spec.stream, subject)
+        try:
+            return await self.connection.asked(f"reading {subject}", question)
+        except NotFoundError:
+            return None
+
+    def reader(self, keys: str, lease_s: float, messages_max: int) -> BucketReader:
+        return BucketReader(self.connection, self.spec, keys, lease_s, messages_max, self._clock)
 
 
 class BucketReader:

@@ -57,9 +57,6 @@ to hand it to one whose host is gone until they have noticed, which takes them u
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Bytes of messages in one answer of the servers; what is left is asked for with the next question."""
 
-COMPLAIN_EVERY_MS = 10_000.0
-"""Between two lines in the log about a connection that does not come."""
-
 
 class NatsUnusable(ValueError):
     """NATS, as it is, cannot carry an event plane."""
@@ -99,7 +96,7 @@ class NatsConnection:
         self._on_connected: list[Callable[[], None]] = []
         self._since_ms = clock.monotonic_ms()
         """Since when there has been no connection, while there is none."""
-        self._complained_ms = float("-inf")
+        self._complaints = Complaints(log, clock)
         self._closing = False
         self.timeout_s = ANSWER_TIMEOUT_S
         self.reconnects = 0
@@ -119,7 +116,7 @@ class NatsConnection:
         except ImportError:
             raise NatsUnusable(
                 "event_plane is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
+                "(extra nats: pip install '.[nats]' in a checkout)"
             ) from None
         settings = self._settings
         client = self._client = nats.aio.client.Client()
@@ -309,27 +306,11 @@ class NatsConnection:
 
     # What the client says
 
-    async def tell(self, subject: str, body: bytes) -> None:
-        """Send a message that nobody keeps. It is left out while there is no connection, and when it is too large."""
-        client = self._client
-        if client is None or not client.is_connected or len(body) > self.body_bytes_max:
-            return
-        from nats.errors import Error
-
-        try:
-            await client.publish(subject, body)
-        except (Error, OSError) as error:
-            log.debug("telling %s failed: %s", subject, error)
-
     def _where(self) -> str:
         return ", ".join(url.rpartition("@")[2] for url in self._settings.nats_url)
 
     async def _complain(self, error: Exception) -> None:
-        now_ms = self._clock.monotonic_ms()
-        if now_ms - self._complained_ms < COMPLAIN_EVERY_MS:
-            return
-        self._complained_ms = now_ms
-        log.warning("NATS at %s: %s", self._where(), str(error) or type(error).__name__)
+        self._complaints.note("servers", "NATS at %s: %s%s", self._where(), str(error) or type(error).__name__)
 
     async def _disconnected(self) -> None:
         self._since_ms = self._clock.monotonic_ms()
@@ -377,8 +358,8 @@ def foreign_counter(registry: CollectorRegistry) -> Counter:
     if counter is None:
         counter = _counters[registry] = Counter(
             "poolgrid_nats_foreign_messages_total",
-            "Messages in poolgrid's NATS streams that no poolgrid process wrote, by stream. Each is skipped, once for "
-            "each process that reads it. The log names its sequence and the command that removes it.",
+            "Messages in poolgrid's NATS streams from other writers, by stream, counted once per reading "
+            "process. The log has the sequence and the command that removes it.",
             ["stream"],
             registry=registry,
         )

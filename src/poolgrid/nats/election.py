@@ -42,8 +42,7 @@ class LeaderElectionMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.active = Gauge(
             "poolgrid_consolidator_active",
-            "1 while this consolidator writes the pool's journal, 0 while it stands by. Alert when none of a pool is "
-            "active.",
+            "1 while this consolidator writes the pool's journal, 0 on standby. Alert when a pool has no active one.",
             registry=registry,
         )
         self.lives = Counter(
@@ -53,7 +52,7 @@ class LeaderElectionMetrics:
         )
         self.fenced = Counter(
             "poolgrid_consolidator_fenced",
-            "Times this process found that another one writes the pool's journal, or that the stream lost its end.",
+            "Times that this process found another writer of the pool's journal, or a lost end of the stream.",
             registry=registry,
         )
 
@@ -125,7 +124,9 @@ class LeaderElection:
             await unless(lease.lost, service.start(), "start of the consolidator")
             if lease.lost.is_set():
                 return
-            await lease.announce(self._settings.reachable(service.ingest_endpoint))
+            reachable = self._settings.reachable
+            planes = (service.ingest_endpoint, service.feed_endpoint, service.query_endpoint)
+            await lease.announce(*map(reachable, planes))
             self._metrics.active.set(1)
             self._metrics.lives.inc()
             log.info("consolidator %s is the active one of pool %s", consolidator_id, self._journal.connection.pool)

@@ -17,8 +17,7 @@ from poolgrid.consolidator.journal.stored_records import SUFFIX, Understood, und
 from poolgrid.nats.message import (
     PIECES_MAX,
     Body,
-    BrokenChain,
-    Chain,
+    BodyAssembler,
     Damaged,
     StoredMessage,
     created_ms_of,
@@ -33,15 +32,6 @@ READ_MESSAGES = 256
 
 LAGGING_ATTEMPTS = 50
 """How often a message that must be there is asked for again, a replica that answers being behind the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """The state after the last record, and where the stream ends."""
-
-    pool: PoolState
-    next_sequence: int
-    chain: Chain
 
 
 def corrupt(name: str, sequence: int, offset: int, detail: str) -> JournalCorrupt:
@@ -158,16 +148,17 @@ class StreamHistory:
                 high = message.sequence - 1
         return found
 
-    def bodies(self, chain: Chain, from_sequence: int, to_sequence: int) -> Iterator[tuple[StoredMessage, Body]]:
+    def bodies(self, from_sequence: int, to_sequence: int) -> Iterator[tuple[StoredMessage, Body]]:
         """Yield whole bodies, each with the message that ends it; raises ``JournalCorrupt`` at damage."""
         offset = 0
+        assembler = BodyAssembler()
         for message in self.messages(from_sequence, to_sequence):
             try:
-                data = chain.take(message)
+                data = assembler.take(message)
                 if data is None:
                     continue
                 body = open_body(message.sequence, data)
-            except (Damaged, BrokenChain) as error:
+            except Damaged as error:
                 raise corrupt(self._stream.name, message.sequence, offset, str(error)) from None
             offset = body.next_offset
             yield message, body
@@ -188,10 +179,10 @@ class StreamHistory:
             snapshot_file.name_of(anchor.offset), self._stream.get_snapshot(anchor), blocks_per_worker_max
         )
 
-    def recover(self, blocks_per_worker_max: int, facts: StreamFacts) -> Recovered:
+    def recover(self, blocks_per_worker_max: int, facts: StreamFacts) -> PoolState:
         """Return the state after the last record: the newest sound snapshot, and the records after it."""
-        pool, sequence, chain = self._beginning(blocks_per_worker_max, facts)
-        for message, body in self.bodies(chain, sequence, facts.last_sequence):
+        pool, sequence = self._beginning(blocks_per_worker_max, facts)
+        for message, body in self.bodies(sequence, facts.last_sequence):
             if body.first_offset > pool.offset:
                 raise corrupt(
                     self._stream.name,
@@ -204,9 +195,9 @@ class StreamHistory:
                     pool.apply(self.understood(message.sequence, payload, offset).record)
         for kind, count in self.unknown.items():
             self.report.append(f"{count} of the unknown kind {kind} were passed over: a later version wrote them")
-        return Recovered(pool, facts.last_sequence + 1, chain)
+        return pool
 
-    def _beginning(self, blocks_per_worker_max: int, facts: StreamFacts) -> tuple[PoolState, int, Chain]:
+    def _beginning(self, blocks_per_worker_max: int, facts: StreamFacts) -> tuple[PoolState, int]:
         """Return the newest state that is whole, and where to read on from."""
         damaged: JournalCorrupt | None = None
         for anchor in reversed(self.usable_snapshots(facts)):
@@ -216,10 +207,10 @@ class StreamHistory:
                 damaged = error
                 self.report.append(f"{error}; going back to the snapshot before it")
                 continue
-            return pool, anchor.sequence, Chain(anchor=anchor.message_id)
+            return pool, anchor.sequence
         oldest = self.first_own(facts) if facts.messages else None
         if oldest is None:
-            return PoolState(blocks_per_worker_max), facts.last_sequence + 1, Chain()
+            return PoolState(blocks_per_worker_max), facts.last_sequence + 1
         if oldest.piece or first_offset_of(oldest) > 0:
             if damaged is not None:
                 raise damaged
@@ -229,7 +220,7 @@ class StreamHistory:
                 0 if oldest.piece else first_offset_of(oldest),
                 "no snapshot holds the state before the oldest record",
             )
-        return PoolState(blocks_per_worker_max), oldest.sequence, Chain()
+        return PoolState(blocks_per_worker_max), oldest.sequence
 
     def understood(self, sequence: int, payload: bytes, offset: int) -> Understood:
         """Return the record that a payload holds; what a later version wrote is passed over and counted."""
@@ -324,6 +315,6 @@ class StreamDirectory:
         if window is None:
             raise FileNotFoundError(errno.ENOENT, "is not in the stream", name)
         entries = [file_header(SEGMENT_MAGIC, window.first_offset, window.created_ms)]
-        for _, body in self._history.bodies(Chain(), window.first_sequence, window.last_sequence):
+        for _, body in self._history.bodies(window.first_sequence, window.last_sequence):
             entries += [frame(payload, offset) for offset, payload in enumerate(body.payloads, body.first_offset)]
         return b"".join(entries)

@@ -1,13 +1,10 @@
 """A pool's journal on NATS JetStream: a stream of records, an object store of snapshots, a bucket of who does what.
 
-    poolgrid-POOL                 stream of ``poolgrid.POOL.journal.WRITER``; told again at ``….stored.WRITER``
+    poolgrid-POOL                 stream of ``poolgrid.POOL.journal.WRITER``
     poolgrid-POOL-snapshots       object store, an object for each snapshot
-    poolgrid-POOL                 key-value bucket: ``leader``, and ``router.NAME`` for each router that follows
+    poolgrid-POOL                 key-value bucket with the key ``leader``
 
 What is there and is not ours is skipped, counted, and named in the log with the command that removes it.
-
-Readers have no consumers. What is stored is republished by the server, which costs it one message whoever listens; what
-was missed is read by sequence, which any replica answers.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ import msgspec
 
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.nats.bucket import WRONG_LAST_SEQUENCE
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.nats.leader import BUCKET, bucket_stream, told_subject
 from poolgrid.nats.message import (
@@ -42,9 +40,6 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-WRONG_LAST_SEQUENCE = (10071, 10164)
-"""Error codes of a message whose ``Nats-Expected-Last-Sequence`` is not the stream's."""
-
 DUPLICATE_WINDOW_S = 120.0
 """How long a server knows the names of messages; a writer asks what is stored before it sends anything again."""
 
@@ -52,27 +47,14 @@ BEGINNINGS_BYTES = 4 * 1024 * 1024
 """What the servers keep room for beside records: a stream that is full takes the first messages of thousands of writers
 more, so that whoever takes over can make room."""
 
-POSITION_TTL_S = 30
-"""How long a router's position counts that does not say it again: six times as long as between two."""
-
 SNAPSHOTS_MAX = 1024
 """Objects that are looked at; two are kept."""
 
 SEQUENCE_HEADER = "Poolgrid-Sequence"
 MESSAGE_HEADER = "Poolgrid-Message"
 
-TELLING_MESSAGES_MAX = 20_000
-"""Messages that the client keeps while we are busy; what comes beyond it is dropped, which shows as a hole."""
-
-TELLING_BYTES_MAX = 128 * 1024 * 1024
-"""And their bytes."""
-
-
 SEQUENCE_DIGITS_MAX = 20
 """Of an unsigned number of 64 bits."""
-
-SEQUENCE_MAX = 2**63 - 1
-"""Largest sequence that is believed when it is told; records of decisions hold how far a router is behind it."""
 
 NUID = "^[A-Za-z0-9]{1,64}$"
 """What a client calls the pieces of an object; without wildcards."""
@@ -112,12 +94,10 @@ class JetStreamJournal:
         self._has_holes = False
         """Whether messages between the first and the last were removed, as far as is known."""
         self._shape = shape or StreamShape()
-        self._stored_subjects = f"poolgrid.{pool}.stored.>"
         self._objects = f"poolgrid-{pool}-snapshots"
         self._objects_stream = f"OBJ_{self._objects}"
         self._bucket_stream = bucket_stream(pool)
         self._bucket = BUCKET.format(pool=pool)
-        self._subscription: Any = None
 
     @property
     def connection(self) -> NatsConnection:
@@ -281,7 +261,6 @@ class JetStreamJournal:
                 num_replicas=shape.replicas,
                 duplicate_window=DUPLICATE_WINDOW_S,
                 allow_direct=True,
-                republish=api.RePublish(src=f"{self._subjects}.>", dest=self._stored_subjects),
             )
         )
         await self._ensure(
@@ -329,28 +308,6 @@ class JetStreamJournal:
 
     async def remove_before(self, sequence: int) -> None:
         await self._purge(self.name, seq=sequence)
-
-    async def listen(self, on_message: Callable[[StoredMessage], None], on_connected: Callable[[], None]) -> None:
-        """Hear of every message once it is stored, as long as the connection stands."""
-
-        async def heard(message: Any) -> None:
-            headers = message.headers or {}
-            sequence = headers.get("Nats-Sequence", "")
-            if not _is_number(sequence) or int(sequence) > SEQUENCE_MAX:
-                return  # not told by the servers
-            try:
-                stored = self._own_message(int(sequence), headers, message.data)
-            except Damaged:
-                return  # the next message makes it a hole, and what is really stored there is read
-            on_message(stored)
-
-        self._connection.on_connected(on_connected)
-        self._subscription = await self._connection.client.subscribe(
-            self._stored_subjects,
-            cb=heard,
-            pending_msgs_limit=TELLING_MESSAGES_MAX,
-            pending_bytes_limit=TELLING_BYTES_MAX,
-        )
 
     # Snapshots
 
@@ -441,33 +398,6 @@ class JetStreamJournal:
                 entries[information.name] = information
         return entries
 
-    # Positions
-
-    async def positions(self) -> list[int]:
-        """Return the next sequence of each router that follows."""
-        found = await self._batch(
-            self._bucket_stream, {"multi_last": [f"$KV.{self._bucket}.router.*"], "batch": SNAPSHOTS_MAX}
-        )
-        return [int(each.data) for each in found if each.data.isdigit() and len(each.data) <= SEQUENCE_DIGITS_MAX]
-
-    async def note_position(self, name: str, sequence: int) -> None:
-        """Say that messages from a sequence on are still needed by a router."""
-        await self._asked(
-            "saying where a router is",
-            self._connection.jetstream.publish(
-                f"$KV.{self._bucket}.router.{name}", str(sequence).encode(), msg_ttl=POSITION_TTL_S
-            ),
-        )
-
-    async def close(self) -> None:
-        """Stop listening; the connection is its owner's."""
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None and not self._connection.client.is_closed:
-            try:
-                await subscription.unsubscribe()
-            except Exception as error:
-                log.debug("ending the subscription of %s failed: %s", self._stored_subjects, error)
-
     # Inside
 
     async def _purge(self, stream: str, **which: Any) -> None:
@@ -501,7 +431,6 @@ class ThreadedStream:
         self.append = self._waiting(journal.append)
         self.read = self._waiting(journal.read)
         self.remove_before = self._waiting(journal.remove_before)
-        self.positions = self._waiting(journal.positions)
         self.snapshots = self._waiting(journal.snapshots)
         self.put_snapshot = self._waiting(journal.put_snapshot)
         self.get_snapshot = self._waiting(journal.get_snapshot)
@@ -522,20 +451,3 @@ class ThreadedStream:
                 raise StreamUnavailable(f"stream {self.name}: no answer in {self._timeout_s:g} s") from error
 
         return wait
-
-
-class RouterStream:
-    """``FollowedStream`` of one router."""
-
-    def __init__(self, journal: JetStreamJournal, router: str) -> None:
-        self._journal = journal
-        self._router = router
-        self.listen = journal.listen
-        self.facts = journal.facts
-        self.read = journal.read
-        self.snapshots = journal.snapshots
-        self.get_snapshot = journal.get_snapshot
-        self.close = journal.close
-
-    async def note_position(self, sequence: int) -> None:
-        await self._journal.note_position(self._router, sequence)

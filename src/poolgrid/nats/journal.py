@@ -15,14 +15,12 @@ Rules
        the end of the stream could lose every snapshot's message with it, and keep records that nothing comes before.
        A power failure may have taken it before it was durable, without a word to the writer: so it is read back once,
        when it has become durable by its age, before anything relies on it.
-    5. It removes none that a router needs which says where it is; those hold back until there is ``HELD_BACK`` times of
-       what is to be kept, then they take a snapshot.
-    6. A stream that is full takes no records, but always the body with which a writer begins. It is made smaller from
+    5. A stream that is full takes no records, but always the body with which a writer begins. It is made smaller from
        what is stored: a snapshot of that, read back before it stands alone, and then retention as above. So no size of
        records, and no writer that was killed, leaves a stream that nobody can write any more.
-    7. Foreign messages (``stream.message``) are skipped: the writer goes on behind them as long as its own last message
+    6. Foreign messages (``stream.message``) are skipped: the writer goes on behind them as long as its own last message
        is where it was.
-    8. Where it is durable is the matter of the servers: ``sync`` has nothing to do.
+    7. Where it is durable is the matter of the servers: ``sync`` has nothing to do.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from poolgrid.nats.message import (
     BODY_BYTES,
     MESSAGE_BYTES,
     PIECES_MAX,
-    Chain,
+    BodyAssembler,
     Damaged,
     Outgoing,
     bodies,
@@ -61,12 +59,12 @@ from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
-HELD_BACK = 2
-"""How many times of what retention keeps may be there for the sake of a slow router."""
+CROWDED = 2
+"""How many times of what retention keeps may be there until a snapshot is written for it."""
 
 SIZE_FACTOR = 4
-"""How many times of what retention keeps a stream may hold before it takes no records any more: ``HELD_BACK`` times for
-slow routers, the rest for what comes until a snapshot is durable."""
+"""How many times of what retention keeps a stream may hold before it takes no records any more: enough for what comes
+until a snapshot is durable."""
 
 RECORDS_MAX = 3
 """Records of the largest kind that any stream has room for: the one behind which nothing is removed, the one that
@@ -247,9 +245,8 @@ class StreamJournal(Journal):
     def _begin(self, now_ms: int) -> None:
         for _ in range(BEGIN_ATTEMPTS):
             facts = self._facts = self._stream.facts()
-            self._next, last_id = self._end_of(facts)
-            self._done = self._next
-            beginning = Outgoing(self._name(), last_id, 0, False, empty_body(self._next, now_ms))
+            self._done = self._next = self._end_of(facts)
+            beginning = Outgoing(self._name(), 0, False, empty_body(self._next, now_ms))
             try:
                 self._stream.append([beginning], facts.last_sequence, begins=True)
             except OutOfTurn:
@@ -264,25 +261,25 @@ class StreamJournal(Journal):
             "the other consolidators of this pool"
         )
 
-    def _end_of(self, facts: StreamFacts) -> tuple[int, str]:
-        """Return the offset of the next record, and the name of the last message."""
+    def _end_of(self, facts: StreamFacts) -> int:
+        """Return the offset of the next record."""
         last = self._history.last_own(facts) if facts.messages else None
         if last is None:
             for anchor in self._stream.snapshots():
                 self._stream.remove_snapshot(anchor)  # of a history of which nothing is left
-            return 0, ""
+            return 0
         first = self._history.first_piece(last.sequence, facts.first_sequence)
         if first is None:
             raise corrupt(self._stream.name, facts.first_sequence, 0, "the first piece of its only body is missing")
         try:
             if last.more:
                 # A writer ended in the middle of it: it was never acknowledged.
-                return first_offset_of(first), last.message_id
-            chain = Chain()
+                return first_offset_of(first)
+            assembler = BodyAssembler()
             for message in self._history.messages(first.sequence, last.sequence):
-                data = chain.take(message)
+                data = assembler.take(message)
             assert data is not None, "the last piece completes its body"
-            return open_body(last.sequence, data).next_offset, last.message_id
+            return open_body(last.sequence, data).next_offset
         except Damaged as error:
             raise corrupt(self._stream.name, last.sequence, 0, str(error)) from None
 
@@ -300,7 +297,7 @@ class StreamJournal(Journal):
         """Return the state after the last record: the newest sound snapshot, and the records after it."""
         facts = StreamFacts(self._facts.first_sequence, self._end[0], self._facts.messages, self._facts.bytes)
         self._snapshots.recover(facts)
-        return self._history.recover(blocks_per_worker_max, facts).pool
+        return self._history.recover(blocks_per_worker_max, facts)
 
     @property
     def report(self) -> list[str]:
@@ -387,13 +384,11 @@ class StreamJournal(Journal):
         return facts
 
     def _messages(self, payloads: Sequence[bytes], now_ms: int) -> list[Outgoing]:
-        messages: list[Outgoing] = []
-        after = self._end[1]
-        for body in bodies(payloads, self._next, now_ms, self._settings.body_bytes):
-            for number, more, piece in pieces(body, self._stream.body_bytes_max):
-                messages.append(Outgoing(self._name(), after, number, more, piece))
-                after = messages[-1].message_id
-        return messages
+        return [
+            Outgoing(self._name(), number, more, piece)
+            for body in bodies(payloads, self._next, now_ms, self._settings.body_bytes)
+            for number, more, piece in pieces(body, self._stream.body_bytes_max)
+        ]
 
     def _name(self) -> str:
         self._number += 1
@@ -406,14 +401,14 @@ class StreamJournal(Journal):
         """
         facts = self._look()
         self._check_end(facts)
-        chain = Chain(self._end[1])
+        assembler = BodyAssembler()
         for message in self._history.messages(self._last + 1, facts.last_sequence):
             self._last = message.sequence
             if message.is_foreign:
                 continue
             if message.message_id.rpartition(".")[0] != self._writer:
                 self._fence(f"message {message.sequence} is of another writer, {message.message_id!r}")
-            data = chain.take(message)
+            data = assembler.take(message)
             self._end = (message.sequence, message.message_id)
             if data is not None:
                 self._next = open_body(message.sequence, data).next_offset
@@ -457,7 +452,7 @@ class StreamJournal(Journal):
         if first is None:
             raise ValueError(f"reading the journal: offset {from_offset} is not kept any more")
         found: list[bytes] = []
-        for _, body in self._history.bodies(Chain(), first.sequence, known.last_sequence):
+        for _, body in self._history.bodies(first.sequence, known.last_sequence):
             for offset, payload in enumerate(body.payloads, body.first_offset):
                 if offset < from_offset:
                     continue
@@ -485,8 +480,7 @@ class StreamJournal(Journal):
 
     @property
     def crowded(self) -> bool:
-        """Say whether there is so much that not even a slow router holds it back."""
-        return self._bytes > HELD_BACK * self._settings.retention_bytes
+        return self._bytes > CROWDED * self._settings.retention_bytes
 
     @property
     def snapshot_due(self) -> bool:
@@ -507,13 +501,13 @@ class StreamJournal(Journal):
         """
         removed = self.retain(now_ms)
         facts = self._stream.facts()
-        if removed or facts.bytes <= HELD_BACK * self._settings.retention_bytes:
+        if removed or facts.bytes <= CROWDED * self._settings.retention_bytes:
             return removed
         end = self._end[0]
         known = StreamFacts(facts.first_sequence, min(facts.last_sequence, end), facts.messages, facts.bytes)
         newest = self._snapshots.newest
         if newest is None or newest.offset < self._next:
-            self.write_snapshot(StreamHistory(self._stream).recover(blocks_per_worker_max, known).pool.freeze())
+            self.write_snapshot(StreamHistory(self._stream).recover(blocks_per_worker_max, known).freeze())
         elif self._snapshots.is_old(newest):
             # Everything is behind it, and no newer one can come beside it.
             self._snapshots.read_back(newest, blocks_per_worker_max)
@@ -528,11 +522,7 @@ class StreamJournal(Journal):
 
     def _retain(self, base: Anchor, now_ms: int) -> int:
         facts = self._facts = self._stream.facts()
-        needed = base.sequence
-        wanted = min(needed, self._surplus(facts, now_ms, 1))
-        held = min([wanted, *self._stream.positions()])
-        # A router that is slower than this takes a snapshot.
-        to = max(held, min(needed, self._surplus(facts, now_ms, HELD_BACK)))
+        to = min(base.sequence, self._surplus(facts, now_ms))
         first = self._history.first_piece(to, facts.first_sequence) if facts.first_sequence < to else None
         if first is None or first.sequence <= facts.first_sequence:
             return 0
@@ -541,13 +531,13 @@ class StreamJournal(Journal):
         self._oldest = first_offset_of(first)
         return first.sequence - facts.first_sequence
 
-    def _surplus(self, facts: StreamFacts, now_ms: int, factor: int) -> int:
-        """Return the first message that is neither too old nor beyond the size, each ``factor`` times."""
+    def _surplus(self, facts: StreamFacts, now_ms: int) -> int:
+        """Return the first message that is neither too old nor beyond the size."""
         sequence = facts.first_sequence
-        beyond = facts.bytes - factor * self._settings.retention_bytes
+        beyond = facts.bytes - self._settings.retention_bytes
         if beyond > 0 and facts.messages:
             sequence += min(facts.messages - 1, -(-beyond * facts.messages // facts.bytes))
-        old = self._history.newest_before(now_ms - factor * self._settings.retention_ms, facts)
+        old = self._history.newest_before(now_ms - self._settings.retention_ms, facts)
         return max(sequence, old.sequence) if old is not None else sequence
 
     def drop_lost(self) -> list[str]:

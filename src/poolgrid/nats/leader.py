@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from poolgrid.nats.bucket import NotLast, put
 from poolgrid.nats.connection import NatsConnection, NatsUnavailable
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, cancel_all, supervised
@@ -32,9 +33,6 @@ KEY = "leader"
 LEASE_S_MAX = 600
 """Longest lease that a consolidator may have (``leader_lease_s``)."""
 
-LOADING_KEY = "loading"
-"""What the active consolidator tells of workers that load; no entry of the bucket is called so."""
-
 RENEWALS_PER_LEASE = 3
 
 ASK_S = 0.5
@@ -42,8 +40,6 @@ ASK_S = 0.5
 
 LOOK_S = 2.0
 """Silence after which who follows looks at the entry itself: one that is over is not told of."""
-
-WRONG_LAST_SEQUENCE = (10071, 10164)
 
 
 def bucket_stream(pool: str) -> str:
@@ -119,13 +115,13 @@ class LeaderLease:
         self.lost.clear()
         self._renewing = supervised(self._renew, "renewal of the pool's lease", Restart())
 
-    async def announce(self, ingest: str) -> None:
-        """Say where workers push; it is told again with each renewal."""
-        self._leader = Leader(self._leader.consolidator_id, ingest)
+    async def announce(self, ingest: str, feed: str = "", query: str = "") -> None:
+        """Publish where workers push and routers follow; each renewal publishes it again."""
+        self._leader = Leader(self._leader.consolidator_id, ingest, feed, query)
         try:
             await self._try_renew()
         except (NatsUnavailable, TimeoutError) as error:
-            log.warning("saying where workers push failed (%s): it is said with the next renewal", error)
+            log.warning("publishing the consolidator's addresses failed (%s): the next renewal has them", error)
 
     async def give_back(self) -> None:
         """Let another one have the lease at once."""
@@ -140,11 +136,8 @@ class LeaderLease:
             number, leader = await read_leader(self._connection)
             if leader is None or leader.consolidator_id != self._leader.consolidator_id:
                 return
-            headers = {"KV-Operation": "DEL", "Nats-Expected-Last-Subject-Sequence": str(number)}
-            await self._connection.asked(
-                "giving the pool's lease back",
-                self._connection.jetstream.publish(_subject(self._connection.pool), b"", headers=headers),
-            )
+            subject = _subject(self._connection.pool)
+            await put(self._connection, subject, b"", {"KV-Operation": "DEL"}, after=number)
         except NatsUnavailable as error:
             log.warning("giving the pool's lease back failed (%s): it ends by itself in %d s", error, self._lease_s)
 
@@ -176,24 +169,12 @@ class LeaderLease:
 
     async def _write(self, number: int) -> bool:
         """Write the entry behind the one with a number; say whether that was still the last."""
-        from nats.js.errors import APIError
-
         sent_ms = self._clock.monotonic_ms()
+        subject, entry = _subject(self._connection.pool), codec.leader.encode(self._leader)
         try:
-            answer = await self._connection.asked(
-                "writing the pool's lease",
-                self._connection.jetstream.publish(
-                    _subject(self._connection.pool),
-                    codec.leader.encode(self._leader),
-                    headers={"Nats-Expected-Last-Subject-Sequence": str(number)},
-                    msg_ttl=self._lease_s,
-                ),
-            )
-        except NatsUnavailable as error:
-            if isinstance(error.__cause__, APIError) and error.__cause__.err_code in WRONG_LAST_SEQUENCE:
-                return False
-            raise
-        self._number = answer.seq
+            self._number = await put(self._connection, subject, entry, ttl_s=self._lease_s, after=number)
+        except NotLast:
+            return False
         self._renewed_ms = sent_ms
         return True
 

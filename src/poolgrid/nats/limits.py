@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.access.meter import Meter
 from poolgrid.frontend.access.tenants import TenantAccount, Tenants
-from poolgrid.nats.bucket import BucketReader, BucketSpec, is_deleted, key_of, make_bucket, sequence_of
-from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
-from poolgrid.nats.leader import WRONG_LAST_SEQUENCE
+from poolgrid.nats.bucket import Bucket, BucketSpec, NotLast, is_deleted, key_of, sequence_of
+from poolgrid.nats.connection import NatsUnavailable
 from poolgrid.nats.limit_shares import (
     KINDS,
     NOTHING,
@@ -44,10 +42,10 @@ from poolgrid.nats.limit_shares import (
 )
 from poolgrid.nats.shared_meter import SharedMeter
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import PERIOD_MS, Complaints
+from poolgrid.process.complaints import Complaints
 from poolgrid.process.instruments import Counter, Gauge
 from poolgrid.process.nats_settings import NatsSettings
-from poolgrid.process.tasks import Restart, cancel_all, end_process, supervised
+from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.wire.hashing import stable_u64
 
 log = logging.getLogger(__name__)
@@ -74,9 +72,6 @@ ENTRIES_MAX = 65_536
 
 ATTEMPTS = 4
 """How often a value is made anew because another router was faster; then it waits for the next look."""
-
-MAKE_AGAIN_S = 1.0
-"""Before making the bucket is tried again."""
 
 AMOUNT_MAX = 2**53
 """Largest amount of a page: what is handed over is added to it, and the sum must fit a message."""
@@ -105,22 +100,22 @@ class ShareMetrics:
     def __init__(self, registry: CollectorRegistry, routers: Callable[[], float], age_s: Callable[[], float]) -> None:
         self.failures = Counter(
             "poolgrid_frontend_limit_division_failures",
-            "Looks at the shares of tenants' limits, or writes of them, that failed because NATS gave no answer.",
+            "Failed reads or writes of the shares of tenant limits in NATS.",
             registry=registry,
         )
         self.writes = Counter(
             "poolgrid_frontend_limit_division_writes",
-            "Changes of the shares of tenants' limits that this router wrote.",
+            "Changes of shares of tenant limits written by this router.",
             registry=registry,
         )
         Gauge(
             "poolgrid_frontend_limit_division_routers",
-            "Routers among whom tenants' limits are divided, this one included, as it sees it.",
+            "Routers that share tenant limits, this one included.",
             registry=registry,
         ).set_function(routers)
         Gauge(
             "poolgrid_frontend_limit_division_age_seconds",
-            "Time since this router last saw the shares of all. Above the lease, others may have taken its shares, "
+            "Time since this router last read all shares. Above the lease, others may have taken its shares, "
             "which it still grants.",
             registry=registry,
         ).set_function(age_s)
@@ -140,11 +135,10 @@ class LimitsOnNats:
         clock: Clock,
         registry: CollectorRegistry,
     ) -> None:
-        self._connection = NatsConnection(settings, "poolgrid limits", clock)
-        self._bucket = BucketSpec(
-            BUCKET, "limits of poolgrid's tenants", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas=replicas
-        )
-        self._reader = BucketReader(self._connection, self._bucket, f"{scope}.>", lease_s, ENTRIES_MAX, clock)
+        spec = BucketSpec(BUCKET, "limits of poolgrid's tenants", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas)
+        self._bucket = Bucket(settings, "limits", spec, clock)
+        self._connection = self._bucket.connection
+        self._reader = self._bucket.reader(f"{scope}.>", lease_s, ENTRIES_MAX)
         self._scope = scope
         self._place = place
         self._lease_s = lease_s
@@ -164,7 +158,6 @@ class LimitsOnNats:
         self._was_away = False
         self._tasks: list[asyncio.Task[None]] = []
         self._complaints = Complaints(log, clock)
-        self._complained_ms = float("-inf")
         self._turned_ms = clock.monotonic_ms()
         self._has_shares = asyncio.Event()
         self._metrics = ShareMetrics(
@@ -179,11 +172,7 @@ class LimitsOnNats:
 
     def start(self, tenants: Callable[[], Tenants]) -> None:
         """Share the limits of some tenants from now on; raises ``ValueError`` without nats-py."""
-        if importlib.util.find_spec("nats") is None:
-            raise ValueError(
-                "share_state is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
-            )
+        self._bucket.start("share_state")
         self._tenants = tenants
         self._tasks.append(supervised(self._run, "shares of tenants' limits", Restart(limit=None)))
 
@@ -201,7 +190,7 @@ class LimitsOnNats:
                 await self._withdraw()
         except (NatsUnavailable, TimeoutError) as error:
             log.warning("giving shares of limits back failed (%s): others take them after the lease", error)
-        await self._connection.close()
+        await self._bucket.close()
 
     async def _withdraw(self) -> None:
         self._connection.check()
@@ -210,30 +199,21 @@ class LimitsOnNats:
                 made = page.plan({})
                 if made is None or await self._wrote(index, page, made):
                     break
-        await self._publish(f"router.{self._life}", b"", {"KV-Operation": "DEL"}, 3 * self._lease_s)
+        await self._bucket.remove(f"{self._scope}.router.{self._life}", 3 * self._lease_s)
 
     # Turns
 
     async def _run(self) -> None:
-        try:
-            await self._connection.open()
-        except NatsUnusable as error:
-            end_process("connection to NATS for limits", error)
-            return
-        while True:
-            try:
-                await make_bucket(self._connection, self._bucket)
-                break
-            except NatsUnavailable as error:
-                log.warning("making the bucket %s failed (%s): it is tried again", BUCKET, error)
-                await asyncio.sleep(MAKE_AGAIN_S)
+        await self._bucket.is_open.wait()
         while True:
             try:
                 await self._turn()
             except NatsUnavailable as error:
                 self._was_away = True
                 self._metrics.failures.inc()
-                self._complain(f"sharing limits failed ({error}): it is tried again for ever, and the shares stay")
+                self._complaints.note(
+                    "sharing", "sharing limits failed (%s): it is tried again for ever, and the shares stay%s", error
+                )
             await asyncio.sleep(LOOK_S)
 
     async def _turn(self) -> None:
@@ -299,7 +279,7 @@ class LimitsOnNats:
         if now_ms - self._beat_ms < 1000 * self._lease_s / BEATS_PER_LEASE:
             return
         sign = _encode(_Sign(self._place))
-        sequence = await self._publish(f"router.{self._life}", sign, {}, 3 * self._lease_s)
+        sequence = await self._bucket.write(f"{self._scope}.router.{self._life}", sign, ttl_s=3 * self._lease_s)
         if sequence <= self._seen:
             log.warning("the bucket %s was made anew: limits are divided anew", BUCKET)
             self._begin_anew()
@@ -318,7 +298,7 @@ class LimitsOnNats:
         changed: set[int] = set()
         for message in messages:
             self._seen = max(self._seen, sequence_of(message))
-            kind, _, name = key_of(message, self._bucket).removeprefix(f"{self._scope}.").partition(".")
+            kind, _, name = key_of(message, self._bucket.spec).removeprefix(f"{self._scope}.").partition(".")
             try:
                 if kind == "router" and is_deleted(message):
                     self._routers.left(name)
@@ -371,15 +351,17 @@ class LimitsOnNats:
         ``NatsUnavailable``."""
         data = _encode(made)
         if len(data) > min(MESSAGE_BYTES_MAX - 1024, self._connection.body_bytes_max):
-            self._complain(
-                f"page {index} of the shares of limits would have {len(data)} bytes, more than NATS takes: the shares "
-                "on it stay as they are; have fewer routers, or fewer tenants with limits"
+            self._complaints.note(
+                "size",
+                "page %d of the shares of limits would have %d bytes, more than NATS takes: the shares on it stay as "
+                "they are; have fewer routers, or fewer tenants with limits%s",
+                index,
+                len(data),
             )
             return True
-        headers = {"Nats-Expected-Last-Subject-Sequence": str(page.revision)}
         try:
-            sequence = await self._publish(f"page.{index}", data, headers, None)
-        except _Refused:
+            sequence = await self._bucket.write(f"{self._scope}.page.{index}", data, after=page.revision)
+        except NotLast:
             await self._read_again(index, page)
             return False
         except NatsUnavailable:
@@ -391,15 +373,8 @@ class LimitsOnNats:
 
     async def _read_again(self, index: int, page: SharePage) -> None:
         """Read a page where the servers write it; it is behind no other."""
-        from nats.js.errors import NotFoundError
-
-        subject = f"{self._bucket.subject}{self._scope}.page.{index}"
-        jetstream = self._connection.jetstream
-        try:
-            message: Any = await self._connection.asked(
-                f"reading {subject}", jetstream.get_last_msg(self._bucket.stream, subject)
-            )
-        except NotFoundError:
+        message = await self._bucket.last(f"{self._scope}.page.{index}")
+        if message is None:
             self._begin_anew()
             return
         if message.seq <= page.revision:
@@ -409,47 +384,10 @@ class LimitsOnNats:
         except UNREADABLE as error:
             self._complaints.about(f"the bucket {BUCKET} (page {index})", error)
 
-    def _complain(self, what: str) -> None:
-        """Say what is wrong, now and then: it goes on twice a second."""
-        now_ms = self._clock.monotonic_ms()
-        if now_ms - self._complained_ms >= PERIOD_MS:
-            self._complained_ms = now_ms
-            log.warning("%s", what)
-
     def _grant(self, index: int, page: SharePage, charged: dict[str, Amounts]) -> None:
         now_ms = self._clock.monotonic_ms()
         for name in self._by_page.get(index, {}):
             self._meter_of(name).grant(page.goes_by.get(name, NOTHING), charged.get(name, NOTHING), now_ms)
-
-    async def _publish(self, key: str, data: bytes, headers: dict[str, str], ttl_s: int | None) -> int:
-        """Write a value and return its position; raises ``_Refused`` for another last one, ``NatsUnavailable``."""
-        from nats.js.errors import APIError, NotFoundError
-
-        subject = f"{self._bucket.subject}{self._scope}.{key}"
-        jetstream = self._connection.jetstream
-        try:
-            answer = await self._connection.asked(
-                f"writing {subject}", jetstream.publish(subject, data, headers=headers, msg_ttl=ttl_s)
-            )
-        except NotFoundError:
-            await make_bucket(self._connection, self._bucket)
-            raise _Refused(f"writing {subject}: there was no bucket") from None
-        except NatsUnavailable as error:
-            cause = error.__cause__
-            if isinstance(cause, APIError) and cause.err_code in WRONG_LAST_SEQUENCE:
-                raise _Refused(str(error)) from None
-            if (
-                not isinstance(cause, APIError)
-                and cause is not None
-                and type(cause).__name__ == "NoStreamResponseError"
-            ):
-                await make_bucket(self._connection, self._bucket)
-            raise
-        return int(answer.seq)
-
-
-class _Refused(NatsUnavailable):
-    """The servers did not take a value: it was not made of the last one."""
 
 
 def _checked(data: bytes) -> Page:

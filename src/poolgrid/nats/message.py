@@ -5,12 +5,11 @@ Rules
        and an entry for each record, tied to its offset by a checksum. A body without entries says where a writer began.
     2. A body that is larger than one message is cut into *pieces*, in messages that follow each other. A body whose
        last piece is missing was never acknowledged; the next message with a first piece begins another one.
-    3. Every message names itself (``Nats-Msg-Id``: the writer's life, and a number that it never uses again) and the
-       message before it (``Poolgrid-After``). A server that lost the end of a stream and was given another one in its
-       place has other names at the same sequences, which a reader notices at the first of them.
-    4. What is at a sequence and is not ours is *foreign*: a message without these headers, on another subject than its
+    3. Every message has a name (``Nats-Msg-Id``: the writer's life, and a number that it never uses again). A server
+       that lost the end of a stream and was given another one in its place has other names at the same sequences.
+    4. What is at a sequence and is not ours is *foreign*: a message without a name, on another subject than its
        writer's, or whose first piece does not begin a body; and nothing at all where a message was removed. It is
-       skipped: the names say whether a message of ours is missing there.
+       skipped: the offsets of bodies show whether a message of ours is missing there.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from poolgrid.consolidator.journal.framing import (
 )
 
 MESSAGE_ID = "Nats-Msg-Id"
-AFTER = "Poolgrid-After"
 PIECE = "Poolgrid-Piece"
 MORE = "Poolgrid-More"
 
@@ -50,23 +48,18 @@ class Damaged(ValueError):
     """A message does not hold what it should."""
 
 
-class BrokenChain(ValueError):
-    """A message does not follow the one before it: the stream lost its end, and was given another."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A message that is still to be stored."""
 
     message_id: str
-    after: str
     piece: int
     more: bool
     body: bytes
 
     def headers(self) -> dict[str, str]:
         """Return what travels beside the body."""
-        headers = {MESSAGE_ID: self.message_id, AFTER: self.after}
+        headers = {MESSAGE_ID: self.message_id}
         if self.piece:
             headers[PIECE] = str(self.piece)
         if self.more:
@@ -80,7 +73,6 @@ class StoredMessage:
 
     sequence: int
     message_id: str
-    after: str
     piece: int
     more: bool
     body: bytes
@@ -93,7 +85,7 @@ class StoredMessage:
 
 def foreign_message(sequence: int) -> StoredMessage:
     """Return what stands for a message that is none of ours."""
-    return StoredMessage(sequence, "", "", 0, False, b"")
+    return StoredMessage(sequence, "", 0, False, b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +103,11 @@ class Body:
 
 def stored_message(sequence: int, headers: Mapping[str, str], body: bytes) -> StoredMessage:
     """Return the message that was stored at a sequence; raises ``Damaged`` when it is none of ours."""
-    message_id, after = headers.get(MESSAGE_ID), headers.get(AFTER)
+    message_id = headers.get(MESSAGE_ID)
     piece, more = headers.get(PIECE, "0"), headers.get(MORE, "0")
-    if not message_id or after is None or not piece.isdecimal() or len(piece) > 4 or int(piece) >= PIECES_MAX:
+    if not message_id or not piece.isdecimal() or len(piece) > 4 or int(piece) >= PIECES_MAX:
         raise Damaged(f"its headers are {', '.join(sorted(headers)[:16])[:200] or 'none'}")
-    return StoredMessage(sequence, message_id, after, int(piece), more == "1", body)
+    return StoredMessage(sequence, message_id, int(piece), more == "1", body)
 
 
 def begins_body(data: bytes) -> bool:
@@ -183,52 +175,24 @@ def _header(sequence: int, data: bytes) -> tuple[int, int]:
     return int(first), int(created_ms)
 
 
-class Chain:
-    """Follows messages from one to the next, and puts the pieces of a body together."""
+class BodyAssembler:
+    """Puts the pieces of bodies together."""
 
-    def __init__(self, last_id: str | None = None, anchor: str | None = None) -> None:
-        """``last_id`` names the message before the next, ``anchor`` the next one itself, where they are known."""
-        self.last_id = last_id
-        self._anchor = anchor
+    def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._follows = last_id is not None
-        """Whether a piece that is no first one can belong to what was seen."""
-
-    @property
-    def is_anchored(self) -> bool:
-        """Say whether the next message is one that was there when the anchor was found."""
-        return self._anchor is not None
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._pieces)
+        self._began = False
+        """Whether a first piece was seen."""
 
     def take(self, message: StoredMessage) -> bytes | None:
-        """Take the next message; return the body that it completes. Raises ``BrokenChain`` and ``Damaged``."""
+        """Take the next message; return the body that it completes. Raises ``Damaged``."""
         if message.is_foreign:
             return None
-        if self._anchor is not None and message.message_id != self._anchor:
-            raise BrokenChain(f"message {message.sequence} is {message.message_id!r}, expected is {self._anchor!r}")
-        if self._anchor is None and self.last_id is not None and message.after != self.last_id:
-            raise BrokenChain(
-                f"message {message.sequence} follows {message.after!r}, the one before it is {self.last_id!r}"
-            )
-        self._anchor = None
-        self.last_id = message.message_id
         if message.piece == 0:
             self._pieces = []
-            self._follows = True
+            self._began = True
+        elif not self._began:
+            return None  # its body began before the first message that was read
         elif message.piece != len(self._pieces):
-            if not self._follows:
-                return None  # what it belongs to was before the first message kept
             raise Damaged(f"message {message.sequence} is piece {message.piece}, expected is {len(self._pieces)}")
-        if message.more:
-            self._pieces.append(message.body)
-            return None
-        if not self._follows:
-            return None
-        if not self._pieces:
-            return message.body
-        body = b"".join([*self._pieces, message.body])
-        self._pieces = []
-        return body
+        self._pieces.append(message.body)
+        return None if message.more else b"".join(self._pieces)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -19,15 +18,14 @@ from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.nats.commands import JournalInStream
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
-from poolgrid.nats.follower import NatsFeed
-from poolgrid.nats.jetstream import JetStreamJournal, RouterStream, StreamShape, ThreadedStream
+from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings, bytes_max_of
-from poolgrid.nats.leader import LOADING_KEY, LeaderWatch, told_subject
+from poolgrid.nats.leader import LeaderWatch
 from poolgrid.nats.limits import LimitsOnNats
 from poolgrid.nats.responses import NatsResponseStore
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
-from poolgrid.process.tasks import cancel_all, detached, owned, unless
+from poolgrid.process.tasks import cancel_all, owned, unless
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.wire.leadership import Leader
 
@@ -52,10 +50,6 @@ async def serve_consolidator(
     journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, bytes_max))
     sizes = StreamJournalSettings(settings.retention_bytes, settings.retention_ms, bytes_max)
 
-    def tell_loading(data: bytes) -> None:
-        subject = told_subject(settings.nats_pool, LOADING_KEY)
-        detached(connection.tell(subject, data), "words of loading")
-
     def make_service(consolidator_id: str, on_fenced: Callable[[JournalFenced], None]) -> ConsolidatorService:
         return ConsolidatorService(
             settings,
@@ -65,7 +59,6 @@ async def serve_consolidator(
             consolidator_id,
             lambda: PlaneContext.make(keys, planes),
             on_fenced,
-            tell_loading,
         )
 
     succession = LeaderElection(settings, journal, clock, metrics, make_service)
@@ -78,37 +71,20 @@ async def serve_consolidator(
     await succession.run(stop)
 
 
-def open_feed(
-    settings: EventPlaneSettings,
-    router_id: str,
-    registry: CollectorRegistry,
-    clock: Clock,
-    awake: Clock,
-    blocks_per_worker_max: int,
-) -> NatsFeed:
-    """Return the journal as a router follows it."""
-    connection = NatsConnection(settings, f"poolgrid router {router_id}", clock)
-    connection.foreign.count_in(registry)
-    # Of this life: what a process needs that was killed and started again is not what it needed before.
-    life = f"{router_id.replace('.', '_')}-{os.urandom(4).hex()}"
-    return NatsFeed(connection, RouterStream(JetStreamJournal(connection), life), awake, blocks_per_worker_max)
-
-
 def follow_consolidator(
-    opened: AsyncExitStack, settings: EventPlaneSettings, worker_id: str, clock: Clock, move: Callable[[str], None]
+    opened: AsyncExitStack,
+    settings: EventPlaneSettings,
+    name: str,
+    clock: Clock,
+    on_leader: Callable[[Leader | None], None],
 ) -> asyncio.Task[None]:
-    """Call ``move`` with where workers push, whenever another consolidator becomes active.
+    """Call ``on_leader`` whenever another consolidator becomes active; ``name`` names this process.
 
     The task ends once NATS is connected.
     """
-
-    def follow(leader: Leader | None) -> None:
-        # A consolidator that is active and has no address yet takes nothing in; the one before it does not either.
-        move("" if leader is None else leader.ingest)
-
-    connection = NatsConnection(settings, f"poolgrid worker {worker_id}", clock)
+    connection = NatsConnection(settings, f"poolgrid {name}", clock)
     opened.push_async_callback(connection.close)
-    watch = LeaderWatch(connection, follow)
+    watch = LeaderWatch(connection, on_leader)
     opened.push_async_callback(watch.stop)
 
     async def begin() -> None:

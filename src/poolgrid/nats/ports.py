@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,10 +92,6 @@ class RecordStream(Readable, Protocol):
 
     def remove_before(self, sequence: int) -> None: ...
 
-    def positions(self) -> list[int]:
-        """Return the next sequence of each router that follows."""
-        ...
-
     def put_snapshot(self, anchor: Anchor, content: bytes) -> None:
         """Keep a snapshot, so that it exists completely or not at all."""
         ...
@@ -103,25 +99,3 @@ class RecordStream(Readable, Protocol):
     def remove_snapshot(self, anchor: Anchor) -> None: ...
 
     def close(self) -> None: ...
-
-
-class FollowedStream(Protocol):
-    """A stream as its readers use it, on an event loop. What asks may raise ``StreamUnavailable``."""
-
-    async def listen(self, on_message: Callable[[StoredMessage], None], on_connected: Callable[[], None]) -> None:
-        """Receive every message once it is stored, as long as the connection stands; returns when that is arranged."""
-        ...
-
-    async def facts(self) -> StreamFacts: ...
-
-    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]: ...
-
-    async def snapshots(self) -> list[Anchor]: ...
-
-    async def get_snapshot(self, anchor: Anchor) -> bytes: ...
-
-    async def note_position(self, sequence: int) -> None:
-        """Keep messages from a sequence on for this reader, for a while."""
-        ...
-
-    async def close(self) -> None: ...

@@ -14,21 +14,16 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import logging
 from collections.abc import Sequence
 
 from poolgrid.discovery.ports import LOOK_S, DiscoveryUnavailable, Scope
 from poolgrid.discovery.registry import Seen
 from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.nats.bucket import BucketReader, BucketSpec, is_deleted, key_of, make_bucket, sequence_of
-from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
+from poolgrid.nats.bucket import Bucket, BucketReader, BucketSpec, is_deleted, key_of, sequence_of
+from poolgrid.nats.connection import NatsUnavailable
 from poolgrid.process.clock import Clock
 from poolgrid.process.nats_settings import NatsSettings
-from poolgrid.process.tasks import cancel_all, end_process, supervised
 from poolgrid.wire.registration import ENTRY_BYTES_MAX, Registration
-
-log = logging.getLogger(__name__)
 
 BUCKET = "poolgrid-names"
 STREAM = f"KV_{BUCKET}"
@@ -58,46 +53,20 @@ class NatsRegistrations:
     look_s = LOOK_S
 
     def __init__(self, settings: NatsSettings, lease_s: int, replicas: int, clock: Clock) -> None:
-        self._connection = NatsConnection(settings, "poolgrid names", clock)
+        spec = BucketSpec(BUCKET, "names of poolgrid's processes", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas)
+        self._bucket = Bucket(settings, "names", spec, clock)
         self._lease_s = lease_s
-        self._bucket = BucketSpec(
-            BUCKET, "names of poolgrid's processes", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas=replicas
-        )
-        self._opening: asyncio.Task[None] | None = None
-        self._is_open = asyncio.Event()
-        self._clock = clock
         self._readers: dict[Scope, BucketReader] = {}
         self.where = ", ".join(url.rpartition("@")[2] for url in settings.nats_url)
 
     async def open(self) -> None:
         """Begin to connect; raises ``ValueError`` without nats-py."""
-        if importlib.util.find_spec("nats") is None:
-            raise ValueError(
-                "names is nats and nats-py is not installed: install poolgrid with the extra nats "
-                "(pip install 'poolgrid[nats]')"
-            )
-        self._opening = supervised(self._open, "connection to NATS for names")
-
-    async def _open(self) -> None:
-        try:
-            await self._connection.open()
-        except NatsUnusable as error:
-            end_process("connection to NATS for names", error)
-            return
-        while True:
-            try:
-                await make_bucket(self._connection, self._bucket)
-            except NatsUnavailable as error:
-                log.warning("making the bucket %s failed (%s): it is tried again", BUCKET, error)
-                await asyncio.sleep(1.0)
-            else:
-                self._is_open.set()
-                return
+        self._bucket.start("names")
 
     async def _until_open(self) -> None:
         try:
             async with asyncio.timeout(START_S):
-                await self._is_open.wait()
+                await self._bucket.is_open.wait()
         except TimeoutError:
             raise DiscoveryUnavailable(f"there is no connection to NATS at {self.where} yet") from None
 
@@ -108,7 +77,7 @@ class NatsRegistrations:
         try:
             for scope in scopes:
                 for message in await self._reader(scope).read(1):
-                    key = key_of(message, self._bucket)
+                    key = key_of(message, self._bucket.spec)
                     if message.data and not is_deleted(message):
                         found[key] = Seen(key, message.data, sequence_of(message))
                     else:
@@ -121,40 +90,28 @@ class NatsRegistrations:
         reader = self._readers.get(scope)
         if reader is None:
             keys = f"{scope.namespace or '*'}.{scope.component or '*'}.*"
-            reader = BucketReader(self._connection, self._bucket, keys, self._lease_s, ENTRIES_MAX, self._clock)
-            self._readers[scope] = reader
+            reader = self._readers[scope] = self._bucket.reader(keys, self._lease_s, ENTRIES_MAX)
         return reader
 
     async def write(self, registration: Registration, data: bytes) -> None:
         """Write an entry, or renew it; raises ``DiscoveryUnavailable``."""
-        await self._publish(registration.key, data, {}, self._lease_s)
+        await self._until_open()
+        try:
+            await self._bucket.write(registration.key, data, ttl_s=self._lease_s)
+        except NatsUnavailable as error:
+            raise DiscoveryUnavailable(str(error)) from None
 
     async def remove(self, key: str) -> None:
         """Take an entry back; raises ``DiscoveryUnavailable``."""
-        await self._publish(key, b"", {"KV-Operation": "DEL"}, ENDED_TTL_S)
-
-    async def _publish(self, key: str, data: bytes, headers: dict[str, str], ttl_s: int) -> None:
-        from nats.js.errors import NotFoundError
-
         await self._until_open()
-        jetstream = self._connection.jetstream
         try:
-            await self._connection.asked(
-                f"writing {key}", jetstream.publish(SUBJECT + key, data, headers=headers, msg_ttl=ttl_s)
-            )
-        except (NatsUnavailable, NotFoundError) as error:
-            # The bucket may have gone with the servers that had it.
-            try:
-                await make_bucket(self._connection, self._bucket)
-            except NatsUnavailable:
-                pass  # there is no connection, or we may not make it: the next attempt finds out
+            await self._bucket.remove(key, ENDED_TTL_S)
+        except NatsUnavailable as error:
             raise DiscoveryUnavailable(str(error)) from None
 
     async def close(self) -> None:
         """End the connection."""
-        if self._opening is not None:
-            await cancel_all([self._opening])
-        await self._connection.close()
+        await self._bucket.close()
 
 
 def open_store(settings: DiscoverySettings, clock: Clock) -> NatsRegistrations:

@@ -15,7 +15,6 @@ Rules
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from collections.abc import Iterable
@@ -25,11 +24,10 @@ import msgspec
 
 from poolgrid.frontend.responses_api.store import RETRY_AFTER_S, KeptResponse, Owner, Part
 from poolgrid.inference.ports import Refused
-from poolgrid.nats.bucket import BucketSpec, key_of, make_bucket
-from poolgrid.nats.connection import NatsConnection, NatsUnavailable, NatsUnusable
+from poolgrid.nats.bucket import Bucket, BucketSpec, key_of
+from poolgrid.nats.connection import NatsUnavailable
 from poolgrid.process.clock import Clock
 from poolgrid.process.nats_settings import NatsSettings
-from poolgrid.process.tasks import cancel_all, end_process, supervised
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +48,6 @@ SUBJECTS_PER_QUESTION = 256
 KEY_BYTES = 16
 
 PARTS_HEADER = "Poolgrid-Parts"
-
-MAKE_AGAIN_S = 1.0
-"""Before making the bucket is tried again."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -97,10 +92,7 @@ class NatsResponseStore:
     def __init__(
         self, settings: NatsSettings, scope: str, budget_bytes: int, ttl_s: float, replicas: int, clock: Clock
     ) -> None:
-        self._connection = NatsConnection(settings, "poolgrid responses", clock)
-        self._clock = clock
-        self._scope = scope
-        self._bucket = BucketSpec(
+        spec = BucketSpec(
             BUCKET,
             "responses that poolgrid's clients may go on from",
             budget_bytes,
@@ -109,39 +101,25 @@ class NatsResponseStore:
             drops_oldest=True,
             age_max_s=ttl_s,
         )
-        self._tasks: list[asyncio.Task[None]] = []
-        self._has_bucket = False
+        self._bucket = Bucket(settings, "responses", spec, clock)
+        self._connection = self._bucket.connection
+        self._clock = clock
+        self._scope = scope
 
     @property
     def is_ready(self) -> bool:
-        return self._has_bucket and not self._connection.out_of_reach_ms(self._clock.monotonic_ms())
+        return self._bucket.is_open.is_set() and not self._connection.out_of_reach_ms(self._clock.monotonic_ms())
 
     def start(self) -> None:
-        """Connect in the background: a router does not wait for NATS."""
-        self._tasks.append(supervised(self._open, "connection to NATS for responses"))
-
-    async def _open(self) -> None:
-        try:
-            await self._connection.open()
-        except NatsUnusable as error:
-            end_process("connection to NATS for responses", error)
-            return
-        while True:
-            try:
-                await make_bucket(self._connection, self._bucket)
-                self._has_bucket = True
-                return
-            except NatsUnavailable as error:
-                log.warning("making the bucket %s failed (%s): it is tried again", BUCKET, error)
-                await asyncio.sleep(MAKE_AGAIN_S)
+        """Connect in the background: a router does not wait for NATS. Raises ``ValueError`` without nats-py."""
+        self._bucket.start("share_state")
 
     def close(self) -> None:
         """Do nothing: answers that are under way may still be kept (``disconnect``)."""
 
     async def disconnect(self) -> None:
         """End the connection."""
-        await cancel_all(self._tasks)
-        await self._connection.close()
+        await self._bucket.close()
 
     async def keep(self, owner: Owner, kept: KeptResponse) -> bool:
         try:
@@ -174,11 +152,11 @@ class NatsResponseStore:
     async def forget(self, owner: Owner, response_id: str) -> bool:
         if await self._asked(owner.name, response_id) is None:
             return False
-        subject = self._subject(owner.name, _digest(response_id))
+        subject = f"{self._bucket.spec.subject}{self._key(owner.name, _digest(response_id))}.*"
         jetstream = self._connection.jetstream
         try:
             await self._connection.asked(
-                f"forgetting {subject}", jetstream.purge_stream(self._bucket.stream, subject=f"{subject}.*")
+                f"forgetting {subject}", jetstream.purge_stream(self._bucket.spec.stream, subject=subject)
             )
         except NatsUnavailable as error:
             raise _unavailable(error) from None
@@ -196,27 +174,13 @@ class NatsResponseStore:
         data = _encode(_Entry(owner, kept.id, before, kept.previous, kept.input, kept.output, kept.response))
         size = min(PART_BYTES, self._connection.body_bytes_max)
         parts = [data[at : at + size] for at in range(0, len(data), size)]
-        if len(parts) > PARTS_MAX or len(data) > self._bucket.bytes_max // 2:
+        if len(parts) > PARTS_MAX or len(data) > self._bucket.spec.bytes_max // 2:
             log.warning("a response of %d bytes is not kept: it is too large", len(data))
             return False
-        subject = self._subject(owner, _digest(kept.id))
+        key = self._key(owner, _digest(kept.id))
         for number in reversed(range(len(parts))):
-            await self._publish(f"{subject}.{number}", parts[number], len(parts))
+            await self._bucket.write(f"{key}.{number}", parts[number], {PARTS_HEADER: str(len(parts))})
         return True
-
-    async def _publish(self, subject: str, data: bytes, parts: int) -> None:
-        from nats.js.errors import NoStreamResponseError
-
-        self._connection.check()
-        headers = {PARTS_HEADER: str(parts)}
-        try:
-            await self._connection.asked(
-                f"writing {subject}", self._connection.jetstream.publish(subject, data, headers=headers)
-            )
-        except NatsUnavailable as error:
-            if isinstance(error.__cause__, NoStreamResponseError):
-                await make_bucket(self._connection, self._bucket)  # it may have gone with the servers that had it
-            raise
 
     async def _asked(self, owner: str, response_id: str) -> _Entry | None:
         """Return what a client asked for; raises ``Refused`` 503 when it cannot be read now."""
@@ -233,69 +197,62 @@ class NatsResponseStore:
     async def _read(self, owner: str, digests: list[bytes]) -> dict[bytes, _Entry]:
         """Return entries of an owner, those that are there; raises ``NatsUnavailable``."""
         found: dict[bytes, _PartsFound] = {}
-        subjects = [f"{self._subject(owner, digest)}.*" for digest in digests]
-        while subjects:
-            now, rest = subjects[:SUBJECTS_PER_QUESTION], subjects[SUBJECTS_PER_QUESTION:]
+        keys = [f"{self._key(owner, digest)}.*" for digest in digests]
+        while keys:
+            now, rest = keys[:SUBJECTS_PER_QUESTION], keys[SUBJECTS_PER_QUESTION:]
             count = await self._gather(found, now)
             # An answer has so many bytes at most; what is left of it is asked for by itself.
-            wanted = {subject.rpartition(".")[0] for subject in now}
+            wanted = {key.rpartition(".")[0] for key in now}
             left = [
-                f"{self._subject(owner, digest)}.{number}"
+                f"{self._key(owner, digest)}.{number}"
                 for digest, each in found.items()
-                if self._subject(owner, digest) in wanted
+                if self._key(owner, digest) in wanted
                 for number in range(each.total)
                 if number not in each.parts
             ]
             unseen = [each for each in now if each.endswith(".*") and _digest_of(each) not in found]
-            subjects = [*(left if count else []), *(unseen if count else []), *rest]
+            keys = [*(left if count else []), *(unseen if count else []), *rest]
         entries: dict[bytes, _Entry] = {}
         for digest in digests:
             each = found.get(digest)
             if each is None or not each.is_whole:
-                each = await self._read_where_written(self._subject(owner, digest))
+                each = await self._read_where_written(self._key(owner, digest))
             if each is not None and each.is_whole:
                 entry = _entry(each)
                 if entry is not None and entry.owner == owner:
                     entries[digest] = entry
         return entries
 
-    async def _gather(self, found: dict[bytes, _PartsFound], subjects: Iterable[str]) -> int:
-        """Read the parts under some subjects; return how many are new. What no router wrote is not among them."""
+    async def _gather(self, found: dict[bytes, _PartsFound], keys: Iterable[str]) -> int:
+        """Read the parts under some keys; return how many are new. What no router wrote is not among them."""
         before = sum(len(each.parts) for each in found.values())
-        question = {"multi_last": list(subjects), "batch": SUBJECTS_PER_QUESTION * 4}
-        messages = await self._connection.batch(self._bucket.stream, question)
+        question = {"multi_last": [self._bucket.spec.subject + key for key in keys], "batch": SUBJECTS_PER_QUESTION * 4}
+        messages = await self._connection.batch(self._bucket.spec.stream, question)
         for message in messages:
-            key, _, number = key_of(message, self._bucket).rpartition(".")
+            key, _, number = key_of(message, self._bucket.spec).rpartition(".")
             _add(found, _digest_of(f"{key}.0"), message.headers, number, message.data)
         return sum(len(each.parts) for each in found.values()) - before
 
-    async def _read_where_written(self, subject: str) -> _PartsFound | None:
+    async def _read_where_written(self, key: str) -> _PartsFound | None:
         """Read an entry from the server that writes the bucket, which is behind no other."""
-        from nats.js.errors import NotFoundError
-
         found: dict[bytes, _PartsFound] = {}
         number = 0
         while True:
-            self._connection.check()
-            try:
-                message: Any = await self._connection.asked(
-                    f"reading {subject}.{number}",
-                    self._connection.jetstream.get_last_msg(self._bucket.stream, f"{subject}.{number}"),
-                )
-            except NotFoundError:
+            message = await self._bucket.last(f"{key}.{number}")
+            if message is None:
                 return None
             _add(found, b"", message.headers or {}, str(number), message.data or b"")
             number += 1
             if b"" not in found or number >= found[b""].total:
                 return found.get(b"")
 
-    def _subject(self, owner: str, digest: bytes) -> str:
-        return f"{self._bucket.subject}{self._scope}.{_digest(owner).hex()}.{digest.hex()}"
+    def _key(self, owner: str, digest: bytes) -> str:
+        return f"{self._scope}.{_digest(owner).hex()}.{digest.hex()}"
 
 
-def _digest_of(subject: str) -> bytes:
-    """Return the key of a response, by the subject of one of its parts."""
-    return bytes.fromhex(subject.rpartition(".")[0].rpartition(".")[2])
+def _digest_of(key: str) -> bytes:
+    """Return the digest of a response, by the key of one of its parts."""
+    return bytes.fromhex(key.rpartition(".")[0].rpartition(".")[2])
 
 
 def _add(found: dict[bytes, _PartsFound], digest: bytes, headers: Any, number: str, data: bytes) -> None:

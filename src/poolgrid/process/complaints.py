@@ -37,7 +37,7 @@ class Complaints:
         """Say that a message of ``peer`` was dropped and why, unless that was said of this peer a moment ago."""
         self.note(peer, "a message from %s was dropped: %s%s", peer, what)
 
-    def note(self, about: str, line: str, *what: object) -> None:
+    def note(self, about: str, line: str, *what: object, level: int = logging.WARNING) -> None:
         """Log a line about something, unless there was one about it a moment ago.
 
         The line's last ``%s`` is for how many were left out since.
@@ -52,7 +52,7 @@ class Complaints:
         self._said.move_to_end(about)
         if len(self._said) > PEERS_MAX:
             self._said.popitem(last=False)
-        self._log.warning(line, *what, more)
+        self._log.log(level, line, *what, more)
 
 
 def shown_peer(identity: bytes) -> str:

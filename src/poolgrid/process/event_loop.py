@@ -20,27 +20,27 @@ class LoopMetrics:
         loop = asyncio.get_running_loop()
         tasks = Gauge(
             "poolgrid_event_loop_tasks",
-            "Tasks of the event loop that have not ended: some dozen, and one for each HTTP request in flight. "
-            "If it grows without load, that is a leak: report it.",
+            "Running tasks of the event loop: about a dozen, and one per HTTP request in flight. Growth "
+            "without load is a leak: report it.",
             registry=registry,
         )
         Gauge(
             "poolgrid_build_info",
-            "1, with the versions of poolgrid and Python as labels. Two versions at a time mean an upgrade in "
-            "progress or one left half done.",
+            "1, with the versions of poolgrid and Python as labels. Two versions mean an upgrade in progress "
+            "or an incomplete one.",
             ["version", "python"],
             registry=registry,
         ).labels(__version__, platform.python_version()).set(1)
         Gauge(
             "poolgrid_wall_clock_seconds",
-            "Unix time by the clock of the process's host, at the scrape. Less the time of the scrape, as Prometheus "
-            "knows it, it is by how much that clock is off; between hosts it should be some milliseconds.",
+            "Unix time of the process's host at the scrape. The difference to the time of the scrape is the "
+            "clock error; a few milliseconds are normal.",
             registry=registry,
         ).set_function(time.time)
         faults = Counter(
             "poolgrid_event_loop_faults_total",
-            "Exceptions in callbacks of the event loop. Each is a bug with a traceback in the log. One outside of a "
-            "single client's connection ends the process, which its supervisor starts again.",
+            "Exceptions in callbacks of the event loop. Each is a bug with a traceback in the log. Outside of "
+            "a client's connection it ends the process, which its supervisor restarts.",
             registry=registry,
         )
         handler = loop.get_exception_handler()

@@ -139,7 +139,7 @@ class Histogram(_Instrument):
         """Of the buckets: each is above one edge, and up to the next."""
         self._counts = [0] * (len(self._bounds) + 1)
         self._latest = 0
-        """The bucket of the last observation, which mostly is the next one's too."""
+        """The place of the last observation's bucket, which mostly is the next one's too."""
         self._sum = 0.0
         self._exemplars: dict[int, Exemplar] = {}
         """By bucket, the last observation whose trace is kept."""
@@ -147,17 +147,13 @@ class Histogram(_Instrument):
 
     def observe(self, value: float) -> None:
         """Count one observation."""
-        self._counts[self._bucket(value)] += 1
-        self._sum += value
-
-    def _bucket(self, value: float) -> int:
-        """Return the place of the bucket that a value is in."""
         at = self._latest
         edges = self._edges
         if not edges[at] < value <= edges[at + 1]:
             # What is not above the first edge is in the first bucket all the same.
             self._latest = at = bisect_left(edges, value, 1) - 1
-        return at
+        self._counts[at] += 1
+        self._sum += value
 
     def totals(self) -> list[int]:
         """Return the observations of all children by bucket, not cumulative; the last bucket has no upper bound."""
@@ -167,7 +163,7 @@ class Histogram(_Instrument):
     def observe_traced(self, value: float, trace_id: str) -> None:
         """Count one observation, of a request whose trace is kept: its bucket names it."""
         self.observe(value)
-        self._exemplars[self._bucket(value)] = Exemplar({"trace_id": trace_id}, value, time())
+        self._exemplars[self._latest] = Exemplar({"trace_id": trace_id}, value, time())
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family, its buckets cumulative."""

@@ -35,27 +35,35 @@ class NatsSettings(Settings):
     nats_url: tuple[NatsUrl, ...] = Field(
         (),
         max_length=64,
-        description="Address of a NATS server with JetStream, nats://host:port or tls://host:port; may be repeated, "
-        "and any of them will do.",
+        description=(
+            "Connect to this NATS server with JetStream, nats://HOST:PORT or tls://HOST:PORT. Repeat for the "
+            "other servers of the cluster."
+        ),
     )
     nats_credentials: InputFile | None = Field(
-        None, description="Credentials file (.creds) of the NATS account: a user's JWT with its key."
+        None, description=("Read the NATS account's JWT and key from this credentials file (.creds).")
     )
-    nats_nkey: InputFile | None = Field(None, description="File with the seed of a NATS user's nkey, in place of that.")
+    nats_nkey: InputFile | None = Field(
+        None, description=("Read the seed of a NATS user's nkey from this file, instead of --nats-credentials.")
+    )
     nats_tls_ca: InputFile | None = Field(
         None,
-        description="PEM file with the authorities of the NATS servers' certificates; by default those of the system.",
+        description=("Trust the authorities in this PEM file for NATS servers. Unset = the system's."),
     )
     nats_tls_certificate: InputFile | None = Field(
-        None, description="PEM file with this process's certificate for NATS servers that ask for one."
+        None, description=("Present the certificate in this PEM file to NATS servers that ask for one.")
     )
-    nats_tls_key: InputFile | None = Field(None, description="PEM file with the private key of that certificate.")
+    nats_tls_key: InputFile | None = Field(
+        None, description=("Read the private key of nats_tls_certificate from this PEM file.")
+    )
     nats_replicas: int = Field(
         1,
         ge=1,
         le=5,
-        description="Copies that NATS keeps of streams and buckets which this process creates: 1, or 3 in a cluster, "
-        "which then works while 2 servers run.",
+        description=(
+            "Keep this many copies of the streams and buckets that this process creates. 3 in a cluster "
+            "tolerates the loss of one server."
+        ),
     )
 
     @model_validator(mode="after")
@@ -82,13 +90,15 @@ class EventPlaneSettings(NatsSettings):
 
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq",
-        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory, and "
-        "routers follow over ZMQ; nats = a JetStream stream that routers follow by themselves (needs the extra nats).",
+        description=(
+            "Choose where the pool's journal is: zmq = at its consolidator, followed over ZMQ; nats = in a "
+            "JetStream stream (needs poolgrid[nats])."
+        ),
     )
     nats_pool: str = Field(
         "default",
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description="Name of the pool among those of the NATS account; its stream is poolgrid-NAME.",
+        description=("Name the pool within the NATS account; its stream is poolgrid-NAME."),
     )
 
     @property

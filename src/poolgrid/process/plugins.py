@@ -14,7 +14,6 @@ from poolgrid.process.settings import OptionError
 EVENT_PLANES = "poolgrid.event_planes"
 DISCOVERY = "poolgrid.discovery"
 POLICIES = "poolgrid.policies"
-RETENTION = "poolgrid.retention"
 
 
 def load_plugin(group: str, name: str) -> Any:

@@ -19,7 +19,7 @@ from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput
 from poolgrid.wire.request_ids import dispatch_id
-from poolgrid.wire.requests import Generate, KvRetention, Routing, Sampling, TokenDelta
+from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 TOKENS_TOGETHER: Final = 32
@@ -83,8 +83,7 @@ class LegEvent(StrEnum):
     """The router ends."""
 
 
-@dataclass(slots=True, eq=False)
-class Dispatch:
+class Dispatch(msgspec.Struct, eq=False):
     """One leg of a request on one worker."""
 
     id: str
@@ -279,17 +278,16 @@ class LegPlan:
         overlap_tokens: int = 0,
         expected_prefill_tokens: int | None = None,
         trace: TraceContext | None = None,
-        retention: KvRetention | None = None,
     ) -> Generate:
         """Start the next dispatch and return the message for its worker: prompt plus what was already generated.
 
         ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on
         (``poolgrid.wire.requests.Routing``), ``trace`` is what the worker is told of the request's trace.
-        ``retention`` is what the router has learned; what the client itself says goes before it.
         """
         request = self.request
         states_load = expected_prefill_tokens is not None
-        dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage, states_load)
+        number = self.dispatches
+        dispatch = Dispatch(dispatch_id(request.request_id, number), number, worker, endpoint, stage, states_load)
         self.dispatches += 1
         self.current = dispatch
         emitted = len(output) // 4
@@ -317,18 +315,12 @@ class LegPlan:
                 expected_prefill_tokens,
                 TOKENS_TOGETHER if request.read_whole else 1,
             ),
-            disaggregated_params=self._params_for(stage),
+            disaggregated_params=self.prefill_params if stage is Stage.DECODE else self.encode_params,
             multimodal=None if request.multimodal is None else self._media_for(stage),
             stage=stage,
             trace=trace,
-            retention=retention if request.retention is None else request.retention,
+            retention=request.retention,
         )
-
-    def _params_for(self, stage: Stage) -> bytes | None:
-        """Return what the leg before returned."""
-        if stage is Stage.DECODE:
-            return self.prefill_params
-        return None if stage is Stage.ENCODE else self.encode_params
 
     def _media_for(self, stage: Stage) -> bytes | None:
         """Return the media as a leg gets them: none for a decode leg, no image bytes where embeddings replace them."""

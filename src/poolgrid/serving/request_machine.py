@@ -24,8 +24,10 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
@@ -48,7 +50,7 @@ from poolgrid.serving.legs import (
 )
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.requests import FinishReason, Generate, KvRetention, RefusalKind, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 STATE_OF: Final = {
@@ -80,8 +82,14 @@ whole pool. More than that is a worker that refuses without ever being known to 
 
 NEXT_LEG_WHY: Final = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
 
-NO_END_OF_A_LEG = (FinishReason.EXPIRED, FinishReason.MIGRATED)
-"""Finish reasons of events, which no leg's output ends with."""
+_ENDS: Final = {None, *FinishReason} - {FinishReason.EXPIRED, FinishReason.MIGRATED}  # those are of events only
+ENDS_OF: Final = {
+    Stage.WHOLE: _ENDS - {FinishReason.PREFILLED, FinishReason.ENCODED},
+    Stage.ENCODE: {None, FinishReason.ENCODED, FinishReason.ERROR},
+    Stage.PREFILL: _ENDS - {FinishReason.ENCODED},
+    Stage.DECODE: _ENDS - {FinishReason.PREFILLED, FinishReason.ENCODED},
+}
+"""The finish reasons that the output of a leg may have, by its stage."""
 
 WELL: Final = {
     None: LegEvent.OUTPUT,
@@ -94,8 +102,7 @@ FINAL_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
 """What an answer ends with."""
 
 
-@dataclass(slots=True)
-class Transition:
+class Transition(msgspec.Struct):
     """What happened to a request, and what has followed so far."""
 
     leg: Dispatch | None
@@ -105,7 +112,7 @@ class Transition:
     worker_delta: TokenDelta | None
     client_delta: StreamDelta | None
     """What of the worker's delta, or instead of it, is for the client."""
-    effects: list[Effect] = field(default_factory=list)
+    effects: list[Effect] = msgspec.field(default_factory=list)
 
     @property
     def dispatch(self) -> Dispatch:
@@ -150,7 +157,6 @@ class RequestMachine:
         overlap_tokens: int = 0,
         expected_prefill_tokens: int | None = None,
         trace: TraceContext | None = None,
-        retention: KvRetention | None = None,
     ) -> Generate:
         """Start the next leg on a worker and return the message for it."""
         assert not self.ended, "nothing is sent for an ended request"
@@ -158,9 +164,7 @@ class RequestMachine:
         self.delivery.worker = str(worker)
         self.delivery.waits_for_room = False
         output = self.delivery.output
-        return self.plan.begin(
-            worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace, retention
-        )
+        return self.plan.begin(worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace)
 
     def not_sent(self) -> None:
         """Take back the leg that was begun last: its message could not be sent."""
@@ -301,16 +305,10 @@ class RequestMachine:
         """Return what a delta says to the client; ``None`` when it does not continue what came before."""
         tokens = delta.token_ids
         finish = delta.finish_reason
-        if delta.position != dispatch.position or finish in NO_END_OF_A_LEG:
+        if delta.position != dispatch.position or finish not in ENDS_OF[dispatch.stage]:
             return None
-        if dispatch.stage is Stage.ENCODE:
-            # It makes no tokens, and ends well in one way only, which is no other leg's.
-            if tokens or finish not in (None, FinishReason.ENCODED, FinishReason.ERROR):
-                return None
-        elif finish is FinishReason.ENCODED or (
-            finish is FinishReason.PREFILLED and dispatch.stage is not Stage.PREFILL
-        ):
-            return None
+        if tokens and dispatch.stage is Stage.ENCODE:
+            return None  # it makes no tokens
         logprobs = delta.logprobs
         # Once: a later worker's prompt has the output so far in it.
         first = self._cached_tokens is None and not self.delivery.output
@@ -334,7 +332,7 @@ class RequestMachine:
             logprobs,
             delta.error if ends else None,
             of_prompt,
-            delta.refusal is RefusalKind.INVALID,
+            delta.refusal is not None and delta.refusal is RefusalKind.INVALID,
         )
 
 
@@ -343,7 +341,10 @@ class RequestMachine:
 
 def notify(machine: RequestMachine, at: Transition) -> None:
     """Report to the tracker what the worker sent: its first output, cached tokens, the end of a leg."""
-    at.effects.append(WorkerReported(at.dispatch, at.reported, not machine.delivery.output))
+    leg, delta = at.leg, at.worker_delta
+    assert leg is not None, "it happened to a leg"
+    assert delta is not None, "a worker sent something"
+    at.effects.append(WorkerReported(leg, delta, not machine.delivery.output))
 
 
 def deliver(machine: RequestMachine, at: Transition) -> None:
@@ -553,7 +554,7 @@ ROWS = (
         "another worker may have room, or this one later; no worker has failed",
     ),
     Row(LEGS, LegEvent.DRAINING, GO_ELSEWHERE, "another worker continues; no worker has failed"),
-    Row(LEGS, LegEvent.STALE_LOAD, (choose_again,), "the ledger knew too little; with the truth, choose anew"),
+    Row(LEGS, LegEvent.STALE_LOAD, (choose_again,), "the ledger was outdated; choose again with the real load"),
     Row(
         (LegState.WHOLE, LegState.PREFILL, LegState.ENCODE, LegState.DECODE),
         LegEvent.CANNOT_DO,
@@ -579,7 +580,7 @@ ROWS = (
         "embeddings that did not arrive are no fault of the worker that waited for them",
     ),
     # -- a worker goes or fails ------------------------------------------------------------------------------------
-    Row(LEGS, LegEvent.OUT_OF_PLACE, GO_ELSEWHERE_AND_RECORD, "a stream with a hole or a repetition is not believed"),
+    Row(LEGS, LegEvent.OUT_OF_PLACE, GO_ELSEWHERE_AND_RECORD, "a stream with a gap or a repetition cannot be trusted"),
     Row(LEGS, LegEvent.CANCELLED, GO_ELSEWHERE_AND_RECORD, "no client or router asked for that"),
     Row((LegState.WHOLE,), LegEvent.LOST, FAIL_OVER, "another worker continues from the last token"),
     Row((LegState.ENCODE,), LegEvent.LOST, FAIL_OVER, "another worker encodes the images"),

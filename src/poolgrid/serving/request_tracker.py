@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final, Generic, Protocol, TypeVar, assert_never
 
+import msgspec
+
 from poolgrid.process.clock import Clock
-from poolgrid.serving.leg_spans import begin_leg, follow_legs
-from poolgrid.serving.leg_times import LegTimer
+from poolgrid.process.tracing.record import SpanKind, TraceRecord
 from poolgrid.serving.legs import (
     AvoidWorker,
     CancelLeg,
@@ -32,11 +32,11 @@ from poolgrid.serving.legs import (
     WorkerReported,
 )
 from poolgrid.serving.links import LinkTable, WorkerLink
-from poolgrid.serving.metrics import ServingMetrics
+from poolgrid.serving.metrics import LegTimer, ServingMetrics
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.requests import FinishReason, KvRetention, TokenDelta
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
+from poolgrid.wire.requests import FinishReason, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 log: Final = logging.getLogger(__name__)
@@ -51,15 +51,12 @@ CONTINUES: Final = frozenset({None, FinishReason.PREFILLED, FinishReason.ENCODED
 """Finish reasons behind which a worker still computes, or keeps something."""
 
 
-@dataclass(slots=True, eq=False)
-class RoutedRequest:
+class RoutedRequest(msgspec.Struct, eq=False):
     """A request at its router, from its arrival to its end."""
 
     machine: RequestMachine
     timer: LegTimer
     """Where it stands among the times of its legs."""
-    waits_since_ms: float | None = field(default=None, kw_only=True)
-    """Since when it has found no room; ``None`` once a worker has begun with it."""
 
 
 R = TypeVar("R", bound=RoutedRequest)
@@ -116,7 +113,6 @@ class RequestTracker(ABC, Generic[R]):
         stage: Stage,
         overlap_tokens: int,
         expected_prefill_tokens: int | None = None,
-        retention: KvRetention | None = None,
         pool: str = "",
     ) -> Dispatch | None:
         """Send a request's next leg to a worker; return ``None``, and change nothing, when its link takes nothing now.
@@ -128,7 +124,7 @@ class RequestTracker(ABC, Generic[R]):
         trace = machine.request.trace
         context = self._not_sampled if trace is None else begin_leg(trace, machine, worker, stage, pool)
         endpoint = link.endpoint
-        message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context, retention)
+        message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context)
         if not link.generate(message, not self._on_link.get(endpoint)):
             machine.not_sent()
             if trace is not None:
@@ -212,15 +208,17 @@ class RequestTracker(ABC, Generic[R]):
         if request.trace is not None:
             follow_legs(request.trace, routed.machine, effects)  # first: what is placed next is linked to what was lost
         for effect in effects:
-            match effect:  # those of every request first
+            # Those of every request first, and without their fields in the pattern, which Python looks up each time.
+            match effect:
                 case WorkerReported():
                     self._leg_times.reported(routed.timer, effect, perf_counter())
-                    routed.waits_since_ms = None
+                    routed.timer.waits_since_ms = None
                     self.reported(routed, effect)
-                case ReleaseLeg(dispatch):
-                    self._forget(routed, dispatch)
-                    self.release(routed, dispatch)
-                case EndRequest(last):
+                case ReleaseLeg():
+                    self._forget(routed, effect.dispatch)
+                    self.release(routed, effect.dispatch)
+                case EndRequest():
+                    last = effect.last
                     if last.poison:
                         self._serving_metrics.poison_requests.inc()
                         log.error(
@@ -240,8 +238,8 @@ class RequestTracker(ABC, Generic[R]):
                     self.avoid(routed, effect)
                 case WorkerFull():
                     self._leg_times.withdrawn(routed.timer, perf_counter())
-                    if routed.waits_since_ms is None:
-                        routed.waits_since_ms = self._clock.monotonic_ms()
+                    if routed.timer.waits_since_ms is None:
+                        routed.timer.waits_since_ms = self._clock.monotonic_ms()
                     self.worker_full(routed, effect)
                 case RecordFailure(dispatch, event):
                     if event is LegEvent.OUT_OF_PLACE:
@@ -292,3 +290,82 @@ class RequestTracker(ABC, Generic[R]):
 
     def _count_fault(self, kind: str) -> None:
         self._serving_metrics.stream_faults.labels(kind).inc()
+
+
+KEPT = (FinishReason.PREFILLED, FinishReason.ENCODED)
+"""What a leg ends with whose result is kept for the next one."""
+
+
+def begin_leg(
+    trace: TraceRecord, machine: RequestMachine, worker: WorkerKey, stage: Stage, pool: str = ""
+) -> TraceContext:
+    """Begin the span of the leg that is about to be sent; return the context for its worker.
+
+    A leg's span begins when it is sent, and ends with its worker's part in it: its last delta, or whatever took it
+    from that worker. The span of a leg that replaces a lost one is linked to it.
+    """
+    plan = machine.plan
+    span = trace.begin(f"leg {STAGE_WORD[stage]}", SpanKind.CLIENT)
+    span.attributes |= {
+        "poolgrid.stage": STAGE_WORD[stage],
+        "poolgrid.worker": str(worker),
+        "poolgrid.dispatch_id": plan.next_dispatch_id,
+        "poolgrid.output_tokens_before": machine.delivery.tokens,
+    }
+    if pool:
+        span.attributes["poolgrid.pool"] = pool
+    lost = trace.lost.pop(machine.request.request_id, None)
+    if lost is not None:
+        span.links.append(lost.place)
+    trace.open[plan.next_dispatch_id] = span
+    return trace.context(span)
+
+
+def follow_legs(trace: TraceRecord, machine: RequestMachine, effects: tuple[Effect, ...]) -> None:
+    """Take note of what follows from an event, before it is carried out."""
+    moves = next((effect for effect in effects if isinstance(effect, PlaceNext) and effect.moved), None)
+    left, failed = ("", "") if moves is None else (moves.after.id, "refused")
+    for effect in effects:
+        match effect:
+            case RecordFailure(dispatch, event):
+                left, failed = dispatch.id, event.value
+            case WorkerOvercommitted(dispatch):
+                left, failed = dispatch.id, "crowded"
+            case _:
+                pass
+    for effect in effects:
+        match effect:
+            case WorkerReported():
+                _reported(trace, effect)
+            case ReleaseLeg(dispatch):
+                is_left = dispatch.id == left
+                span = trace.close(dispatch.id, failed if is_left else "")
+                if span is not None and is_left and moves is not None:
+                    trace.lost[machine.request.request_id] = span
+            case _:
+                pass
+    if moves is not None:
+        trace.root.event(
+            "moved",
+            trace.now_ms(),
+            {
+                "poolgrid.worker": str(moves.after.worker),
+                "poolgrid.cause": failed,
+                "poolgrid.output_tokens_before": machine.delivery.tokens,
+            },
+        )
+
+
+def _reported(trace: TraceRecord, report: WorkerReported) -> None:
+    span = trace.open.get(report.dispatch.id)
+    if span is None:
+        return
+    delta = report.delta
+    if not span.events and (delta.token_ids or delta.cached_tokens is not None):
+        span.event("first output", trace.now_ms())
+    if delta.cached_tokens is not None:
+        span.attributes["poolgrid.cached_tokens"] = delta.cached_tokens
+    if delta.finish_reason is not None:
+        span.attributes["poolgrid.finish_reason"] = delta.finish_reason.value
+    if delta.finish_reason in KEPT:
+        trace.close(report.dispatch.id)

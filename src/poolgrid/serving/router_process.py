@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
+from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.openapi import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -180,3 +181,9 @@ class RouterProcess:
         app.state.preparation.forms.make_ready(service.models())
         if self.shared is not None:
             await unless(stop, self.shared.limits.first_shares(), "first shares of limits")
+
+
+def decision_not_found(request_id: str, decisions: int) -> RequestError:
+    """Return the answer about a request of which no decision is kept."""
+    message = f"no decision about request {request_id!r} is kept; the last {decisions} are"
+    return RequestError(404, "decision_not_found", message, param="request_id")

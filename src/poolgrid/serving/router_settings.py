@@ -17,30 +17,33 @@ class ServingSettings(ServerSettings, TraceSettings, DiscoverySettings):
     panel: ClassVar[str] = "Queue and retries"
 
     queue_limit: int = Field(
-        1024, ge=0, le=1_000_000, description="Requests that may wait for room; one more is answered 429."
+        1024, ge=0, le=1_000_000, description=("Limit the requests that wait for a worker; more get 429.")
     )
     queue_prompt_tokens: int = Field(
         4_194_304,
         ge=0,
         le=2**40,
-        description="Prompt tokens that may wait, over all requests; beyond it the lowest priority is answered 429. "
-        "The default is 4,096 for each of the requests that may wait, and 16 MiB of memory.",
+        description=("Limit the prompt tokens of all waiting requests; beyond it the lowest priority gets 429."),
     )
     queue_timeout_ms: float = Field(
-        30_000, gt=0, le=3_600_000, description="Longest wait for room; then the request is answered 429."
+        30_000, gt=0, le=3_600_000, description=("Answer 429 when a request has waited for a worker for this time.")
     )
     migration_limit: int = Field(
-        3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
+        3,
+        ge=0,
+        le=100,
+        description=("Retry a request on another worker at most this often before the client gets an error."),
     )
     worker_timeout_ms: float = Field(
         5_000,
         ge=100,
         le=600_000,
-        description="Silence on the request plane after which a worker counts as unreachable.",
+        description=("Treat a worker as unreachable after this time without a message."),
     )
     share_state: Literal["none", "nats"] = Field(
         "none",
-        description="What all routers of a pool (of one namespace and nats_pool), or all global routers of a "
-        "namespace, share: the limits of tenants, the bounds of the queue, and responses that are kept. nats = by "
-        "buckets of JetStream at nats_url; with names nats, or event_plane nats.",
+        description=(
+            "Share tenants' limits, queue bounds and stored responses among all routers of a pool, in NATS "
+            "buckets. Needs names or event_plane nats."
+        ),
     )

@@ -146,10 +146,9 @@ class PlaneMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._refused = Counter(
             "poolgrid_plane_refused_peers_total",
-            "Peers that CURVE kept out, by reason. `key_not_allowed`: the key is not among the allowed ones. "
-            "`handshake_failed`: no CURVE, a wrong server key, or a connection that said nothing, such as a "
-            "port scan. A peer tries again several times a second, so one misconfigured worker makes this grow "
-            "steadily. The log names its address.",
+            "Peers refused by CURVE, by reason. `key_not_allowed`: unknown key. `handshake_failed`: no CURVE, "
+            "a wrong server key, or a port scan. Peers retry several times a second, so one misconfigured "
+            "worker makes this grow. The log has its address.",
             ["plane", "reason"],
             registry=registry,
         )

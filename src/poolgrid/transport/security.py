@@ -17,26 +17,33 @@ class SecuritySettings(Settings):
     panel: ClassVar[str] = "TLS and CURVE"
 
     tls_certificate: InputFile | None = Field(
-        None, description="PEM file with the certificate chain of the HTTP server; with tls_key. Without: plain HTTP."
+        None,
+        description=("Serve HTTPS with the certificate chain in this PEM file; needs tls_key. Unset = plain HTTP."),
     )
-    tls_key: InputFile | None = Field(None, description="PEM file with the private key of that certificate.")
+    tls_key: InputFile | None = Field(None, description=("Read the private key of tls_certificate from this PEM file."))
     tls_client_ca: InputFile | None = Field(
         None,
-        description="PEM file with the authorities whose client certificates are taken; without a good one no "
-        "client gets in (mTLS).",
+        description=("Require client certificates from the authorities in this PEM file (mTLS)."),
     )
     curve_key: InputFile | None = Field(
         None,
-        description="CURVE secret key file of this process (`poolgrid keys curve`): encrypts every ZMQ plane, refuses "
-        "peers without an allowed key. Without: the planes are open.",
+        description=(
+            "Encrypt every ZMQ connection with this CURVE secret key file (poolgrid keys curve). Unset = no encryption."
+        ),
     )
     curve_server_key: InputFile | None = Field(
-        None, description="Public key file of the servers that this process connects to; by default its own."
+        None,
+        description=(
+            "Read the public key of the servers that this process connects to from this file. Unset = this "
+            "process's own key."
+        ),
     )
     curve_allowed_keys: Path | None = Field(
         None,
-        description="Directory of the public key files (*.key) of peers that may connect here; by default only peers "
-        "with this process's own key. Changes count from the next connection on.",
+        description=(
+            "Allow peers whose public key files (*.key) are in this directory. Unset = only this process's "
+            "own key. Changes apply to new connections."
+        ),
     )
 
     @model_validator(mode="after")

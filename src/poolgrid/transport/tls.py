@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from datetime import UTC, datetime
 from math import nan
 from pathlib import Path
 
@@ -22,68 +21,15 @@ from poolgrid.transport.security import SecuritySettings
 
 log = logging.getLogger(__name__)
 
-_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
-_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-
 
 def expires_at_s(certificate: Path) -> float:
     """Return the Unix time after which the first certificate of a PEM file is not valid any more.
 
-    Raises ``OSError``, and ``ValueError`` when there is no certificate in it that can be read.
+    Raises ``OSError`` (``ssl.SSLError`` is one), and ``ValueError``, when there is none in it that can be read.
     """
-    text = certificate.read_text(encoding="ascii", errors="replace")
-    begin = text.find(_BEGIN)
-    end = text.find(_END, begin)
-    if begin < 0 or end < 0:
-        raise ValueError(f"reading until when {certificate} is valid: it has no certificate in PEM form")
-    try:
-        return _not_after(ssl.PEM_cert_to_DER_cert(text[begin : end + len(_END)]))
-    except (IndexError, ValueError) as error:
-        raise ValueError(f"reading until when {certificate} is valid: {error}") from error
-
-
-def _not_after(der: bytes) -> float:
-    fields = _value(_value(der, 0, _SEQUENCE), 0, _SEQUENCE)
-    place = 0
-    if fields[0] == _VERSION:
-        place = _end(fields, place)
-    for _ in range(3):  # serial number, signature algorithm, issuer
-        place = _end(fields, place)
-    validity = _value(fields, place, _SEQUENCE)
-    place = _end(validity, 0)
-    tag = validity[place]
-    text = _value(validity, place, tag).decode("ascii")
-    if tag == _GENERALIZED_TIME:
-        moment = datetime.strptime(text, "%Y%m%d%H%M%SZ")
-    elif tag == _UTC_TIME:
-        # Two digits of a year: from 50 on the last century's.
-        moment = datetime.strptime(f"{'19' if text[:2] >= '50' else '20'}{text}", "%Y%m%d%H%M%SZ")
-    else:
-        raise ValueError(
-            f"the end of its validity has tag {tag:#x}, allowed are {_UTC_TIME:#x}, {_GENERALIZED_TIME:#x}"
-        )
-    return moment.replace(tzinfo=UTC).timestamp()
-
-
-def _header(data: bytes, place: int) -> tuple[int, int]:
-    """Return where the bytes of a value begin, and where they end."""
-    length, begin = data[place + 1], place + 2
-    if length >= 0x80:
-        count = length & 0x7F
-        length = int.from_bytes(data[begin : begin + count])
-        begin += count
-    return begin, begin + length
-
-
-def _end(data: bytes, place: int) -> int:
-    return _header(data, place)[1]
-
-
-def _value(data: bytes, place: int, tag: int) -> bytes:
-    if data[place] != tag:
-        raise ValueError(f"found tag {data[place]:#x} where {tag:#x} should be")
-    begin, end = _header(data, place)
-    return data[begin:end]
+    # Python's own tests read certificates so; its public calls show only those of peers.
+    fields = ssl._ssl._test_decode_cert(certificate)  # type: ignore[attr-defined]
+    return ssl.cert_time_to_seconds(fields["notAfter"])
 
 
 CHECK_INTERVAL_S = 1.0
@@ -122,15 +68,14 @@ class Tls:
         """Return what the settings name; ``None`` without a certificate. Raises ``TlsError``."""
         stale = Gauge(
             "poolgrid_http_certificate_stale",
-            "1 while the files of the HTTP server's certificate cannot be used and an older certificate is in "
-            "use. Mend the files before it expires.",
+            "1 while the certificate files cannot be used and an older certificate is in use. Fix the files "
+            "before it expires.",
             registry=registry,
         )
         expiry = Gauge(
             "poolgrid_http_certificate_expiry_timestamp_seconds",
-            "Unix time after which the HTTP server's certificate in use is not valid any more, by its file. "
-            "Without TLS there is no series. Replace the files some weeks before; they are read again while the "
-            "process runs.",
+            "Unix time at which the HTTP server's certificate expires, by file. Without TLS there is no "
+            "series. Replace the files in time; they are read while the process runs.",
             ["file"],
             registry=registry,
         )
@@ -178,7 +123,7 @@ def _expiry(certificate: Path) -> float:
     try:
         return expires_at_s(certificate)
     except (OSError, ValueError) as error:
-        log.warning("%s; its metric says nothing", error)
+        log.warning("reading until when %s is valid: %s; its metric says nothing", certificate, error)
         return nan
 
 

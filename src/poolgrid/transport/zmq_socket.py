@@ -23,7 +23,6 @@ from poolgrid.wire.limits import FRAME_BYTES_MAX
 log = logging.getLogger(__name__)
 
 # As plain integers: combining the library's flags costs more than asking for them.
-_EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -86,6 +85,8 @@ class _LoopSocket:
 
     def __init__(self, socket: zmq.Socket[bytes], handle: Callable[[Any], None]) -> None:
         self.socket = socket
+        self._polled = [(socket, _POLLIN)]
+        """For ``zmq_poll``, which says whether there is a message: asking the socket makes enums of numbers."""
         self._handle = handle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
@@ -150,18 +151,18 @@ class _MessageSocket(_LoopSocket):
             return False
         # Sending may have used up the signal of what came meanwhile; what comes from here on signals anew. Asking costs
         # a quarter of a look in the loop's next turn.
-        if not self._scheduled and self.socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+        if not self._scheduled and zmq.zmq_poll(self._polled, 0):
             self.check()
         return True
 
     def _drain(self) -> None:
-        socket, receive = self.socket, self._receive
+        receive = self._receive
         ends_s = 0.0
         for number in range(MESSAGES_PER_TURN):
             if self._loop is None:
                 return
             try:
-                if number < LOOKS and not socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+                if number < LOOKS and not zmq.zmq_poll(self._polled, 0):
                     return
                 message = receive(_NOBLOCK)
             except zmq.Again:
@@ -246,7 +247,7 @@ class BatchSocket(_LoopSocket):
 
     def sent(self) -> None:
         """Call this after sends on the same socket: they may have used up the signal of what came meanwhile."""
-        if not self._scheduled and not self.socket.closed and self.socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+        if not self._scheduled and not self.socket.closed and zmq.zmq_poll(self._polled, 0):
             self.check()
 
     def pause(self) -> None:
@@ -273,7 +274,7 @@ class BatchSocket(_LoopSocket):
                 if room <= 0 or len(messages) >= BATCH_MESSAGES_MAX:
                     self.has_more = True
                     break
-                if len(messages) < BATCH_LOOKS and not socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+                if len(messages) < BATCH_LOOKS and not zmq.zmq_poll(self._polled, 0):
                     break
                 frames = receive_frames(socket, _NOBLOCK)
                 room -= len(frames[-1])
@@ -390,11 +391,6 @@ class Subscription:
         self.inbox = BatchSocket(self.socket, on_messages)
         self.inbox.start()
         self.socket.connect(endpoint)
-
-    @property
-    def has_more(self) -> bool:
-        """Return whether messages were left behind: others have their turn first."""
-        return self.inbox.has_more
 
     def close(self) -> None:
         """End; nothing more is handed over."""

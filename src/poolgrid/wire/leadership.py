@@ -1,7 +1,7 @@
 """Who writes a pool's journal, where several may: the entry by which a consolidator says that it is the one.
 
 The entry lies in the key-value bucket of the pool and goes when its writer does not renew it in time. Workers push to
-the ``ingest`` of the one that is there; who is not there cannot be pushed to.
+the ``ingest`` of the active consolidator, and routers follow its ``feed`` and ask its ``query``.
 """
 
 from __future__ import annotations
@@ -17,3 +17,7 @@ class Leader(msgspec.Struct, array_like=True, frozen=True, tag=True):
     consolidator_id: Identifier
     ingest: str = ""
     """Where workers push; empty while it reads the journal."""
+    feed: str = ""
+    """Where routers subscribe."""
+    query: str = ""
+    """Where routers ask for snapshots and records."""

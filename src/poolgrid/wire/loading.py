@@ -3,8 +3,7 @@
 1. A worker that loads sends ``LoadingWorker`` behind the tag frame ``LOADING_FRAME`` to the consolidator, again and
    again (``TELL_EVERY_S``). There is no answer. With ``Hello`` it becomes a member, and says no more.
 2. The consolidator keeps the last word of each for ``LOADING_TTL_S``, and publishes all of them beside the feed, under
-   ``LOADING_TOPIC``, whenever it has been told something. With a journal on NATS it tells them there too, by a message
-   that nobody keeps. Readers keep the last list as long.
+   ``LOADING_TOPIC``, whenever it has been told something. Readers keep the last list as long.
 3. What is lost is said again. Nothing is decided by it: who loads is not there to be chosen.
 """
 

@@ -23,7 +23,8 @@ def say(words: str) -> None:
 async def main(arguments: argparse.Namespace) -> None:
     events = json.loads(arguments.kv_events_config)
     context = zmq.asyncio.Context()
-    server = VllmServer(context, Options(model=arguments.served_model_name))
+    options = Options(model=arguments.served_model_name, root=arguments.model if arguments.keeps_root else Options.root)
+    server = VllmServer(context, options)
     server.publish_at(events["endpoint"], events["replay_endpoint"])
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -43,6 +44,7 @@ if __name__ == "__main__":
     parser.add_argument("--served-model-name")
     parser.add_argument("--kv-events-config", default="{}")
     parser.add_argument("--fails", type=int)
+    parser.add_argument("--keeps-root", action="store_true", help="say which directory was given as the model")
     known, _ = parser.parse_known_args()
     if known.fails is not None:
         say("loading weights")

@@ -94,6 +94,8 @@ class Options:
     block_size: int = 4
     blocks: int = 512
     model: str = "tiny"
+    root: str = "/models/tiny"
+    """Where it says that the model is."""
     adapters: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     """Further names after ``--served-model-name``."""
@@ -232,7 +234,7 @@ class VllmServer:
         elif path == "/version":
             await reply.whole(200, {"version": "0.32.0"})
         elif path == "/v1/models":
-            base = {"id": options.model, "owned_by": "vllm", "root": "/models/tiny", "parent": None}
+            base = {"id": options.model, "owned_by": "vllm", "root": options.root, "parent": None}
             adapters = [
                 {"id": each, "owned_by": "vllm", "root": f"/loras/{each}", "parent": options.model}
                 for each in options.adapters
@@ -370,7 +372,7 @@ class VllmServer:
                 "remote_host": "127.0.0.1",
                 "remote_port": 5600,
             }
-        if body["stream"]:
+        if body.get("stream"):
             await reply.begin()
         pending: list[int] = []
         made: list[int] = []
@@ -390,7 +392,7 @@ class VllmServer:
                 await reply.end()
                 return
             last = number + 1 == count
-            if body["stream"] and (last or len(pending) == options.tokens_per_chunk):
+            if body.get("stream") and (last or len(pending) == options.tokens_per_chunk):
                 choice = self._choice(body, pending, "length" if last else None)
                 choice["prompt_token_ids"] = sequence.tokens[:prompt_tokens] if first else None
                 await reply.event({"id": "cmpl-1", "choices": [choice]}, options.torn)
@@ -402,7 +404,7 @@ class VllmServer:
         usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
         if options.details:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        if body["stream"]:
+        if body.get("stream"):
             await reply.event({"id": "cmpl-1", "choices": [], "usage": usage}, options.torn)
             await reply.event(b"[DONE]")
             await reply.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import sys
 from collections.abc import Iterator
@@ -150,7 +149,7 @@ class _Sockets:
 SOCKETS = _Sockets()
 
 
-def test_what_is_refused_is_refused_before_a_socket_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_refused_is_refused_before_a_socket_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     async def connect(self: MediaFetcher, address: str, *_: object) -> bytes:
         raise AssertionError(f"{address} was about to be connected to")
 
@@ -159,15 +158,12 @@ def test_what_is_refused_is_refused_before_a_socket_exists(monkeypatch: pytest.M
     literals = [str(network[-1]) for network in REFUSED] + [str(address) for address in METADATA_ADDRESSES]
     hosts = [f"[{text}]" if ":" in text else text for text in literals]
 
-    async def run() -> None:
-        names = Names(inside_test=["fec0::7"], half_test=["93.184.215.14,192.0.0.192"])
-        async with loading(names, media_allowed_networks=()) as media:
-            await media.refused("http://127.0.0.1/")  # the fetcher is made with the first URL
-            with SOCKETS.listening() as heard:
-                for host in (*hosts, "inside.test", "half.test"):
-                    error = await media.refused(f"http://{host}/x.png")
-                    assert error.code == "media_address_not_allowed", host
+    names = Names(inside_test=["fec0::7"], half_test=["93.184.215.14,192.0.0.192"])
+    async with loading(names, media_allowed_networks=()) as media:
+        await media.refused("http://127.0.0.1/")  # the fetcher is made with the first URL
+        with SOCKETS.listening() as heard:
+            for host in (*hosts, "inside.test", "half.test"):
+                error = await media.refused(f"http://{host}/x.png")
+                assert error.code == "media_address_not_allowed", host
 
-            assert heard == []
-
-    asyncio.run(run())
+        assert heard == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import tempfile
@@ -97,46 +96,37 @@ def media_directory(tmp_path: Path) -> Path:
         ("{root}/cat.png/x.png", "media_not_found"),
     ],
 )
-def test_what_is_not_a_file_below_the_directory_is_refused_and_nothing_outside_is_opened(
+async def test_what_is_not_a_file_below_the_directory_is_refused_and_nothing_outside_is_opened(
     media_directory: Path, url: str, code: str
 ) -> None:
-    async def run() -> None:
-        async with loading(allowed_local_media_path=media_directory) as media:
-            with OPENED.listening() as opened:
-                error = await media.refused(url.format(root=media_directory))
+    async with loading(allowed_local_media_path=media_directory) as media:
+        with OPENED.listening() as opened:
+            error = await media.refused(url.format(root=media_directory))
 
-            assert error.code == code, error.message
-            assert error.status in (400, 403)
-            # Whatever was opened was the directory itself, or a plain name below a descriptor of it.
-            assert all(name == str(media_directory) or os.sep not in name for name in opened), opened
-            assert not {"secret.png", "outside", "passwd", "environ", "null"} & set(opened)
-
-    asyncio.run(run())
+        assert error.code == code, error.message
+        assert error.status in (400, 403)
+        # Whatever was opened was the directory itself, or a plain name below a descriptor of it.
+        assert all(name == str(media_directory) or os.sep not in name for name in opened), opened
+        assert not {"secret.png", "outside", "passwd", "environ", "null"} & set(opened)
 
 
 @pytest.mark.parametrize("url", ["{root}/cat.png", "file://{root}/cat.png", "file://localhost{root}/inside.png"])
-def test_files_below_the_directory_are_read(media_directory: Path, url: str) -> None:
-    async def run() -> None:
-        async with loading(allowed_local_media_path=media_directory) as media:
-            (item,) = await media.take(url.format(root=media_directory))
-            (other,) = await media.take(f"file://{media_directory}/below/dog%20cat.png")
+async def test_files_below_the_directory_are_read(media_directory: Path, url: str) -> None:
+    async with loading(allowed_local_media_path=media_directory) as media:
+        (item,) = await media.take(url.format(root=media_directory))
+        (other,) = await media.take(f"file://{media_directory}/below/dog%20cat.png")
 
-            assert item.data == png()
-            assert other.data == png(color=(1, 2, 3))
-
-    asyncio.run(run())
+        assert item.data == png()
+        assert other.data == png(color=(1, 2, 3))
 
 
-def test_without_an_allowed_directory_no_file_is_read(media_directory: Path) -> None:
-    async def run() -> None:
-        async with loading() as media:
-            with OPENED.listening() as opened:
-                error = await media.refused(f"{media_directory}/cat.png")
+async def test_without_an_allowed_directory_no_file_is_read(media_directory: Path) -> None:
+    async with loading() as media:
+        with OPENED.listening() as opened:
+            error = await media.refused(f"{media_directory}/cat.png")
 
-            assert error.code == "media_path_not_allowed"
-            assert not opened
-
-    asyncio.run(run())
+        assert error.code == "media_path_not_allowed"
+        assert not opened
 
 
 def test_a_link_that_is_put_in_place_after_the_check_is_not_followed(
@@ -162,15 +152,12 @@ def test_a_link_that_is_put_in_place_after_the_check_is_not_followed(
         assert caught.value.code in ("media_path_not_allowed", "media_not_found")
 
 
-def test_too_large_files_and_files_that_grow_are_refused(media_directory: Path) -> None:
-    async def run() -> None:
-        (media_directory / "big.png").write_bytes(bytes(MEGABYTE + 1))
-        (media_directory / "bomb.png").write_bytes(png_bomb())
-        async with loading(allowed_local_media_path=media_directory, max_file_size_mb=1) as media:
-            assert (await media.refused(f"{media_directory}/big.png")).code == "media_too_large"
-            assert (await media.refused(f"{media_directory}/bomb.png")).code == "media_too_many_pixels"
-
-    asyncio.run(run())
+async def test_too_large_files_and_files_that_grow_are_refused(media_directory: Path) -> None:
+    (media_directory / "big.png").write_bytes(bytes(MEGABYTE + 1))
+    (media_directory / "bomb.png").write_bytes(png_bomb())
+    async with loading(allowed_local_media_path=media_directory, max_file_size_mb=1) as media:
+        assert (await media.refused(f"{media_directory}/big.png")).code == "media_too_large"
+        assert (await media.refused(f"{media_directory}/bomb.png")).code == "media_too_many_pixels"
 
 
 def test_a_directory_that_would_open_everything_is_not_accepted() -> None:
@@ -232,29 +219,25 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_files_of_embeddings_are_taken(media_directory: Path, name: str) -> None:
-    async def run() -> None:
-        (media_directory / name).write_bytes(GOOD[name])
-        async with loading(allowed_local_media_path=media_directory) as media:
-            (item,) = await media.take(f"{media_directory}/{name}")
+async def test_files_of_embeddings_are_taken(media_directory: Path, name: str) -> None:
+    (media_directory / name).write_bytes(GOOD[name])
+    async with loading(allowed_local_media_path=media_directory) as media:
+        (item,) = await media.take(f"{media_directory}/{name}")
 
-            assert item.kind == "embeddings"
-            assert item.media_type == "application/x-safetensors"
-
-    asyncio.run(run())
+        assert item.kind == "embeddings"
+        assert item.media_type == "application/x-safetensors"
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_of_embeddings_are_refused_and_nothing_in_them_runs(media_directory: Path, case: str) -> None:
+async def test_hostile_files_of_embeddings_are_refused_and_nothing_in_them_runs(
+    media_directory: Path, case: str
+) -> None:
     name, content, code = HOSTILE[case]
     (media_directory / name).write_bytes(content)
     MARKER.unlink(missing_ok=True)
 
-    async def run() -> None:
-        async with loading(allowed_local_media_path=media_directory) as media:
-            error = await media.refused(f"{media_directory}/{name}")
+    async with loading(allowed_local_media_path=media_directory) as media:
+        error = await media.refused(f"{media_directory}/{name}")
 
-            assert (error.status, error.code) == (400, code), error.message
-
-    asyncio.run(run())
+        assert (error.status, error.code) == (400, code), error.message
     assert not MARKER.exists()

@@ -265,13 +265,6 @@ def test_fill_bytes_before_a_marker_are_passed_over(fill: int) -> None:
     assert read_header(data[:2] + b"\xff" * fill + data[3:]) == read_header(data)
 
 
-def test_more_fill_bytes_than_anybody_writes_are_refused_after_one_step() -> None:
-    data = image("JPEG")
-
-    with pytest.raises(BrokenImage, match=f"more than {FILL_BYTES_MAX} fill bytes"):
-        read_header(data[:2] + b"\xff" * (FILL_BYTES_MAX + 1) + data[3:])
-
-
 def test_reading_many_small_chunks_lets_the_event_loop_have_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     breaths = [0]
 

@@ -149,22 +149,13 @@ def test_a_template_that_takes_lists_of_parts_writes_the_placeholders_itself() -
     assert TINY.decode(plain.token_ids) == "USER: Hello\nASSISTANT:"
 
 
-def test_text_parts_alone_and_plain_text_carry_no_media() -> None:
-    for content in ("Hello", [text_part("Hello")]):
-        _, (request,) = ask(content)
-        assert request.multimodal is None
-
-
-def test_all_choices_of_a_request_share_its_media() -> None:
+async def test_all_choices_of_a_request_share_its_media() -> None:
     backend = FakeBackend(served=[ServedModel("tiny", 0, 4096, (), SPEC)])
 
-    async def run() -> None:
-        async with in_process(application(backend)) as client:
-            messages = [{"role": "user", "content": [image_part()]}]
-            body = {"model": "tiny", "messages": messages, "max_tokens": 4, "n": 2}
-            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-
-    asyncio.run(run())
+    async with in_process(application(backend)) as client:
+        messages = [{"role": "user", "content": [image_part()]}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 4, "n": 2}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     first, second = backend.requests
     assert first.multimodal is second.multimodal is not None
 

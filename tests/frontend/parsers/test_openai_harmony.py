@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from poolgrid.frontend.parsers.formats import OutputFormat
+from tests.examples import examples
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.parsers.transcripts import HARMONY, TOOLS, Answer
 
@@ -76,7 +77,7 @@ def as_the_package_reads(encoding: Any, text: str) -> Answer:
     return Answer("\n".join(content), "\n".join(reasoning), tuple(calls))
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(examples(60)))
 def test_both_read_an_answer_the_same_way_wherever_it_is_cut(encoding: Any, seed: int) -> None:
     source = random.Random(seed)
     text = written_by_a_model(source)

@@ -35,146 +35,68 @@ async def ends_together(worker: Harness, values: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-def test_cached_tokens_that_cannot_be_are_absent_and_lose_no_answer(kind: str, value: Any) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            await ends_together(worker, [2, 2, value, 2])
-            for name in ("r1", "r2", "r3", "r4"):
-                assert worker.output(name) == pack_tokens(TOKENS)
-            cached = [each.cached_tokens for each in worker.requests.deltas["r3"] if each.cached_tokens is not None]
-            assert cached == []
-            assert worker.metrics.cached_tokens._value.get() == 6
-            assert worker.service.describe()["running_requests"] == 0
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("usage", [5, "many", [], {"prompt_tokens_details": 3}, {"prompt_tokens_details": []}, {}])
-def test_usage_of_another_form_is_absent(kind: str, usage: Any) -> None:
-    if kind == "sglang":
-        pytest.skip("it has no usage: its counts are in meta_info")
-
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            (stream,) = await worker.ask(make_request("r1", (1, 2, 3), 3))
-            stream.send(*chunks(kind, TOKENS)[:-1], {"choices": [], "usage": usage})
-            stream.end()
-            await worker.until_finished("r1")
-            assert worker.output("r1") == pack_tokens(TOKENS)
-            assert worker.requests.deltas["r1"][-1].finish_reason is FinishReason.LENGTH
-
-    asyncio.run(scenario())
+async def test_cached_tokens_that_cannot_be_are_absent_and_lose_no_answer(kind: str, value: Any) -> None:
+    async with harness(kind) as worker:
+        await ends_together(worker, [2, 2, value, 2])
+        for name in ("r1", "r2", "r3", "r4"):
+            assert worker.output(name) == pack_tokens(TOKENS)
+        cached = [each.cached_tokens for each in worker.requests.deltas["r3"] if each.cached_tokens is not None]
+        assert cached == []
+        assert worker.metrics.cached_tokens._value.get() == 6
+        assert worker.service.describe()["running_requests"] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("token", [*WRONG, "x"], ids=repr)
-def test_a_token_that_cannot_be_breaks_its_own_request_only(kind: str, token: Any) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            streams = await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 3) for number in (1, 2, 3)))
-            wrong = chunks(kind, TOKENS)
-            if kind == "sglang":
-                wrong[1]["output_ids"] = [token]
-            else:
-                wrong[1]["choices"][0]["token_ids"] = [token]
-            for stream, values in zip(streams, (chunks(kind, TOKENS), wrong, chunks(kind, TOKENS)), strict=True):
-                stream.send(*values)
-                stream.end()
-            await worker.until_finished("r1", "r2", "r3")
-            last = worker.last("r2")
-            assert last is not None
-            assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
-            assert worker.output("r2") == pack_tokens(TOKENS[:1])
-            assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "bomb",
-    ['{"choices":' + "[" * 200_000, '{"error":' + '{"a":' * 200_000, '{"usage":1' + "0" * 9000 + "}", "NaN", "1e999"],
-    ids=["lists", "objects", "digits", "nan", "exponent"],
-)
-def test_a_json_bomb_breaks_its_own_request_only(kind: str, bomb: str) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            first, second = await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 3) for number in (1, 2)))
-            second.send(bomb)
-            first.send(*chunks(kind, TOKENS))
-            first.end()
-            await worker.until_finished("r1", "r2")
-            last = worker.last("r2")
-            assert last is not None
-            assert last.refusal is RefusalKind.BROKEN
-            assert worker.output("r1") == pack_tokens(TOKENS)
-
-    asyncio.run(scenario())
+async def test_a_token_that_cannot_be_breaks_its_own_request_only(kind: str, token: Any) -> None:
+    async with harness(kind) as worker:
+        streams = await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 3) for number in (1, 2, 3)))
+        wrong = chunks(kind, TOKENS)
+        if kind == "sglang":
+            wrong[1]["output_ids"] = [token]
+        else:
+            wrong[1]["choices"][0]["token_ids"] = [token]
+        for stream, values in zip(streams, (chunks(kind, TOKENS), wrong, chunks(kind, TOKENS)), strict=True):
+            stream.send(*values)
+            stream.end()
+        await worker.until_finished("r1", "r2", "r3")
+        last = worker.last("r2")
+        assert last is not None
+        assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
+        assert worker.output("r2") == pack_tokens(TOKENS[:1])
+        assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("together", [True, False])
-def test_an_answer_is_cut_at_max_tokens(kind: str, together: bool) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            first, second = await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 3) for number in (1, 2)))
-            if together:
-                many = list(range(100_000))
-                meta = {"completion_tokens": len(many)}
-                first.send(
-                    {"output_ids": many, "meta_info": meta}
-                    if kind == "sglang"
-                    else {"choices": [{"index": 0, "token_ids": many}]}
-                )
-                wanted = many[:3]
-            else:
-                wanted = [0, 1, 2]
-                for value in chunks(kind, range(9))[:7]:
-                    first.send(value)
-            second.send(*chunks(kind, TOKENS))
-            second.end()
-            await worker.until_finished("r1", "r2")
-            assert worker.output("r1") == pack_tokens(wanted)
-            last = worker.last("r1")
-            assert last is not None
-            assert last.finish_reason is FinishReason.LENGTH
-            await worker.until(first.over.done)
-            assert first.over.cancelled(), "its connection is closed"
-            assert worker.metrics.overlong_answers._value.get() == 1
-            assert worker.output("r2") == pack_tokens(TOKENS)
-            assert not worker.engine._active
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probabilities_are_cut_with_their_tokens(kind: str) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            (stream,) = await worker.ask(make_request("r1", (1, 2, 3), 2, logprobs=0 if kind == "trtllm-serve" else 1))
-            stream.send(*chunks(kind, (11, 12, 13, 14), logprobs=True))
-            await worker.until_finished("r1")
-            rows = [row for delta in worker.requests.deltas["r1"] for row in delta.logprobs or ()]
-            assert [row.token_id for row in rows] == [11, 12]
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_comes_behind_the_end_is_no_output(kind: str) -> None:
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            (stream,) = await worker.ask(make_request("r1", (1, 2, 3), 9))
-            stream.send(*chunks(kind, TOKENS, finish="stop")[:3], *chunks(kind, (7, 8))[:1])
-            stream.end()
-            await worker.until_finished("r1")
-            assert worker.output("r1") == pack_tokens(TOKENS)
-            last = worker.last("r1")
-            assert last is not None
-            assert last.finish_reason is FinishReason.STOP
-
-    asyncio.run(scenario())
+async def test_an_answer_is_cut_at_max_tokens(kind: str, together: bool) -> None:
+    async with harness(kind) as worker:
+        first, second = await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 3) for number in (1, 2)))
+        if together:
+            many = list(range(100_000))
+            meta = {"completion_tokens": len(many)}
+            first.send(
+                {"output_ids": many, "meta_info": meta}
+                if kind == "sglang"
+                else {"choices": [{"index": 0, "token_ids": many}]}
+            )
+            wanted = many[:3]
+        else:
+            wanted = [0, 1, 2]
+            for value in chunks(kind, range(9))[:7]:
+                first.send(value)
+        second.send(*chunks(kind, TOKENS))
+        second.end()
+        await worker.until_finished("r1", "r2")
+        assert worker.output("r1") == pack_tokens(wanted)
+        last = worker.last("r1")
+        assert last is not None
+        assert last.finish_reason is FinishReason.LENGTH
+        await worker.until(first.over.done)
+        assert first.over.cancelled(), "its connection is closed"
+        assert worker.metrics.overlong_answers._value.get() == 1
+        assert worker.output("r2") == pack_tokens(TOKENS)
+        assert not worker.engine._active
 
 
 # -- faults of ours ----------------------------------------------------------------------------------------------------
@@ -196,46 +118,40 @@ def raises_for(name: str, method: Any) -> Any:
     ("owner", "place"),
     [(ServerEngine, "_take"), (RequestLedger, "grow"), (RequestLedger, "_book"), (ServerEngine, "_on_end")],
 )
-def test_a_fault_of_one_request_in_the_engine_is_its_own(
+async def test_a_fault_of_one_request_in_the_engine_is_its_own(
     owner: type, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(owner, place, raises_for("r2", getattr(owner, place)))
 
-    async def scenario() -> None:
-        async with harness("vllm") as worker:
-            await ends_together(worker, [1, 1, 1])
-            last = worker.last("r2")
-            assert last is not None
-            assert last.refusal is RefusalKind.BROKEN
-            assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
-            assert worker.metrics.request_faults._value.get() >= 1
-            assert worker.service.describe()["running_requests"] == 0
-            await ends_together(worker, [1])
-
-    asyncio.run(scenario())
+    async with harness("vllm") as worker:
+        await ends_together(worker, [1, 1, 1])
+        last = worker.last("r2")
+        assert last is not None
+        assert last.refusal is RefusalKind.BROKEN
+        assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
+        assert worker.metrics.request_faults._value.get() >= 1
+        assert worker.service.describe()["running_requests"] == 0
+        await ends_together(worker, [1])
     assert "injected" in caplog.text
 
 
-def test_a_fault_of_one_delta_in_the_service_is_its_own(
+async def test_a_fault_of_one_delta_in_the_service_is_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(TokenCoalescer, "add", raises_for("r2", TokenCoalescer.add))
 
-    async def scenario() -> None:
-        async with harness("vllm") as worker:
-            await ends_together(worker, [1, 1, 1])
-            last = worker.last("r2")
-            assert last is not None
-            assert last.refusal is RefusalKind.BROKEN
-            assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
-            assert worker.metrics.request_faults._value.get() >= 1
-            await worker.until(lambda: not worker.engine._active)
-
-    asyncio.run(scenario())
+    async with harness("vllm") as worker:
+        await ends_together(worker, [1, 1, 1])
+        last = worker.last("r2")
+        assert last is not None
+        assert last.refusal is RefusalKind.BROKEN
+        assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
+        assert worker.metrics.request_faults._value.get() >= 1
+        await worker.until(lambda: not worker.engine._active)
     assert "injected" in caplog.text
 
 
-def test_a_delta_that_no_message_can_carry_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_delta_that_no_message_can_carry_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     add = TokenCoalescer.add
 
     def swell(self: TokenCoalescer, delta: TokenDelta, ready: list[TokenDelta]) -> None:
@@ -243,15 +159,12 @@ def test_a_delta_that_no_message_can_carry_ends_its_own_request(monkeypatch: pyt
 
     monkeypatch.setattr(TokenCoalescer, "add", swell)
 
-    async def scenario() -> None:
-        async with harness("vllm") as worker:
-            await ends_together(worker, [1, 1, 1])
-            last = worker.last("r2")
-            assert last is not None
-            assert last.refusal is RefusalKind.BROKEN
-            assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
-
-    asyncio.run(scenario())
+    async with harness("vllm") as worker:
+        await ends_together(worker, [1, 1, 1])
+        last = worker.last("r2")
+        assert last is not None
+        assert last.refusal is RefusalKind.BROKEN
+        assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -295,24 +208,21 @@ def test_a_fault_of_a_whole_report_ends_every_request_at_once(
     assert "injected" in caplog.text
 
 
-def test_a_request_whose_submission_fails_is_refused_and_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_whose_submission_fails_is_refused_and_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("injected")
 
-    async def scenario() -> None:
-        async with harness("vllm") as worker:
-            with monkeypatch.context() as patched:
-                patched.setattr(ServerEngine, "submit", broken)
-                worker.requests.receive(make_request("r1", (1, 2, 3), 3))
-            last = worker.last("r1")
-            assert last is not None
-            assert last.refusal is RefusalKind.BROKEN
-            await ends_together(worker, [1])
-
-    asyncio.run(scenario())
+    async with harness("vllm") as worker:
+        with monkeypatch.context() as patched:
+            patched.setattr(ServerEngine, "submit", broken)
+            worker.requests.receive(make_request("r1", (1, 2, 3), 3))
+        last = worker.last("r1")
+        assert last is not None
+        assert last.refusal is RefusalKind.BROKEN
+        await ends_together(worker, [1])
 
 
-def test_a_fault_over_cache_events_ends_every_request_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_over_cache_events_ends_every_request_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets log what a handler of theirs raises, and go on: a report that is lost there would be lost for good."""
     armed = False
     method = RequestLedger.load
@@ -324,27 +234,23 @@ def test_a_fault_over_cache_events_ends_every_request_at_once(monkeypatch: pytes
 
     monkeypatch.setattr(RequestLedger, "load", broken)
 
-    async def scenario() -> None:
-        nonlocal armed
-        worker = Harness("vllm")
-        task = asyncio.create_task(worker.run())
-        await asyncio.sleep(0)
-        await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 9) for number in (1, 2)))
-        armed = True
-        worker.engine._on_cache(0, [CacheCleared()])
-        with pytest.raises(RuntimeError, match="injected"):
-            async with asyncio.timeout(10):
-                await task
-        for name in ("r1", "r2"):
-            last = worker.last(name)
-            assert last is not None, name
-            assert last.refusal is RefusalKind.BROKEN
-        await worker.engine.close()
-
-    asyncio.run(scenario())
+    worker = Harness("vllm")
+    task = asyncio.create_task(worker.run())
+    await asyncio.sleep(0)
+    await worker.ask(*(make_request(f"r{number}", (number, 2, 3), 9) for number in (1, 2)))
+    armed = True
+    worker.engine._on_cache(0, [CacheCleared()])
+    with pytest.raises(RuntimeError, match="injected"):
+        async with asyncio.timeout(10):
+            await task
+    for name in ("r1", "r2"):
+        last = worker.last(name)
+        assert last is not None, name
+        assert last.refusal is RefusalKind.BROKEN
+    await worker.engine.close()
 
 
-def test_a_fault_over_a_leg_that_left_at_once_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_over_a_leg_that_left_at_once_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     grow = RequestLedger.grow
 
     def faulty(self: RequestLedger, active: Any, piece: Any, now_ms: float, finish: Any = None, *rest: Any) -> None:
@@ -354,16 +260,13 @@ def test_a_fault_over_a_leg_that_left_at_once_is_its_own(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(RequestLedger, "grow", faulty)
 
-    async def scenario() -> None:
-        async with harness("sglang") as worker:
-            whole = make_request("r1", (1, 2, 3), 3)
-            (stream, _) = await worker.ask(whole, prefill_leg(make_request("r2", (2, 2, 3), 3)))
-            stream.send(*chunks("sglang", TOKENS))
-            stream.end()
-            await worker.until_finished("r1", "r2")
-            last = worker.last("r2")
-            assert last is not None
-            assert last.refusal is RefusalKind.BROKEN
-            assert worker.output("r1") == pack_tokens(TOKENS)
-
-    asyncio.run(scenario())
+    async with harness("sglang") as worker:
+        whole = make_request("r1", (1, 2, 3), 3)
+        (stream, _) = await worker.ask(whole, prefill_leg(make_request("r2", (2, 2, 3), 3)))
+        stream.send(*chunks("sglang", TOKENS))
+        stream.end()
+        await worker.until_finished("r1", "r2")
+        last = worker.last("r2")
+        assert last is not None
+        assert last.refusal is RefusalKind.BROKEN
+        assert worker.output("r1") == pack_tokens(TOKENS)

@@ -90,11 +90,6 @@ def test_vllm_is_told_where_to_listen_and_to_publish() -> None:
     assert "secret" not in words
 
 
-def test_what_somebody_says_of_names_and_hosts_holds() -> None:
-    given = options_in(vllm.KIND.launch.command(wanted("--served_model_name=mine", "--host", "0.0.0.0")).arguments)
-    assert (given["--served-model-name"], given["--host"]) == ("mine", "0.0.0.0")
-
-
 def test_several_ranks_count_ports_up_and_none_collide() -> None:
     assert vllm.KIND.launch.ranks({"--data-parallel-size": "3"}) == 3
     with pytest.raises(ValueError, match="--data-parallel-size is 'all', allowed are integers from 1"):

@@ -139,20 +139,17 @@ async def until_ready(pool: Pool, workers: int) -> None:
 @pytest.mark.parametrize(
     ("engine", "servers"), [("vllm", of_vllm), ("sglang", of_sglang), ("trtllm-serve", of_trtllm_serve)]
 )
-def test_a_prompt_is_computed_on_one_server_and_answered_on_another(engine: str, servers: Servers) -> None:
-    async def scenario() -> None:
-        async with pool_of(engine, servers) as pool:
-            done = await asyncio.gather(*(pool.ask(number) for number in range(5)))
-            assert done == [["prefill on prefill", "decode on decode"]] * 5
-            assert len(pool.prefill.bodies) == len(pool.decode.bodies) == 5
-            for first, then in zip(by_prompt(pool.prefill), by_prompt(pool.decode), strict=True):
-                agrees(engine, first, then, pool.prefill)
-            # Without anybody who computes prompts for it, the other server does that too.
-            await pool.prefill.stop()
-            await until_ready(pool, 1)
-            assert await pool.ask(5) == ["whole on decode"]
-
-    asyncio.run(scenario())
+async def test_a_prompt_is_computed_on_one_server_and_answered_on_another(engine: str, servers: Servers) -> None:
+    async with pool_of(engine, servers) as pool:
+        done = await asyncio.gather(*(pool.ask(number) for number in range(5)))
+        assert done == [["prefill on prefill", "decode on decode"]] * 5
+        assert len(pool.prefill.bodies) == len(pool.decode.bodies) == 5
+        for first, then in zip(by_prompt(pool.prefill), by_prompt(pool.decode), strict=True):
+            agrees(engine, first, then, pool.prefill)
+        # Without anybody who computes prompts for it, the other server does that too.
+        await pool.prefill.stop()
+        await until_ready(pool, 1)
+        assert await pool.ask(5) == ["whole on decode"]
 
 
 def by_prompt(server: VllmServer) -> list[dict[str, Any]]:

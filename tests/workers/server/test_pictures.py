@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from base64 import b64encode
 from typing import Any
@@ -174,86 +173,75 @@ async def refused_to_start(server: VllmServer, engine: str, **changes: Any) -> s
     return str(caught.value)
 
 
-def test_pictures_before_vllm() -> None:
-    async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        server = VllmServer(context, Options(scale_out=True))
-        await server.start()
-        try:
-            async with worker_before(server, image_placeholder="<image>") as front:
-                media = front.journal.cards[0].media
-                assert (media.kinds, media.placeholder, media.tokens_per_image) == (("image",), "<image>", 0)
-                prompt = [*BEFORE, IMAGE_TOKEN, *AFTER]
-                seen, _ = filled_in(prompt, [CAT])
-                assert await answered(front, seeing(prompt, picture(CAT, 11), name="cold", logprobs=1)) == 0
-                assert front.router.output("cold") == pack_tokens(answer_of(seen, 6))
-                assert all(each.logprobs for each in front.router.deltas["cold"] if each.token_ids)
-                # The same picture is reused with all of its tokens, another one is not, nor are its tokens as text.
-                # More than the prompt that was asked cannot be: clients and counters subtract one from the other.
-                assert (len(seen) - 1) // 4 * 4 > len(prompt)
-                assert await answered(front, seeing(prompt, picture(CAT, 11), name="warm")) == len(prompt)
-                assert await answered(front, seeing(prompt, picture(DOG, 11), name="other")) == 8
-                text = msgspec.structs.replace(seeing(seen, picture(CAT)), request_id="text", multimodal=None)
-                assert await answered(front, text) == 8
-                await front.settled()
-                # What the index has of the four: the text before the picture, and the one that is all text.
-                held = index_of(front.journal.events)
-                assert held == names_of([*seen, *answer_of(seen, 6)][: (len(seen) + 5) // 4 * 4])
-                await server.reset_prefix_cache()
-                await front.settled()
-                await answered(front, seeing(prompt, picture(DOG, 11), name="again"))
-                await front.consolidator.until(lambda journal: index_of(journal.events) == names_of(BEFORE[:8]))
-                assert len(server.caches[0]._cached) > 2
-            for options in (Options(), Options(scale_out=True, content_parts=False)):
-                server.options = options
-                words = await refused_to_start(server, "vllm")
-                assert "image_placeholder is '<image>'" in words
-                assert "start version 0.32 or newer with --enable-scale-out" in words
-        finally:
-            await server.stop()
-            context.destroy(linger=0)
-
-    asyncio.run(scenario())
+async def test_pictures_before_vllm() -> None:
+    context = zmq.asyncio.Context()
+    server = VllmServer(context, Options(scale_out=True))
+    await server.start()
+    try:
+        async with worker_before(server, image_placeholder="<image>") as front:
+            media = front.journal.cards[0].media
+            assert (media.kinds, media.placeholder, media.tokens_per_image) == (("image",), "<image>", 0)
+            prompt = [*BEFORE, IMAGE_TOKEN, *AFTER]
+            seen, _ = filled_in(prompt, [CAT])
+            assert await answered(front, seeing(prompt, picture(CAT, 11), name="cold", logprobs=1)) == 0
+            assert front.router.output("cold") == pack_tokens(answer_of(seen, 6))
+            assert all(each.logprobs for each in front.router.deltas["cold"] if each.token_ids)
+            # The same picture is reused with all of its tokens, another one is not, nor are its tokens as text.
+            # More than the prompt that was asked cannot be: clients and counters subtract one from the other.
+            assert (len(seen) - 1) // 4 * 4 > len(prompt)
+            assert await answered(front, seeing(prompt, picture(CAT, 11), name="warm")) == len(prompt)
+            assert await answered(front, seeing(prompt, picture(DOG, 11), name="other")) == 8
+            text = msgspec.structs.replace(seeing(seen, picture(CAT)), request_id="text", multimodal=None)
+            assert await answered(front, text) == 8
+            await front.settled()
+            # What the index has of the four: the text before the picture, and the one that is all text.
+            held = index_of(front.journal.events)
+            assert held == names_of([*seen, *answer_of(seen, 6)][: (len(seen) + 5) // 4 * 4])
+            await server.reset_prefix_cache()
+            await front.settled()
+            await answered(front, seeing(prompt, picture(DOG, 11), name="again"))
+            await front.consolidator.until(lambda journal: index_of(journal.events) == names_of(BEFORE[:8]))
+            assert len(server.caches[0]._cached) > 2
+        for options in (Options(), Options(scale_out=True, content_parts=False)):
+            server.options = options
+            words = await refused_to_start(server, "vllm")
+            assert "image_placeholder is '<image>'" in words
+            assert "start version 0.32 or newer with --enable-scale-out" in words
+    finally:
+        await server.stop()
+        context.destroy(linger=0)
 
 
-def test_pictures_before_sglang() -> None:
-    async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        server = SglangServer(context, sees=True)
-        await server.start()
-        try:
-            async with worker_before(server, "sglang", image_placeholder="<image>") as front:
-                assert front.journal.cards[0].media.kinds == ("image",)
-                prompt = [*BEFORE, IMAGE_TOKEN, *AFTER]
-                assert await answered(front, seeing(prompt, picture(CAT, 11), name="cold")) == 0
-                assert (len(prompt) - 1 + tokens_of_picture(CAT) - 1) // 4 * 4 > len(prompt)
-                assert await answered(front, seeing(prompt, picture(CAT, 11), name="warm")) == len(prompt)
-                assert await answered(front, seeing(prompt, picture(DOG, 11), name="other")) == 8
-                await front.settled()
-                held = index_of(front.journal.events)
-                as_text, _ = filled_in(prompt, [CAT])
-                assert held & names_of(as_text) == names_of(BEFORE[:8])
-            server.sees = False
-            assert "its model takes none (has_image_understanding)" in await refused_to_start(server, "sglang")
-        finally:
-            await server.stop()
-            context.destroy(linger=0)
-
-    asyncio.run(scenario())
+async def test_pictures_before_sglang() -> None:
+    context = zmq.asyncio.Context()
+    server = SglangServer(context, sees=True)
+    await server.start()
+    try:
+        async with worker_before(server, "sglang", image_placeholder="<image>") as front:
+            assert front.journal.cards[0].media.kinds == ("image",)
+            prompt = [*BEFORE, IMAGE_TOKEN, *AFTER]
+            assert await answered(front, seeing(prompt, picture(CAT, 11), name="cold")) == 0
+            assert (len(prompt) - 1 + tokens_of_picture(CAT) - 1) // 4 * 4 > len(prompt)
+            assert await answered(front, seeing(prompt, picture(CAT, 11), name="warm")) == len(prompt)
+            assert await answered(front, seeing(prompt, picture(DOG, 11), name="other")) == 8
+            await front.settled()
+            held = index_of(front.journal.events)
+            as_text, _ = filled_in(prompt, [CAT])
+            assert held & names_of(as_text) == names_of(BEFORE[:8])
+        server.sees = False
+        assert "its model takes none (has_image_understanding)" in await refused_to_start(server, "sglang")
+    finally:
+        await server.stop()
+        context.destroy(linger=0)
 
 
-def test_trtllm_serve_takes_none_and_roles_apart_take_none() -> None:
-    async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        server = TrtllmServe(context)
-        await server.start()
-        try:
-            assert "a worker with --engine trtllm does" in await refused_to_start(
-                server, "trtllm-serve", kv_block_size=4
-            )
-            assert "allowed is role aggregated" in await refused_to_start(server, "vllm", role="prefill")
-        finally:
-            await server.stop()
-            context.destroy(linger=0)
-
-    asyncio.run(scenario())
+async def test_trtllm_serve_takes_none_and_roles_apart_take_none() -> None:
+    context = zmq.asyncio.Context()
+    server = TrtllmServe(context)
+    await server.start()
+    try:
+        assert "a worker with --engine trtllm does" in await refused_to_start(server, "trtllm-serve", kv_block_size=4)
+        assert "allowed is role aggregated" in await refused_to_start(server, "vllm", role="prefill")
+    finally:
+        await server.stop()
+        context.destroy(linger=0)

@@ -87,19 +87,16 @@ async def comments_after_the_end(reply: Reply) -> None:
         (comments_after_the_end, [5, 6], FinishReason.STOP),
     ],
 )
-def test_an_answer_ends_with_its_end_mark_or_its_finish_reason(
+async def test_an_answer_ends_with_its_end_mark_or_its_finish_reason(
     script: Script, tokens: list[int], finish: FinishReason
 ) -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server) as front:
-            server.faults.scripts.append(script)
-            await front.router.send(make_request("r", [1, 2, 3], 8))
-            await front.router.until_finished("r")
-            assert front.router.output("r") == pack_tokens(tokens)
-            assert front.router.last("r").finish_reason is finish
-            await works(front)
-
-    asyncio.run(scenario())
+    async with engine_server() as server, worker_before(server) as front:
+        server.faults.scripts.append(script)
+        await front.router.send(make_request("r", [1, 2, 3], 8))
+        await front.router.until_finished("r")
+        assert front.router.output("r") == pack_tokens(tokens)
+        assert front.router.last("r").finish_reason is finish
+        await works(front)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +111,17 @@ def test_an_answer_ends_with_its_end_mark_or_its_finish_reason(
         (slow_error, RefusalKind.BROKEN, "vLLM failed (status 500)"),
     ],
 )
-def test_what_fails_has_a_kind_and_none_of_the_servers_words(script: Script, kind: RefusalKind, reason: str) -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server) as front:
-            server.faults.scripts.append(script)
-            await front.router.send(make_request("r", [1, 2, 3], 8))
-            await front.router.until_finished("r")
-            last = front.router.last("r")
-            assert (last.refusal, last.unknown_model) == (kind, False)
-            assert (last.error or "").endswith(reason)
-            await works(front)
-
-    asyncio.run(scenario())
+async def test_what_fails_has_a_kind_and_none_of_the_servers_words(
+    script: Script, kind: RefusalKind, reason: str
+) -> None:
+    async with engine_server() as server, worker_before(server) as front:
+        server.faults.scripts.append(script)
+        await front.router.send(make_request("r", [1, 2, 3], 8))
+        await front.router.until_finished("r")
+        last = front.router.last("r")
+        assert (last.refusal, last.unknown_model) == (kind, False)
+        assert (last.error or "").endswith(reason)
+        await works(front)
 
 
 async def works(front: Front, name: str = "well") -> None:
@@ -134,134 +130,103 @@ async def works(front: Front, name: str = "well") -> None:
     assert front.router.output(name) == pack_tokens(answer_of([1, 2, 3], 4))
 
 
-def test_a_full_server_is_left_alone_for_the_time_it_asks_for() -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server) as front:
-            server.faults.every = full(429, "Retry-After: 30\r\n")
-            pauses = []
-            for number in range(5):
-                await front.router.send(make_request(f"r{number}", [1, 2, 3], 4))
-                await front.router.until_finished(f"r{number}")
-                last = front.router.last(f"r{number}")
-                assert last.refusal is RefusalKind.BUSY
-                pauses.append(last.retry_after_ms or 0)
-            assert len(server.bodies) == 1, "the worker refuses the others itself"
-            assert 25_000 < pauses[4] <= pauses[0] == 30_000
-
-    asyncio.run(scenario())
+async def test_a_full_server_is_left_alone_for_the_time_it_asks_for() -> None:
+    async with engine_server() as server, worker_before(server) as front:
+        server.faults.every = full(429, "Retry-After: 30\r\n")
+        pauses = []
+        for number in range(5):
+            await front.router.send(make_request(f"r{number}", [1, 2, 3], 4))
+            await front.router.until_finished(f"r{number}")
+            last = front.router.last(f"r{number}")
+            assert last.refusal is RefusalKind.BUSY
+            pauses.append(last.retry_after_ms or 0)
+        assert len(server.bodies) == 1, "the worker refuses the others itself"
+        assert 25_000 < pauses[4] <= pauses[0] == 30_000
 
 
 @pytest.mark.parametrize("script", [full(429, "Retry-After: 0\r\n"), full(503), full(408, "Retry-After: soon\r\n")])
-def test_a_server_that_has_room_again_is_asked_again(script: Script) -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server) as front:
-            server.faults.scripts.append(script)
-            await front.router.send(make_request("r", [1, 2, 3], 4))
-            await front.router.until_finished("r")
-            pause_ms = front.router.last("r").retry_after_ms
-            assert front.router.last("r").refusal is RefusalKind.BUSY
-            assert pause_ms == 250
-            await asyncio.sleep(pause_ms / 1000)
-            await works(front)
-
-    asyncio.run(scenario())
+async def test_a_server_that_has_room_again_is_asked_again(script: Script) -> None:
+    async with engine_server() as server, worker_before(server) as front:
+        server.faults.scripts.append(script)
+        await front.router.send(make_request("r", [1, 2, 3], 4))
+        await front.router.until_finished("r")
+        pause_ms = front.router.last("r").retry_after_ms
+        assert front.router.last("r").refusal is RefusalKind.BUSY
+        assert pause_ms == 250
+        await asyncio.sleep(pause_ms / 1000)
+        await works(front)
 
 
 def adapted(name: str) -> Generate:
     return msgspec.structs.replace(make_request(name, [1, 2], 2), routing=Routing(lora_name="sql"))
 
 
-def test_adapters_and_names_that_come_and_go_are_followed_and_what_runs_goes_on() -> None:
-    async def scenario() -> None:
-        options = Options(step_s=0.01)
-        async with engine_server(options) as server, worker_before(server) as front:
-            await front.router.send(make_request("long", [9, 9], 4000))
-            await front.router.until_started("long")
-            options.adapters, options.aliases = ("sql", "x" * 300), ("tiny-latest",)
-            await front.consolidator.until(lambda journal: len(journal.cards) > 1)
-            assert (front.journal.cards[-1].loras, front.journal.cards[-1].aliases) == (("sql",), ("tiny-latest",))
-            await front.router.send(adapted("sql"))
-            await front.router.until_finished("sql")
-            assert front.router.last("sql").finish_reason is FinishReason.LENGTH
-            assert server.running == 1
-            options.adapters = ()
-            await front.router.send(adapted("gone"))
-            await front.router.until_finished("gone")
-            assert front.router.last("gone").refusal is RefusalKind.CANNOT_DO
-            assert front.router.last("gone").unknown_model
-            await front.consolidator.until(lambda journal: not journal.cards[-1].loras)
-            await front.router.send(adapted("late"))
-            await front.router.until_finished("late")
-            assert front.router.last("late").unknown_model, "the worker refuses it itself"
-
-    asyncio.run(scenario())
-
-
-def test_another_block_size_of_a_server_that_was_quickly_started_again_ends_its_worker() -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server) as front:
-            server.options.block_size = 8
-            server.faults.cuts_after.append(1)
-            await front.router.send(make_request("r", [1, 2, 3], 4))
-            with pytest.raises(RuntimeError, match="its block_size is 8, it was 4"):
-                async with asyncio.timeout(PATIENCE_S):
-                    await front.task
-
-    asyncio.run(scenario())
+async def test_adapters_and_names_that_come_and_go_are_followed_and_what_runs_goes_on() -> None:
+    options = Options(step_s=0.01)
+    async with engine_server(options) as server, worker_before(server) as front:
+        await front.router.send(make_request("long", [9, 9], 4000))
+        await front.router.until_started("long")
+        options.adapters, options.aliases = ("sql", "x" * 300), ("tiny-latest",)
+        await front.consolidator.until(lambda journal: len(journal.cards) > 1)
+        assert (front.journal.cards[-1].loras, front.journal.cards[-1].aliases) == (("sql",), ("tiny-latest",))
+        await front.router.send(adapted("sql"))
+        await front.router.until_finished("sql")
+        assert front.router.last("sql").finish_reason is FinishReason.LENGTH
+        assert server.running == 1
+        options.adapters = ()
+        await front.router.send(adapted("gone"))
+        await front.router.until_finished("gone")
+        assert front.router.last("gone").refusal is RefusalKind.CANNOT_DO
+        assert front.router.last("gone").unknown_model
+        await front.consolidator.until(lambda journal: not journal.cards[-1].loras)
+        await front.router.send(adapted("late"))
+        await front.router.until_finished("late")
+        assert front.router.last("late").unknown_model, "the worker refuses it itself"
 
 
 @pytest.mark.parametrize(("key", "said"), [("", "engine_api_key is missing"), ("wrong", "engine_api_key is not the")])
-def test_a_worker_whose_key_is_refused_does_not_start(key: str, said: str) -> None:
-    async def scenario() -> None:
-        async with engine_server(Options(key="right")) as server:
-            with pytest.raises(ValueError, match=said):
-                async with worker_before(server, engine_api_key=key):
-                    pass
-
-    asyncio.run(scenario())
+async def test_a_worker_whose_key_is_refused_does_not_start(key: str, said: str) -> None:
+    async with engine_server(Options(key="right")) as server:
+        with pytest.raises(ValueError, match=said):
+            async with worker_before(server, engine_api_key=key):
+                pass
 
 
-def test_a_worker_whose_key_is_refused_later_leaves_the_pool_until_it_is_taken(
+async def test_a_worker_whose_key_is_refused_later_leaves_the_pool_until_it_is_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        async with (
-            engine_server(Options(key="right")) as server,
-            worker_before(server, engine_api_key="right") as front,
-        ):
-            server.options.key = "other"
-            await front.router.send(make_request("r", [1, 2, 3], 4))
-            await front.router.until_finished("r")
-            assert front.router.last("r").refusal is RefusalKind.BROKEN
-            assert "401" not in (front.router.last("r").error or "")
-            await front.consolidator.until(lambda journal: journal.goodbyes)
-            server.options.key = "right"
-            await front.consolidator.until(lambda journal: len(journal.cards) > 1)
-            await works(front)
-
-    asyncio.run(scenario())
+    async with (
+        engine_server(Options(key="right")) as server,
+        worker_before(server, engine_api_key="right") as front,
+    ):
+        server.options.key = "other"
+        await front.router.send(make_request("r", [1, 2, 3], 4))
+        await front.router.until_finished("r")
+        assert front.router.last("r").refusal is RefusalKind.BROKEN
+        assert "401" not in (front.router.last("r").error or "")
+        await front.consolidator.until(lambda journal: journal.goodbyes)
+        server.options.key = "right"
+        await front.consolidator.until(lambda journal: len(journal.cards) > 1)
+        await works(front)
     assert "engine_api_key is not the one" in caplog.text
 
 
-def test_a_slow_server_that_shows_signs_of_life_is_not_given_up() -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server, progress_timeout_ms=200) as front:
+async def test_a_slow_server_that_shows_signs_of_life_is_not_given_up() -> None:
+    async with engine_server() as server, worker_before(server, progress_timeout_ms=200) as front:
 
-            async def slow(reply: Reply) -> None:
-                await reply.begin()
-                for _ in range(20):
-                    await reply.chunk(b": computing\n\n")
-                    await asyncio.sleep(0.05)
-                await reply.event(choice(7, finish="stop"))
-                await reply.event(b"[DONE]")
-                await reply.end()
+        async def slow(reply: Reply) -> None:
+            await reply.begin()
+            for _ in range(20):
+                await reply.chunk(b": computing\n\n")
+                await asyncio.sleep(0.05)
+            await reply.event(choice(7, finish="stop"))
+            await reply.event(b"[DONE]")
+            await reply.end()
 
-            server.faults.scripts.append(slow)
-            await front.router.send(make_request("r", [1, 2, 3], 4))
-            await front.router.until_finished("r")
-            assert front.router.output("r") == pack_tokens([7])
-
-    asyncio.run(scenario())
+        server.faults.scripts.append(slow)
+        await front.router.send(make_request("r", [1, 2, 3], 4))
+        await front.router.until_finished("r")
+        assert front.router.output("r") == pack_tokens([7])
 
 
 def late(tokens: int, every: Callable[[], Awaitable[None]]) -> Script:
@@ -281,55 +246,31 @@ def late(tokens: int, every: Callable[[], Awaitable[None]]) -> Script:
 
 
 @pytest.mark.parametrize(("prompt_tokens", "has_events"), [(10, True), (600, False)])
-def test_a_long_prefill_is_progress_while_events_come_or_its_prompt_explains_it(
+async def test_a_long_prefill_is_progress_while_events_come_or_its_prompt_explains_it(
     prompt_tokens: int, has_events: bool
 ) -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server, progress_timeout_ms=200) as front:
+    async with engine_server() as server, worker_before(server, progress_timeout_ms=200) as front:
 
-            async def event() -> None:
-                if has_events:
-                    await server.reset_prefix_cache()
+        async def event() -> None:
+            if has_events:
+                await server.reset_prefix_cache()
 
-            server.faults.scripts.append(late(2, event))
-            await front.router.send(make_request("r", [1] * prompt_tokens, 4))
-            await front.router.until_finished("r")
-            assert front.router.output("r") == pack_tokens([3, 4])
-            assert not front.journal.goodbyes
-
-    asyncio.run(scenario())
+        server.faults.scripts.append(late(2, event))
+        await front.router.send(make_request("r", [1] * prompt_tokens, 4))
+        await front.router.until_finished("r")
+        assert front.router.output("r") == pack_tokens([3, 4])
+        assert not front.journal.goodbyes
 
 
-def test_a_server_that_answers_late_how_it_is_is_not_given_up_while_it_streams() -> None:
-    async def scenario() -> None:
-        options = Options(step_s=0.02)
-        async with engine_server(options) as server, worker_before(server, health_timeout_ms=100) as front:
-            await front.router.send(make_request("r", [1, 2, 3], 50))
-            await front.router.until_started("r")
-            options.health_s = 0.3
-            await front.router.until_finished("r")
-            assert front.router.last("r").finish_reason is FinishReason.LENGTH
-            await front.consolidator.until(lambda journal: journal.goodbyes)  # now nothing shows that it lives
-
-    asyncio.run(scenario())
-
-
-def test_comments_without_end_and_without_a_token_are_given_up() -> None:
-    async def scenario() -> None:
-        async with engine_server() as server, worker_before(server, progress_timeout_ms=100) as front:
-
-            async def endless(reply: Reply) -> None:
-                await reply.begin()
-                while True:
-                    await reply.chunk(b": computing\n\n")
-                    await asyncio.sleep(0.02)
-
-            server.faults.scripts.append(endless)
-            await front.router.send(make_request("r", [1, 2, 3], 4))
-            await front.router.until_finished("r")
-            assert front.router.last("r").refusal is RefusalKind.BROKEN
-
-    asyncio.run(scenario())
+async def test_a_server_that_answers_late_how_it_is_is_not_given_up_while_it_streams() -> None:
+    options = Options(step_s=0.02)
+    async with engine_server(options) as server, worker_before(server, health_timeout_ms=100) as front:
+        await front.router.send(make_request("r", [1, 2, 3], 50))
+        await front.router.until_started("r")
+        options.health_s = 0.3
+        await front.router.until_finished("r")
+        assert front.router.last("r").finish_reason is FinishReason.LENGTH
+        await front.consolidator.until(lambda journal: journal.goodbyes)  # now nothing shows that it lives
 
 
 def test_blocks_of_another_size_than_was_given_are_an_error_that_names_the_option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,62 +36,52 @@ async def sglang_server(**how: Any) -> AsyncIterator[SglangServer]:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_tokens_for_tokens_and_the_index_is_what_the_server_holds(incremental: bool) -> None:
-    async def scenario() -> None:
-        async with sglang_server(incremental=incremental) as server, worker_before(server, "sglang") as front:
-            card = front.journal.cards[0]
-            assert (card.engine, card.block_size, card.limits.total_kv_blocks) == ("SGLang 0.5.9", 4, 512)
-            assert (card.limits.max_batch_size, card.limits.max_num_tokens) == (64, 2048)
-            prompt = list(range(10, 31))
-            for name in ("cold", "warm"):
-                await front.router.send(make_request(name, prompt, 6, logprobs=1))
-                await front.router.until_finished(name)
-                assert front.router.output(name) == pack_tokens(answer_of(prompt, 6))
-                assert front.router.last(name).finish_reason is FinishReason.LENGTH
-                assert all(each.logprobs for each in front.router.deltas[name] if each.token_ids)
-            assert [front.router.deltas[name][0].cached_tokens for name in ("cold", "warm")] == [0, 20]
-            await front.settled()
-            await front.consolidator.until(
-                lambda journal: (
-                    [
-                        (each.cached_tokens, each.cached_later)
-                        for each in journal.events
-                        if isinstance(each, RequestStarted)
-                    ]
-                    == [(0, False), (20, False)]
-                )
+async def test_tokens_for_tokens_and_the_index_is_what_the_server_holds(incremental: bool) -> None:
+    async with sglang_server(incremental=incremental) as server, worker_before(server, "sglang") as front:
+        card = front.journal.cards[0]
+        assert (card.engine, card.block_size, card.limits.total_kv_blocks) == ("SGLang 0.5.9", 4, 512)
+        assert (card.limits.max_batch_size, card.limits.max_num_tokens) == (64, 2048)
+        prompt = list(range(10, 31))
+        for name in ("cold", "warm"):
+            await front.router.send(make_request(name, prompt, 6, logprobs=1))
+            await front.router.until_finished(name)
+            assert front.router.output(name) == pack_tokens(answer_of(prompt, 6))
+            assert front.router.last(name).finish_reason is FinishReason.LENGTH
+            assert all(each.logprobs for each in front.router.deltas[name] if each.token_ids)
+        assert [front.router.deltas[name][0].cached_tokens for name in ("cold", "warm")] == [0, 20]
+        await front.settled()
+        await front.consolidator.until(
+            lambda journal: (
+                [(each.cached_tokens, each.cached_later) for each in journal.events if isinstance(each, RequestStarted)]
+                == [(0, False), (20, False)]
             )
-            server.faults.errors_after.append(2)
-            await front.router.send(make_request("amid", prompt, 6))
-            await front.router.until_finished("amid")
-            assert front.router.last("amid").refusal is RefusalKind.BROKEN
-            assert front.router.last("amid").error == "SGLang failed (status 500)", "its words are for the log"
+        )
+        server.faults.errors_after.append(2)
+        await front.router.send(make_request("amid", prompt, 6))
+        await front.router.until_finished("amid")
+        assert front.router.last("amid").refusal is RefusalKind.BROKEN
+        assert front.router.last("amid").error == "SGLang failed (status 500)", "its words are for the log"
 
-    asyncio.run(scenario())
 
-
-def test_both_legs_of_a_request_meet_in_a_room() -> None:
-    async def scenario() -> None:
-        prompt = list(range(40, 60))
-        async with (
-            sglang_server(role="prefill") as first,
-            worker_before(first, "sglang", role="prefill") as prefill,
-            sglang_server(role="decode") as second,
-            worker_before(second, "sglang", role="decode") as decode,
-        ):
-            leg = prefill_leg(make_request("r", prompt, 5))
-            await prefill.router.send(leg)
-            await prefill.router.until_finished("r")  # though its server waits for the other one
-            left = prefill.router.last("r")
-            assert (left.finish_reason, left.token_ids) == (FinishReason.PREFILLED, b"")
-            await decode.router.send(decode_leg(leg, left))
-            await decode.router.until_finished("r")
-            assert decode.router.output("r") == pack_tokens(answer_of(prompt, 5))
-            rooms = [each.bodies[0]["bootstrap_room"] for each in (first, second)]
-            assert rooms[0] == rooms[1]
-            assert first.bodies[0]["bootstrap_host"] == "127.0.0.1"
-
-    asyncio.run(scenario())
+async def test_both_legs_of_a_request_meet_in_a_room() -> None:
+    prompt = list(range(40, 60))
+    async with (
+        sglang_server(role="prefill") as first,
+        worker_before(first, "sglang", role="prefill") as prefill,
+        sglang_server(role="decode") as second,
+        worker_before(second, "sglang", role="decode") as decode,
+    ):
+        leg = prefill_leg(make_request("r", prompt, 5))
+        await prefill.router.send(leg)
+        await prefill.router.until_finished("r")  # though its server waits for the other one
+        left = prefill.router.last("r")
+        assert (left.finish_reason, left.token_ids) == (FinishReason.PREFILLED, b"")
+        await decode.router.send(decode_leg(leg, left))
+        await decode.router.until_finished("r")
+        assert decode.router.output("r") == pack_tokens(answer_of(prompt, 5))
+        rooms = [each.bodies[0]["bootstrap_room"] for each in (first, second)]
+        assert rooms[0] == rooms[1]
+        assert first.bodies[0]["bootstrap_host"] == "127.0.0.1"
 
 
 def asked(dialect: SglangDialect | None = None, routing: Routing | None = None, **sampling: Any) -> dict[str, Any]:

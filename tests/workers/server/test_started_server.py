@@ -93,16 +93,13 @@ def test_it_serves_dies_serves_again_and_ends_with_its_worker(tmp_path: Path) ->
     assert words.count("ending in order") == 1
 
 
-def test_one_that_keeps_dying_ends_its_worker(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with worker_with(**own_server(tmp_path, engine_restarts_max=0)) as running:
-            (server,) = servers_of(await ready_process_of(running))
-            server.kill()
-            with pytest.raises(RuntimeError, match=r"ended with status 137.*at most 0 times.*worker-0-server.log"):
-                async with asyncio.timeout(PATIENCE_S):
-                    await running.task
-
-    asyncio.run(scenario())
+async def test_one_that_keeps_dying_ends_its_worker(tmp_path: Path) -> None:
+    async with worker_with(**own_server(tmp_path, engine_restarts_max=0)) as running:
+        (server,) = servers_of(await ready_process_of(running))
+        server.kill()
+        with pytest.raises(RuntimeError, match=r"ended with status 137.*at most 0 times.*worker-0-server.log"):
+            async with asyncio.timeout(PATIENCE_S):
+                await running.task
 
 
 def test_one_that_does_not_start_ends_its_worker_with_its_last_words(tmp_path: Path) -> None:
@@ -123,7 +120,7 @@ def test_one_that_does_not_start_ends_its_worker_with_its_last_words(tmp_path: P
         wrong(engine_command="no-such-engine serve")()
 
 
-def test_a_worker_that_is_stopped_meanwhile_leaves_no_server(tmp_path: Path) -> None:
+async def test_a_worker_that_is_stopped_meanwhile_leaves_no_server(tmp_path: Path) -> None:
     """The start may take minutes: nobody waits for it who wants the worker to end."""
     sleeps = f"{sys.executable} -I -S -c 'import signal; signal.pause()'"
     health = f"http://127.0.0.1:{(port := free_port())}/health"
@@ -132,17 +129,14 @@ def test_a_worker_that_is_stopped_meanwhile_leaves_no_server(tmp_path: Path) -> 
     def says_what_it_waits_for() -> bool:
         return "the vLLM server of worker-0 has been starting for" in httpx.get(health).json().get("reason", "")
 
-    async def scenario() -> None:
-        async with FakeConsolidator(Journal()) as consolidator:
-            changes = {"consolidator": consolidator.endpoint, "http_port": port, "engine_command": sleeps}
-            settings = engine_definition("vllm").settings.model_validate(own_server(tmp_path, **changes))
-            stop = asyncio.Event()
-            worker = asyncio.ensure_future(bootstrap.serve(settings, stop, lambda url: None))
-            await asyncio.to_thread(eventually, "the worker says that its server starts", says_what_it_waits_for)
-            assert set(psutil.Process().children(recursive=True)) > before
-            stop.set()
-            async with asyncio.timeout(PATIENCE_S):
-                await worker
-
-    asyncio.run(scenario())
+    async with FakeConsolidator(Journal()) as consolidator:
+        changes = {"consolidator": consolidator.endpoint, "http_port": port, "engine_command": sleeps}
+        settings = engine_definition("vllm").settings.model_validate(own_server(tmp_path, **changes))
+        stop = asyncio.Event()
+        worker = asyncio.ensure_future(bootstrap.serve(settings, stop, lambda url: None))
+        await asyncio.to_thread(eventually, "the worker says that its server starts", says_what_it_waits_for)
+        assert set(psutil.Process().children(recursive=True)) > before
+        stop.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await worker
     assert set(psutil.Process().children(recursive=True)) <= before

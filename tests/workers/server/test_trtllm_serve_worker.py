@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,71 +33,62 @@ async def serving(options: Options | None = None) -> AsyncIterator[TrtllmServe]:
         context.destroy(linger=0)
 
 
-def test_tokens_for_tokens_and_the_drained_events_are_the_index() -> None:
-    async def scenario() -> None:
-        async with (
-            serving(Options(blocks=32)) as server,
-            worker_before(server, "trtllm-serve", kv_block_size=4) as front,
-        ):
-            assert (front.journal.cards[0].engine, front.journal.cards[0].block_size) == ("trtllm-serve 1.3.0", 4)
-            prompt = list(range(10, 31))
-            for name in ("cold", "warm"):
-                await front.router.send(make_request(name, prompt, 6, logprobs=0))
-                await front.router.until_finished(name)
-                assert front.router.output(name) == pack_tokens(answer_of(prompt, 6))
-            await front.consolidator.until(lambda journal: RequestFinished("warm", "length", 20) in journal.events)
-            for number in range(12):  # evicts
-                await front.router.send(make_request(f"r{number}", [number] * 20, 9))
-                await front.router.until_finished(f"r{number}")
-            await front.settled()
-            server.faults.cuts_after.append(2)
-            await front.router.send(make_request("cut", prompt, 6))
-            await front.router.until_finished("cut")
-            assert front.router.last("cut").refusal is RefusalKind.BROKEN
-            server.faults.cuts_after.clear()
-            # What another reader takes away is a hole: claims are taken back, and learnt again.
-            server.events.clear()
-            await server.stop()
-            await front.consolidator.until(lambda journal: journal.goodbyes)
-            await server.start()
-            await front.consolidator.until(lambda journal: len(journal.cards) > 1)
-            await front.settled()
-
-    asyncio.run(scenario())
+async def test_tokens_for_tokens_and_the_drained_events_are_the_index() -> None:
+    async with (
+        serving(Options(blocks=32)) as server,
+        worker_before(server, "trtllm-serve", kv_block_size=4) as front,
+    ):
+        assert (front.journal.cards[0].engine, front.journal.cards[0].block_size) == ("trtllm-serve 1.3.0", 4)
+        prompt = list(range(10, 31))
+        for name in ("cold", "warm"):
+            await front.router.send(make_request(name, prompt, 6, logprobs=0))
+            await front.router.until_finished(name)
+            assert front.router.output(name) == pack_tokens(answer_of(prompt, 6))
+        await front.consolidator.until(lambda journal: RequestFinished("warm", "length", 20) in journal.events)
+        for number in range(12):  # evicts
+            await front.router.send(make_request(f"r{number}", [number] * 20, 9))
+            await front.router.until_finished(f"r{number}")
+        await front.settled()
+        server.faults.cuts_after.append(2)
+        await front.router.send(make_request("cut", prompt, 6))
+        await front.router.until_finished("cut")
+        assert front.router.last("cut").refusal is RefusalKind.BROKEN
+        server.faults.cuts_after.clear()
+        # What another reader takes away is a hole: claims are taken back, and learnt again.
+        server.events.clear()
+        await server.stop()
+        await front.consolidator.until(lambda journal: journal.goodbyes)
+        await server.start()
+        await front.consolidator.until(lambda journal: len(journal.cards) > 1)
+        await front.settled()
 
 
-def test_prompt_and_output_on_two_servers_of_their_own() -> None:
-    async def scenario() -> None:
-        prompt = list(range(40, 60))
-        async with (
-            serving() as first,
-            worker_before(first, "trtllm-serve", role="prefill", kv_block_size=4) as prefill,
-            serving() as second,
-            worker_before(second, "trtllm-serve", role="decode", kv_block_size=4) as decode,
-        ):
-            leg = prefill_leg(make_request("r", prompt, 5))
-            await prefill.router.send(leg)
-            await prefill.router.until_finished("r")
-            left = prefill.router.last("r")
-            assert (left.finish_reason, left.token_ids) == (FinishReason.PREFILLED, b"")
-            assert first.bodies[0]["disaggregated_params"]["disagg_request_id"] >= 1 << 42
-            await decode.router.send(decode_leg(leg, left))
-            await decode.router.until_finished("r")
-            assert decode.router.output("r") == pack_tokens(answer_of(prompt, 5))
-            given = second.bodies[0]["disaggregated_params"]
-            assert (given["request_type"], given["encoded_opaque_state"]) == ("generation_only", "b3BhcXVl")
-
-    asyncio.run(scenario())
+async def test_prompt_and_output_on_two_servers_of_their_own() -> None:
+    prompt = list(range(40, 60))
+    async with (
+        serving() as first,
+        worker_before(first, "trtllm-serve", role="prefill", kv_block_size=4) as prefill,
+        serving() as second,
+        worker_before(second, "trtllm-serve", role="decode", kv_block_size=4) as decode,
+    ):
+        leg = prefill_leg(make_request("r", prompt, 5))
+        await prefill.router.send(leg)
+        await prefill.router.until_finished("r")
+        left = prefill.router.last("r")
+        assert (left.finish_reason, left.token_ids) == (FinishReason.PREFILLED, b"")
+        assert first.bodies[0]["disaggregated_params"]["disagg_request_id"] >= 1 << 42
+        await decode.router.send(decode_leg(leg, left))
+        await decode.router.until_finished("r")
+        assert decode.router.output("r") == pack_tokens(answer_of(prompt, 5))
+        given = second.bodies[0]["disaggregated_params"]
+        assert (given["request_type"], given["encoded_opaque_state"]) == ("generation_only", "b3BhcXVl")
 
 
-def test_a_server_that_does_not_say_its_block_size_needs_it_said() -> None:
-    async def scenario() -> None:
-        async with serving() as server:
-            with pytest.raises(ValueError, match="give kv_block_size"):
-                async with worker_before(server, "trtllm-serve"):
-                    pass
-
-    asyncio.run(scenario())
+async def test_a_server_that_does_not_say_its_block_size_needs_it_said() -> None:
+    async with serving() as server:
+        with pytest.raises(ValueError, match="give kv_block_size"):
+            async with worker_before(server, "trtllm-serve"):
+                pass
 
 
 def asked(routing: Routing | None = None, **sampling: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import random
@@ -78,32 +77,29 @@ def spoilt(source: random.Random, value: Any, more: list[Any] | None = None) -> 
 
 
 @pytest.mark.parametrize("kind", sorted(DIALECTS))
-def test_values_of_an_engine_cost_at_most_their_own_request(kind: str) -> None:
+async def test_values_of_an_engine_cost_at_most_their_own_request(kind: str) -> None:
     source = random.Random(f"values of {kind}")
 
-    async def scenario() -> None:
-        async with harness(kind) as worker:
-            for number in range(examples(60)):
-                worker.requests.deltas.clear()
-                alternatives = source.choice((None, 0 if kind == "trtllm-serve" else 1))
-                requests = [make_request(f"r{each}", (each, 2, 3), 4, logprobs=alternatives) for each in (1, 2, 3)]
-                streams = await worker.ask(*requests)
-                answers = [chunks(kind, TOKENS, 2, logprobs=alternatives is not None) for _ in requests]
-                answers[1] = spoilt(source, answers[1])
-                parts = [json.dumps(each) for each in answers[1]]
-                # All of it in one turn, so that what fails is in the report of the others.
-                sent: tuple[list[Any], ...] = (answers[0], parts, answers[2])
-                for stream, answer in zip(streams, sent, strict=True):
-                    stream.send(*answer)
-                    stream.end()
-                await worker.until_finished("r1", "r2", "r3")
-                assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS), (number, parts)
-                assert len(worker.output("r2")) <= 4 * 4, (number, parts)
-                await worker.until(lambda: not worker.engine._active)
-                assert worker.metrics.request_faults._value.get() == 0, (number, parts)
-            assert worker.service.describe()["running_requests"] == 0
-
-    asyncio.run(scenario())
+    async with harness(kind) as worker:
+        for number in range(examples(60)):
+            worker.requests.deltas.clear()
+            alternatives = source.choice((None, 0 if kind == "trtllm-serve" else 1))
+            requests = [make_request(f"r{each}", (each, 2, 3), 4, logprobs=alternatives) for each in (1, 2, 3)]
+            streams = await worker.ask(*requests)
+            answers = [chunks(kind, TOKENS, 2, logprobs=alternatives is not None) for _ in requests]
+            answers[1] = spoilt(source, answers[1])
+            parts = [json.dumps(each) for each in answers[1]]
+            # All of it in one turn, so that what fails is in the report of the others.
+            sent: tuple[list[Any], ...] = (answers[0], parts, answers[2])
+            for stream, answer in zip(streams, sent, strict=True):
+                stream.send(*answer)
+                stream.end()
+            await worker.until_finished("r1", "r2", "r3")
+            assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS), (number, parts)
+            assert len(worker.output("r2")) <= 4 * 4, (number, parts)
+            await worker.until(lambda: not worker.engine._active)
+            assert worker.metrics.request_faults._value.get() == 0, (number, parts)
+        assert worker.service.describe()["running_requests"] == 0
 
 
 PUBLISHED: list[Any] = [

@@ -159,22 +159,6 @@ def test_a_recorded_stream_is_read() -> None:
     assert (usage.tokens, usage.cached_tokens) == ([], 32)
 
 
-def test_log_probabilities_are_read_by_token_id() -> None:
-    line = (
-        '{"choices":[{"index":0,"text":"ab","finish_reason":null,"token_ids":[11,12],"logprobs":{"text_offset":[0,1],'
-        '"tokens":["token_id:11","token_id:12"],"token_logprobs":[-0.5,-2.0],"top_logprobs":['
-        '{"token_id:11":-0.5,"token_id:3":-1.0},{"token_id:12":-2.0,"token_id:4":-0.25,"token_id:5":-0.75}]}}]}'
-    )
-    (piece,) = pieces([line], logprobs=2)
-
-    assert piece is not None
-    assert piece.logprobs is not None
-    assert [(each.token_id, each.logprob, each.alternatives) for each in piece.logprobs] == [
-        (11, -0.5, ((11, -0.5), (3, -1.0))),
-        (12, -2.0, ((4, -0.25), (5, -0.75))),
-    ]
-
-
 def test_log_probabilities_of_a_prompt_begin_with_its_second_token() -> None:
     line = (
         '{"choices":[{"index":0,"text":"a","finish_reason":"length","token_ids":[11],"prompt_logprobs":[null,'
@@ -211,18 +195,6 @@ def test_what_goes_wrong_in_a_stream_is_told_apart(line: str, kind: RefusalKind,
     assert words in piece.failure.reason
 
 
-def test_an_error_after_output_is_the_servers() -> None:
-    _, piece = pieces(
-        [
-            '{"choices":[{"index":0,"token_ids":[3],"finish_reason":null}]}',
-            '{"error":{"message":"late","code":400}}',
-        ]
-    )
-    assert piece is not None
-    assert piece.failure is not None
-    assert piece.failure.kind is RefusalKind.BROKEN
-
-
 def test_what_is_no_answer_is_a_decode_error() -> None:
     for line in ("", "<html>", '{"choices": 7}', '{"choices":[{"token_ids":["x"]}]}'):
         with pytest.raises(DecodeError):
@@ -254,18 +226,6 @@ def test_other_statuses_have_a_kind_and_only_messages_for_clients_reach_them(
     assert failure.kind is kind
     assert failure.reason.endswith(reason)
     assert failure.unknown_model is False
-
-
-def test_a_long_message_is_cut() -> None:
-    failure = refusal_of(DIALECT.title, 400, msgspec.json.encode({"error": {"message": "x" * 100_000}}))
-
-    assert len(failure.reason) < 600
-
-
-def test_a_404_with_a_message_says_that_the_model_is_unknown() -> None:
-    failure = refusal_of(DIALECT.title, 404, b'{"error":{"message":"The model `sql` does not exist.","code":404}}')
-
-    assert failure.unknown_model
 
 
 @pytest.mark.parametrize(

@@ -42,58 +42,72 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     engine_url: str = Field(
         "",
         max_length=2048,
-        description="URL of the engine's own HTTP server that runs already, as http://gpu1:8000.",
+        description=("Work in front of this running engine server, as http://gpu1:8000."),
     )
     model_path: str = Field(
         "",
         max_length=4096,
-        description="Without engine_url: model directory, or name of a model on a hub, with which the worker starts "
-        "the engine's server itself, watches over it, and ends it. What stands after -- on the command line are that "
-        "server's own arguments.",
+        description=(
+            "Start the engine's server with this model directory or hub name, without engine_url. Arguments "
+            "after -- go to the server."
+        ),
     )
     engine_command: str = Field(
         "",
         max_length=4096,
-        description="Command that starts that server, in words as a shell reads them; empty = the engine's usual one, "
-        "found on PATH.",
+        description=("Start the server with this command line. Unset = the engine's usual command, found on PATH."),
     )
     engine_argument: tuple[Argument, ...] = Field(
         (),
         max_length=1024,
-        description="One argument of that server; may be repeated. The same as what stands after --.",
+        description=("Pass this argument to the server, as those after -- are. Repeat for more."),
     )
     engine_port: int = Field(
-        0, ge=0, le=65535, description="Port of that server, on loopback unless its arguments say --host; 0 = any free."
+        0, ge=0, le=65535, description=("Start the server at this port of the loopback interface; 0 = any free port.")
     )
     engine_log_dir: Path = Field(
-        Path("poolgrid-logs"), description="Directory of that server's log, a file with the worker's name."
+        Path("poolgrid-logs"),
+        description=("Write the server's log into this directory, in a file with the worker's name."),
     )
     engine_start_timeout_s: float = Field(
         1800.0,
         gt=0,
         le=86_400,
-        description="How long that server may take to answer; a large model may take half an hour to load.",
+        description=(
+            "Give up when the server does not answer after this time. Large models may load for half an hour."
+        ),
     )
     engine_stop_timeout_s: ClassVar[float] = 60.0
     """How long its own server may take to end before it is killed."""
     engine_restarts_max: ClassVar[int] = 3
     """Deaths of its own server in a row after which the worker ends; each start loads the model."""
     engine_api_key: str = Field(
-        "", max_length=4096, description="API key that the engine's server asks for; better given in the environment."
+        "",
+        max_length=4096,
+        description=(
+            "Send this API key to the engine server. Set the environment variable instead, so that no process "
+            "list shows it."
+        ),
     )
     served_model_name: str = Field(
-        "", max_length=256, description="Which of the server's models; empty = the first that is no adapter."
+        "",
+        max_length=256,
+        description=("Serve this model of the server. Unset = its first model that is not an adapter."),
     )
     role: Literal["aggregated", "prefill", "decode"] = Field(
         "aggregated",
-        description="What the worker does: whole requests and any leg, the prefill leg only, or the decode leg and "
-        "whole requests.",
+        description=(
+            "Choose what the worker does: whole requests and any leg, prefill only, or decode and whole requests."
+        ),
     )
     kv_block_size: int | None = Field(
-        None, ge=1, le=4096, description="Tokens in a KV block; empty = as the server says."
+        None, ge=1, le=4096, description=("Set the number of tokens in a KV block. Unset = as the server reports.")
     )
     max_batch_size: int = Field(
-        256, ge=1, le=65_536, description="Requests in one engine step of a rank, where the server does not say."
+        256,
+        ge=1,
+        le=65_536,
+        description=("Assume this many requests per engine step of a rank if the server does not report it."),
     )
     max_num_tokens: ClassVar[int] = 8192
     """Tokens in one engine step of a rank, where the server does not say."""
@@ -101,39 +115,43 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         None,
         ge=1,
         le=1024,
-        description="Data-parallel ranks behind the URL, each a target of its own; empty = as the server says.",
+        description=("Route to this many data-parallel ranks behind the URL. Unset = as the server reports."),
     )
     kv_events_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=1024,
-        description="ZMQ endpoint at which the server publishes its cache events, once for each rank in their order; "
-        "empty = as the server says.",
+        description=(
+            "Subscribe to the server's cache events at this ZMQ endpoint. Repeat for each rank. Unset = as "
+            "the server reports."
+        ),
     )
     kv_events_replay_endpoint: tuple[ZmqEndpoint, ...] = Field(
-        (), max_length=1024, description="ZMQ endpoint of each rank's replay socket; with kv_events_endpoint."
+        (),
+        max_length=1024,
+        description=("Request missed events at this ZMQ endpoint. Repeat for each rank; needs kv_events_endpoint."),
     )
     follow_events: bool = Field(
         True,
-        description="Follow the server's cache events. Without them routers know of it what they sent: give them "
-        "--policy approximate.",
+        description=("Follow the server's cache events. Without them, give routers --policy approximate."),
     )
     serving_endpoint: tuple[str, ...] = Field(
         (),
         max_length=SERVING_ENDPOINTS_MAX,
-        description="ip:port at which gateways reach the server's own HTTP (Envoy, which asks the router), once "
-        "for each rank in their order, or once for all; empty = engine_url's port at advertise_host where "
-        "engine_url is on loopback, else engine_url's own where it has an IP address.",
+        description=(
+            "Announce ip:port at which Envoy reaches the server, once per rank or once for all. Unset = "
+            "engine_url's address."
+        ),
     )
     engine_priorities: bool = Field(
         False,
-        description="Give requests' priorities to the server, which must schedule by them; others refuse such "
-        "requests. Routers order by priority in either case.",
+        description=("Pass priorities of requests to the server. It must schedule by priority, else it refuses them."),
     )
     image_placeholder: str = Field(
         "",
         max_length=256,
-        description="How the model's chat template writes a picture, as <|image_pad|>: with it requests may have "
-        "pictures, and a server that takes none beside token ids is refused; empty = text only.",
+        description=(
+            "Accept images, which the model's chat template writes as this text, as <|image_pad|>. Unset = text only."
+        ),
     )
     kv_transfer_timeout_ms: ClassVar[float] = 60_000.0
     """How long a prefill leg is counted whose KV no decode worker is known to have taken. The server frees it by
@@ -151,7 +169,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         120_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description="How long requests may be in the server without any progress before it counts as silent.",
+        description=("Treat the server as silent when its requests make no progress for this time."),
     )
 
     @field_validator("engine_url")

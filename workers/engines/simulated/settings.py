@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from poolgrid.process.settings import InputFile
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
-from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TIMING_TEXT, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TimingName
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KEPT_TRANSFERS_MAX_DEFAULT,
@@ -43,26 +43,33 @@ class SimulatedWorkerSettings(TensorSettings):
 
     engine_name: ClassVar[str] = "simulated"
 
-    model: Name = Field("simulated", description="Served model name, as clients write it.")
+    model: Name = Field("simulated", description="Serve the model under this name.")
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
-        description="What the worker does: whole requests and any leg, the prefill leg only, or the decode leg and "
-        "whole requests, or the embeddings of images for the others (encode).",
+        description=(
+            "Choose what the worker does: whole requests and any leg, prefill only, decode and whole "
+            "requests, or encode images."
+        ),
     )
-    block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
-    total_kv_blocks: int = Field(16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="KV blocks on the device.")
+    block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
+    total_kv_blocks: int = Field(
+        16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="Set the number of KV blocks on the device."
+    )
     host_kv_blocks: int = Field(
         0,
         ge=0,
         le=BLOCKS_PER_EVENT_MAX,
-        description="KV blocks on the host, which take what the device evicts; 0 = none.",
+        description=("Set the number of KV blocks in host memory, which receive evicted blocks; 0 = none."),
     )
-    max_batch_size: int = Field(256, ge=1, le=65_536, description="Requests that run at a time.")
+    max_batch_size: int = Field(256, ge=1, le=65_536, description="Limit the requests of one engine step.")
     max_num_tokens: int = Field(
-        8192, ge=1, le=1_048_576, description="Tokens in one engine step; at least max_batch_size."
+        8192, ge=1, le=1_048_576, description=("Limit the tokens of one engine step; at least max_batch_size.")
     )
     max_sequence_length: int = Field(
-        131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request; a longer one is refused."
+        131_072,
+        ge=2,
+        le=4_194_304,
+        description=("Limit the prompt and output tokens of one request; longer ones are refused."),
     )
     max_waiting_requests: ClassVar[int] = 4096
     """Requests that may wait for a place; one more is refused as busy."""
@@ -70,32 +77,42 @@ class SimulatedWorkerSettings(TensorSettings):
         None,
         ge=1,
         le=2**32,
-        description="Generated token ids are below this; empty = as many as the tokenizer at tokenizer_path has, or "
-        "32,000 without one.",
+        description=(
+            "Generate token ids below this number. Unset = the size of the tokenizer at tokenizer_path, else 32,000."
+        ),
     )
-    first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Lowest token id that is generated.")
-    eos_token_id: int = Field(2, ge=0, le=2**32 - 1, description="Token id that ends an output.")
+    first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Set the lowest token id that is generated.")
+    eos_token_id: int = Field(2, ge=0, le=2**32 - 1, description="Set the token id that ends an output.")
     output_tokens_mean: float = Field(
         MEAN_DEFAULT,
         ge=0.0,
         le=TOKENS_MAX,
-        description="Mean length of answers that end by themselves, in tokens; the default is that of a published chat "
-        "trace. 0 = none ends by itself, as with ignore_eos.",
+        description=("Set the mean length of outputs that end by themselves, in tokens; 0 = none does."),
     )
     output_tokens_stddev: float = Field(
-        STDDEV_DEFAULT, ge=0.0, le=TOKENS_MAX, description="Standard deviation of these lengths; 0 = all are the mean."
+        STDDEV_DEFAULT,
+        ge=0.0,
+        le=TOKENS_MAX,
+        description=("Set the standard deviation of these lengths; 0 = all are equal."),
     )
     eos_probability: ClassVar[float] = 0.0
     """Chance of the end-of-sequence token at each position, beside the lengths of answers."""
     tokenizer_path: Path | None = Field(
         None,
-        description="Model directory (or its tokenizer.json) whose tokens the engine knows: answers are words, and "
-        "keep to guides (response_format, forced tool calls). Empty = any tokens, and guides are refused.",
+        description=(
+            "Generate words with the tokenizer in this model directory, as structured output needs. Unset = "
+            "arbitrary token ids."
+        ),
     )
-    speedup: float = Field(1.0, gt=0.0, le=SPEEDUP_MAX, description="Divides all simulated step times.")
-    timing: TimingName = Field(PUBLISHED, description=TIMING_TEXT)
+    speedup: float = Field(
+        1.0, gt=0.0, le=SPEEDUP_MAX, description=("Run the engine this many times faster than its step times.")
+    )
+    timing: TimingName = Field(
+        PUBLISHED,
+        description=("Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B."),
+    )
     timing_table: InputFile | None = Field(
-        None, description="JSON file of measured step times of your own, instead of those that timing names."
+        None, description=("Read measured step times from this JSON file, instead of timing.")
     )
     kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT
     """KV of one token, for the time that a transfer takes."""
@@ -103,7 +120,7 @@ class SimulatedWorkerSettings(TensorSettings):
         KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
         gt=0.0,
         le=1e6,
-        description="Bandwidth of a KV transfer, in 10^9 bytes per second; multiplied by speedup.",
+        description=("Set the bandwidth of a KV transfer, in 10^9 bytes per second; speedup multiplies it."),
     )
     kv_transfer_latency_ms: ClassVar[float] = KV_TRANSFER_LATENCY_MS_DEFAULT
     """Set-up time of a KV transfer, whatever its size; divided by ``speedup``."""
@@ -114,7 +131,7 @@ class SimulatedWorkerSettings(TensorSettings):
     kv_fetch_timeout_ms: ClassVar[float] = 2000.0
     """How long a decode worker waits for a prefill worker's answer before the leg ends as broken."""
     modality: Literal["text", "multimodal"] = Field(
-        "text", description="What requests may carry: text only, or images and embeddings too."
+        "text", description="Accept text only, or images and embeddings too."
     )
     tokens_per_image: ClassVar[int] = 16
     """Prompt tokens that stand for an image."""
@@ -122,18 +139,20 @@ class SimulatedWorkerSettings(TensorSettings):
     """Time that an encode worker takes for an image; divided by ``speedup``."""
     tensor_transport: Literal["zmq", "nixl"] = Field(
         "zmq",
-        description="How embeddings come from encode workers: in messages, or read from their memory with NIXL "
-        "(poolgrid[nixl]). poolgrid_worker_tensor_transport shows it.",
+        description=(
+            "Receive embeddings from encode workers in messages (zmq), or read them from memory with NIXL "
+            "(needs poolgrid[nixl])."
+        ),
     )
     load_ms: float = Field(
         0.0,
         ge=0.0,
         le=86_400_000.0,
-        description="Time that loading the weights takes, as a real engine's would; real time, whatever speedup.",
+        description=("Delay the start by this time, as loading weights does."),
     )
     load_bytes: ClassVar[int] = 16_000_000_000
     """Bytes of the weights, for what the worker reports while it loads: an 8B model's in 16 bit."""
-    loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
+    loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="Serve these LoRA adapters.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

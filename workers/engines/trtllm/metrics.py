@@ -35,62 +35,60 @@ class TrtllmMetrics:
             return Gauge(f"poolgrid_trtllm_{name}", text, ("dp_rank", *labels), registry=registry)
 
         self._kv_hit_ratio = gauge(
-            "kv_hit_ratio", "Share of looked-up blocks that were reused since the engine began, its warm-up included."
+            "kv_hit_ratio", "Share of looked-up blocks that were reused since the engine started, warm-up included."
         )
         self._paused = gauge(
             "paused_requests",
-            "Requests that gave up their blocks and wait to go on. The cache is too small for the batch.",
+            "Preempted requests that wait to continue. The cache is too small for the batch.",
         )
         self._events = counter(
             "kv_events_total",
-            "KV cache events read. If it is flat while the engine works, events are off or the reader fails.",
+            "KV cache events read. If it is constant while the engine works, events are off or the reader fails.",
             "dp_rank",
         )
         self._lost = counter(
             "kv_events_lost_total",
-            "KV cache events that the engine dropped unread. If there are any, raise `event_buffer_max_size`.",
+            "KV cache events that the engine dropped. Raise `event_buffer_max_size` if there are any.",
             "dp_rank",
         )
         self._gaps = counter(
             "kv_event_gaps_total",
-            "Times that events were lost, or could not be read for long, and the index of the rank was cleared.",
+            "Times that the index of the rank was cleared after lost or late events.",
             "dp_rank",
         )
         self._unnamed = counter(
             "unnamed_blocks_total",
-            "Blocks that routers are not told of, by reason: `partial` (not full, which is normal), `orphaned` "
-            "(after a loss), `multimodal`, or `foreign` (of an adapter or salt that the worker was not told "
-            "of).",
+            "Blocks not reported to routers, by reason: `partial` (not full, normal), `orphaned` (after a "
+            "loss), `multimodal`, or `foreign` (unknown adapter or salt).",
             "dp_rank",
             "reason",
         )
         self._incomplete = gauge(
             "incomplete",
-            "1 from a loss of events until the cache has turned over. Meanwhile blocks may be missing from the "
-            "index, but none in it is wrong.",
+            "1 from a loss of events until the cache has turned over. Blocks may be missing from the index; "
+            "none is wrong.",
         )
-        self._blocks = gauge("indexed_blocks", "Blocks that routers are told of, by tier.", "tier")
+        self._blocks = gauge("indexed_blocks", "Blocks reported to routers, by tier.", "tier")
         self.lag_seconds = Histogram(
             "poolgrid_trtllm_kv_event_lag_seconds",
-            "Longest that the events of one reading can have waited to be read. It grows when the worker's "
-            "event loop is busy.",
+            "Longest possible wait of the events of one reading. It grows when the worker's event loop is busy.",
             buckets=LAG_SECONDS_BUCKETS,
             registry=registry,
         )
         self.reader_errors = counter(
             "reader_errors_total",
-            "Readings of `events` or `statistics` that failed. `/health` has the text of the error.",
+            "Failed readings of `events` or `statistics`. `/health` has the error.",
             "reader",
         )
         self.undecodable = counter(
             "undecodable_items_total",
-            "Events and statistics of a shape that is not known. The engine is another version of TensorRT-LLM.",
+            "Events and statistics of an unknown form: the engine has another version of TensorRT-LLM.",
             "reader",
         )
         self.media_miscounted = counter(
             "media_miscounted_total",
-            "Prompts with media that have another number of tokens in the engine than routers counted. Their blocks "
-            "behind the media are never found again. The log has the first of them.",
+            "Prompts with media whose token count differs between engine and router. Blocks behind the media "
+            "are never reused. The log has the first one.",
         )
         self._counted: dict[int, Counts] = {}
         self._miscounts = 0

@@ -56,78 +56,89 @@ class TrtllmSettings(Settings):
     panel: ClassVar[str] = "TensorRT-LLM"
 
     model_path: str = Field(
-        "", max_length=4096, description="Checkpoint directory or Hugging Face name of the model to load. Required."
+        "", max_length=4096, description=("Load the model from this checkpoint directory or hub name. Required.")
     )
-    served_model_name: Name = Field("", description="Model name as clients write it; empty = the model path.")
-    tensor_parallel_size: int = Field(1, ge=1, le=4096, description="GPUs that share each layer.")
+    served_model_name: Name = Field("", description=("Serve the model under this name. Unset = the model path."))
+    tensor_parallel_size: int = Field(1, ge=1, le=4096, description="Share each layer among this many GPUs.")
     enable_attention_dp: bool = Field(
-        False, description="Attention is data parallel: each rank has its own KV cache and is its own routing target."
+        False, description=("Run attention data parallel: each rank has its own KV cache and is routed to on its own.")
     )
-    kv_block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block; all workers of a pool must agree.")
+    kv_block_size: int = Field(
+        32, ge=1, le=4096, description=("Set the number of tokens in a KV block; all workers of a pool must agree.")
+    )
     free_gpu_memory_fraction: float = Field(
-        0.9, ge=0.0, le=1.0, description="Share of the GPU memory that is left after loading which the KV cache takes."
+        0.9, ge=0.0, le=1.0, description=("Give the KV cache this share of the GPU memory that is free after loading.")
     )
-    max_batch_size: int = Field(2048, ge=1, le=65_536, description="Requests in one engine step.")
-    max_num_tokens: int = Field(8192, ge=1, le=1_048_576, description="Tokens in one engine step.")
+    max_batch_size: int = Field(2048, ge=1, le=65_536, description="Limit the requests of one engine step.")
+    max_num_tokens: int = Field(8192, ge=1, le=1_048_576, description="Limit the tokens of one engine step.")
     max_seq_len: int | None = Field(
-        None, ge=2, le=16_777_216, description="Prompt and output tokens of one request; empty = the model's own limit."
+        None,
+        ge=2,
+        le=16_777_216,
+        description=("Limit the prompt and output tokens of one request. Unset = the model's own limit."),
     )
     disaggregation_mode: DisaggregationMode = Field(
-        "prefill_and_decode", description="Which part of a request this worker does."
+        "prefill_and_decode", description="Choose which part of a request this worker does."
     )
     kv_transfer_timeout_ms: float = Field(
         60_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description="How long a prefill worker keeps KV that no decode worker is known to have taken. It is the "
-        "engine's own time-out too (cache_transceiver_config), unless a file or --override-engine-args has another.",
+        description=(
+            "Keep a prefill's KV for this time until a decode worker takes it; also the engine's own transfer timeout."
+        ),
     )
     modality: Literal["text", "multimodal", "video_diffusion"] = Field(
-        "text", description="What requests hold besides text. video_diffusion is not built yet and is refused."
+        "text", description=("Accept text only, or images too. video_diffusion is refused.")
     )
     tokens_per_image: int = Field(
         0,
         ge=0,
         le=1_048_576,
-        description="Prompt tokens that the model makes of every picture, where that is a fixed number; 0 = by the "
-        "model's files, for the models whose rule is known. Routers find cached pictures by it.",
+        description=(
+            "Count this many prompt tokens per image, for models with a fixed number; 0 = from the model's files."
+        ),
     )
     publish_events_and_metrics: bool = Field(
         True,
-        description="Publish KV cache events and engine statistics; without them a router knows only what it sent.",
+        description=("Publish KV cache events and engine statistics. Without them routers know only what they sent."),
     )
     connector: Literal["none", "kvbm"] = Field(
-        "none", description="KV cache connector; kvbm offloads blocks to host and disk through Dynamo's block manager."
+        "none",
+        description=("Choose the KV cache connector: none, or kvbm (Dynamo's block manager with host and disk tiers)."),
     )
     encode_endpoint: Name = Field(
         "",
-        description="namespace.component.endpoint of the encode workers (dyn:// before it is fine), which the router "
-        "finds by their role: with it images are never encoded here, and what comes without their embeddings is "
-        "refused; empty = images that come as such are encoded here.",
+        description=(
+            "Require embeddings from encode workers at namespace.component.endpoint for every image. Unset = "
+            "encode images here."
+        ),
     )
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
-        "xgrammar", description="Library behind guided decoding (structured output)."
+        "xgrammar", description="Choose the library for structured output."
     )
     logits_processors: tuple[str, ...] = Field(
         (),
         max_length=256,
-        description="Logits processors that requests may name besides the built-in ones, as "
-        "NAME=package.module:factory; the modules are imported at the start.",
+        description=("Offer this logits processor to requests, NAME=package.module:factory. Repeat for more."),
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     namespace: Name = Field(
-        "poolgrid", min_length=1, description="First part of the endpoint name; dyn:// before it is fine."
+        "poolgrid", min_length=1, description=("Name the pool: the first part of namespace.component.endpoint.")
     )
     endpoint: Name = Field(
         "",
-        description="namespace.component.endpoint of this worker, by which routers' /health lists it; dyn:// before it "
-        "is fine; empty = made of namespace and mode.",
+        description=(
+            "List this worker as namespace.component.endpoint in routers' /health. Unset = from namespace and mode."
+        ),
     )
     extra_engine_args: InputFile | None = Field(
-        None, description="YAML file of TensorRT-LLM arguments; overrides the options above, key by key."
+        None, description=("Read TensorRT-LLM arguments from this YAML file; they override the options above.")
     )
     override_engine_args: str = Field(
-        "", max_length=1_048_576, description="JSON object of TensorRT-LLM arguments; overrides all else."
+        "",
+        max_length=1_048_576,
+        description=("Override TensorRT-LLM arguments with this JSON object; it wins over all else."),
     )
 
     @field_validator("disaggregation_mode", mode="before")
@@ -204,9 +215,10 @@ class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):
 
     tensor_transport: Literal["none", "zmq", "nixl"] = Field(
         "none",
-        description="How embeddings come from encode workers: as handles that are good on one machine only (none), as "
-        "bytes in messages, or read from their host memory with NIXL (poolgrid[nixl]). Encode workers and the workers "
-        "that compute their prompts need the same, except that zmq and nixl go together.",
+        description=(
+            "Receive embeddings as handles on one machine (none), in messages (zmq), or read them with NIXL "
+            "(needs poolgrid[nixl])."
+        ),
     )
     kept_transfers_max: ClassVar[int] = 256
     """Prefilled requests whose KV is kept at a time, far more than decode workers are behind by; at the bound prefill
@@ -221,14 +233,13 @@ class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):
         5_000.0,
         ge=10.0,
         le=86_400_000.0,
-        description="How long a call of the engine may take before the worker moves its requests elsewhere and leaves "
-        "the pool; it comes back when the engine does.",
+        description=("Leave the pool when a call of the engine takes longer than this; return when it answers."),
     )
     progress_timeout_ms: float = Field(
         60_000.0,
         ge=10.0,
         le=86_400_000.0,
-        description="How long requests may be in the engine without any progress before the worker is unhealthy.",
+        description=("Report the worker as unhealthy when its requests make no progress for this time."),
     )
 
 

@@ -21,8 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import assert_never
 
-from poolgrid.consolidator.core.frozen_blocks import Discarded, Overlay
-from poolgrid.consolidator.core.owned_blocks import OwnedBlocks
+from poolgrid.consolidator.core.owned_blocks import Discarded, FrozenBlocks, OwnedBlocks
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksReleased,
@@ -39,10 +38,7 @@ from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
 """What an event may say of blocks."""
 
-Blocks = OwnedBlocks | Overlay
-"""What one source holds on one tier."""
-
-Frozen = list[tuple[Tier, str, OwnedBlocks]]
+Frozen = list[tuple[Tier, str, FrozenBlocks]]
 """Everything held at one moment: tier, source, blocks."""
 
 DUMP_STEP_BLOCKS = 2048
@@ -59,14 +55,12 @@ must stay below the number of events that the contract allows."""
 class BlockOwnership:
     """The blocks of one worker rank."""
 
-    __slots__ = ("_blocks_max", "_discarded", "_overlays", "_tiers", "refused_blocks")
+    __slots__ = ("_blocks_max", "_discarded", "_tiers", "refused_blocks")
 
     def __init__(self, blocks_max: int = 4 * 1024 * 1024, discarded: Discarded | None = None) -> None:
         """``discarded`` is where large numbers of blocks go that are forgotten at once; whoever gives it frees them."""
-        self._tiers: tuple[dict[str, Blocks], ...] = ({}, {}, {})
+        self._tiers: tuple[dict[str, OwnedBlocks], ...] = ({}, {}, {})
         self._discarded = discarded
-        self._overlays: list[tuple[Tier, str, Overlay]] = []
-        """What has taken the place of the frozen, until all of it is thawed."""
         self._blocks_max = blocks_max
         self.refused_blocks = 0
         """Blocks not taken in because the worker was beyond its limit; the view is then a subset of the truth."""
@@ -114,7 +108,12 @@ class BlockOwnership:
         self._store_each(event, hashes, held, [other for name, other in tier.items() if name != source], out)
 
     def _store_each(
-        self, event: BlocksStored, hashes: tuple[int, ...], held: Blocks, others: list[Blocks], out: list[AnyEvent]
+        self,
+        event: BlocksStored,
+        hashes: tuple[int, ...],
+        held: OwnedBlocks,
+        others: list[OwnedBlocks],
+        out: list[AnyEvent],
     ) -> None:
         pieces: list[tuple[int | None, list[int]]] = []
         shared: list[int] = []
@@ -222,7 +221,7 @@ class BlockOwnership:
                 assert_never(event)
 
     @staticmethod
-    def _drop(tier: dict[str, Blocks], source: str, hashes: Iterable[int]) -> None:
+    def _drop(tier: dict[str, OwnedBlocks], source: str, hashes: Iterable[int]) -> None:
         held = tier.get(source)
         if held is None:
             return
@@ -230,7 +229,7 @@ class BlockOwnership:
         if not held:
             del tier[source]
 
-    def _of(self, tier: Tier, source: str) -> Blocks:
+    def _of(self, tier: Tier, source: str) -> OwnedBlocks:
         """Return what a source holds on a tier, nothing at first."""
         held = self._tiers[tier].get(source)
         if held is None:
@@ -248,46 +247,15 @@ class BlockOwnership:
         """Hold nothing any more."""
         for tier in self._tiers:
             for held in tier.values():
-                if type(held) is OwnedBlocks and self._discarded is not None:
-                    self._discarded.put(held)  # what is frozen may still be read: ``thaw`` sees to it
+                if self._discarded is not None:
+                    self._discarded.put(held)
             tier.clear()
 
     # Dumps
 
     def freeze(self) -> Frozen:
-        return [(tier, source, held.copy()) for tier in Tier for source, held in self._tiers[tier].items()]
-
-    def freeze_in_place(self) -> Frozen:
-        """Return what is held now, as it stays until ``thaw``; nothing is copied."""
-        assert not self._overlays, "what was frozen before is not thawed yet"
-        frozen: Frozen = []
-        for tier in Tier:
-            for source, held in self._tiers[tier].items():
-                assert type(held) is OwnedBlocks, "an overlay is nobody's"
-                frozen.append((tier, source, held))
-                self._overlays.append((tier, source, Overlay(held)))
-        for tier, source, overlay in self._overlays:
-            self._tiers[tier][source] = overlay
-        return frozen
-
-    def thaw(self, changes: int) -> int:
-        """Let what was frozen change again, at most that many changes of it; return how many more it could have been.
-
-        Nobody reads it any more. It is over once the answer is above 0.
-        """
-        overlays = self._overlays
-        while overlays and changes > 0:
-            tier, source, overlay = overlays[-1]
-            if self._tiers[tier].get(source) is overlay:
-                changes = overlay.thaw(changes)
-                if overlay.changes:
-                    break
-                self._tiers[tier][source] = overlay.base
-            elif self._discarded is not None:
-                self._discarded.put(overlay.base)  # the source lost all of it meanwhile
-            overlays.pop()
-            changes -= 1
-        return max(changes, 0)
+        """Return what is held now, as it stays; nothing is copied."""
+        return [(tier, source, held.freeze()) for tier in Tier for source, held in self._tiers[tier].items()]
 
     def load(self, tier: Tier, source: str, parent: int | None, hashes: tuple[int, ...]) -> None:
         """Put back one chain of a dump."""

@@ -4,8 +4,7 @@ Rules for this file:
 
 1. ``apply`` is the only way by which records change the state, and it looks at nothing but the record.
 2. ``freeze`` at offset n, loaded, and followed by the records from n on, gives the state that all records from 0 give.
-   ``freeze_in_place`` is the same without the copy: it costs nothing for a block, and neither do the records that go on
-   being applied until ``thaw`` (``frozen_blocks``). One at a time.
+   Freezing copies nothing (``owned_blocks``), and records go on being applied meanwhile.
 3. A record moves the cursor of its source behind its ``seq``. Records that the consolidator writes on its own account
    (source ``consolidator``: ``WorkerJoined``, ``WorkerLeft``, requests that were lost) move none.
 
@@ -28,7 +27,7 @@ What a record does to a worker rank:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -36,7 +35,7 @@ import msgspec
 
 from poolgrid.consolidator.core.block_ownership import BlockOwnership, Frozen, dump
 from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
-from poolgrid.consolidator.core.frozen_blocks import Discarded
+from poolgrid.consolidator.core.owned_blocks import Discarded
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
     AnyEvent,
@@ -244,7 +243,7 @@ class FrozenWorker:
 
 @dataclass(frozen=True, slots=True)
 class FrozenPool:
-    """A pool's state before record ``offset``: a copy, or what stays as it is until it is thawed."""
+    """A pool's state before record ``offset``, as it stays."""
 
     offset: int
     workers: list[FrozenWorker]
@@ -270,7 +269,7 @@ class FrozenPool:
 class PoolState:
     """Workers, their blocks and the cursors of their sources before record ``offset``."""
 
-    __slots__ = ("_blocks_max", "_frozen", "discarded", "offset", "workers")
+    __slots__ = ("_blocks_max", "discarded", "offset", "workers")
 
     def __init__(self, blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX) -> None:
         self._blocks_max = blocks_per_worker_max
@@ -279,7 +278,6 @@ class PoolState:
         self.workers: dict[WorkerKey, MemberRank] = {}
         self.discarded = Discarded()
         """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
-        self._frozen: list[BlockOwnership] = []
 
     def apply(self, record: JournalRecord) -> None:
         """Fold the next record in. Records must come in order: an offset out of line is our own fault."""
@@ -316,31 +314,7 @@ class PoolState:
             worker.presence.forget_all()
 
     def freeze(self) -> FrozenPool:
-        """Return a copy at this offset, in a fixed order of workers; made in one go."""
-        return self._frozen_with(BlockOwnership.freeze)
-
-    def freeze_in_place(self) -> FrozenPool:
-        """Return the state at this offset, as it stays until ``thaw`` whatever is applied meanwhile; nothing is copied.
-
-        One at a time: what was frozen before is thawed.
-        """
-        assert not self._frozen, "what was frozen before is not thawed yet"
-        self._frozen = [worker.presence for worker in self.workers.values()]
-        return self._frozen_with(BlockOwnership.freeze_in_place)
-
-    def thaw(self, changes: int) -> bool:
-        """Have so many of the changes since ``freeze_in_place`` made to what was frozen; return whether there are more.
-
-        Nobody may read what was frozen from the first of these calls on.
-        """
-        frozen = self._frozen
-        while frozen and changes > 0:
-            changes = frozen[-1].thaw(changes)
-            if changes > 0:
-                frozen.pop()
-        return bool(frozen)
-
-    def _frozen_with(self, freeze: Callable[[BlockOwnership], Frozen]) -> FrozenPool:
+        """Return the state at this offset, as it stays whatever is applied later, in a fixed order of workers."""
         return FrozenPool(
             self.offset,
             [
@@ -349,7 +323,7 @@ class PoolState:
                         worker.state(),
                         [SourcePosition(name, at.epoch, at.next_seq) for name, at in sorted(worker.cursors.items())],
                     ),
-                    freeze(worker.presence),
+                    worker.presence.freeze(),
                 )
                 for _, worker in sorted(self.workers.items())
             ],

@@ -116,6 +116,11 @@ class ShardedMap(Generic[V]):
             parts[each >> shift & last][each] = value
         self.shards[first:end] = [part for part in parts for _ in range(width)]
 
+    def replace(self, key: int, shard: dict[int, V]) -> None:
+        """Put another dict with the same entries in the place of the shard of a key."""
+        first, end = self._places(key >> self.shift)
+        self.shards[first:end] = [shard] * (end - first)
+
     def _deepen(self) -> None:
         self._spread(SPLIT_BITS)
 

@@ -37,10 +37,9 @@ from poolgrid.consolidator.journal.stored_records import (
     created_ms_of,
     is_all_zeros,
     offset_of,
-    stored_records,
     understand,
 )
-from poolgrid.consolidator.ports import Disk, Journal, ReadableDisk
+from poolgrid.consolidator.ports import Disk, Journal
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
 
@@ -435,21 +434,3 @@ class FileJournal(Journal):
             self.sync()
         finally:
             self._disk.close()
-
-
-def records_of(disk: ReadableDisk) -> Iterator[JournalRecord]:
-    """Yield every record of a journal in order and stop where a torn tail begins; raise ``JournalCorrupt`` at damage.
-
-    Changes nothing: everything before the damage is yielded first.
-    """
-    for stored in stored_records(disk):
-        yield stored.record
-
-
-def verify(disk: ReadableDisk, blocks_per_worker_max: int) -> int:
-    """Check every byte of a journal, snapshots included; return the number of records or raise ``JournalCorrupt``."""
-    count = sum(1 for _ in stored_records(disk))
-    for name in disk.names():
-        if name.endswith(snapshot_file.SUFFIX):
-            snapshot_file.load(name, disk.read(name, 0, disk.size(name)), blocks_per_worker_max)
-    return count

@@ -121,9 +121,6 @@ def offset_at(disk: ReadableDisk, time_ms: int) -> int:
     return next_offset(disk)
 
 
-PROGRESS_EVERY_RECORDS = 1000
-
-
 @dataclass(frozen=True, slots=True)
 class SegmentFacts:
     """One segment."""

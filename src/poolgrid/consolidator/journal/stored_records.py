@@ -21,7 +21,6 @@ from poolgrid.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
     VERSION,
-    Damage,
     EntryFault,
     header_check,
     payload_at,
@@ -250,7 +249,7 @@ def stored_payloads(
             if not last or damage.fault is not EntryFault.TORN:
                 raise corrupt(name, damage.position, damage.number, damage.detail, kind)
             if torn is not None:
-                torn.append(_torn_tail(name, end, damage))
+                torn.append(TornTail(name, end, damage.number, damage.detail))
         expected = first + len(positions)
 
 
@@ -270,7 +269,3 @@ def stored_records(
             detail = f"the record does not decode ({error})"
             raise corrupt(stored.file, stored.position, stored.number, detail) from None
         yield StoredRecord(stored.file, stored.position, len(stored.payload), understood)
-
-
-def _torn_tail(name: str, end: int, damage: Damage) -> TornTail:
-    return TornTail(name, end, damage.number, damage.detail)

@@ -21,36 +21,35 @@ class MediaMetrics:
         self.registry = registry
         self.loaded = counter(
             "poolgrid_frontend_media_loaded",
-            "Media taken, by where they came from (`http`, `https`, `data`, `file`) and kind (`image`, `embeddings`).",
+            "Media loaded, by source (`http`, `https`, `data`, `file`) and kind (`image`, `embeddings`).",
             ["source", "kind"],
         )
-        self.loaded_bytes = counter("poolgrid_frontend_media_loaded_bytes", "Bytes of media taken.", ["source"])
+        self.loaded_bytes = counter("poolgrid_frontend_media_loaded_bytes", "Bytes of media loaded.", ["source"])
         self.uncounted = counter(
             "poolgrid_frontend_media_uncounted",
-            "Media whose number of tokens is not known from the card of the model's workers, by kind. Routing goes by "
-            "the blocks before the first of them, so equal pictures find no cached blocks.",
+            "Media with an unknown number of tokens, by kind. Routing uses only the blocks before them, so "
+            "equal images are not found in caches.",
             ["kind"],
         )
         self.refused = counter(
             "poolgrid_frontend_media_refused",
-            "Media not taken, by the reason code that the client saw. If `media_address_not_allowed` or "
-            "`media_path_not_allowed` grows, somebody tries to reach what clients may not.",
+            "Media refused, by reason code. If `media_address_not_allowed` or `media_path_not_allowed` grows, "
+            "a client tries to reach forbidden places.",
             ["reason"],
         )
         self.fetch_seconds = Histogram(
             "poolgrid_frontend_media_fetch_seconds",
-            "Time to fetch one URL, from name lookup to last byte, redirects included. Only media that were "
-            "fetched count. It is part of TTFT.",
+            "Time to fetch one URL, from name lookup to last byte, redirects included. Part of TTFT.",
             buckets=FETCH_BUCKETS_S,
             registry=registry,
         )
         self.held_bytes = gauge(
             "poolgrid_frontend_media_held_bytes",
-            "Bytes of the media of requests in flight. At `media_memory_mb` the next request is answered 429.",
+            "Memory of media of requests in flight. At `media_memory_mb` the next request gets 429.",
         )
-        self.cached_bytes = gauge("poolgrid_frontend_media_cached_bytes", "Bytes of the media kept by URL.")
+        self.cached_bytes = gauge("poolgrid_frontend_media_cached_bytes", "Memory of media cached by URL.")
         self.cache_lookups = counter(
             "poolgrid_frontend_media_cache_lookups",
-            "URLs asked for: `hit`, `miss` (fetched) or `shared` (a fetch under way was joined).",
+            "URL look-ups: `hit`, `miss` (fetched) or `shared` (joined a fetch in flight).",
             ["outcome"],
         )

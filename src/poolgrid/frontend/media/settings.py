@@ -46,27 +46,29 @@ class MediaSettings(Settings):
 
     allowed_local_media_path: Path | None = Field(
         default=None,
-        description="Directory below which media may be named by path (file:///... or /...), symbolic links and .. "
-        "resolved; none = no local files, so that clients cannot read this machine's.",
+        description=(
+            "Allow media by file path (file:///...) below this directory, after resolving links. Unset = no "
+            "local files."
+        ),
     )
     media_allowed_schemes: tuple[str, ...] = Field(
         default=("https", "http", "data"),
-        description="URL schemes that media may come by: http, https, data. Repeat for more; file needs "
-        "allowed-local-media-path instead.",
+        description=("Allow media by URLs of this scheme: https, http or data. Repeat for more."),
     )
     media_allowed_networks: tuple[str, ...] = Field(
         default=(),
         max_length=256,
-        description="Networks (CIDR, e.g. 10.1.0.0/16) that media may be fetched from although they are private, "
-        "loopback, link-local or a metadata service; none by default, because a client chooses the URL. Repeat for "
-        "more.",
+        description=(
+            "Allow media from this private, loopback or link-local network (CIDR, as 10.1.0.0/16). Repeat for more."
+        ),
     )
     media_memory_mb: int = Field(
         default=1024,
         ge=1,
         le=1_048_576,
-        description="Media of all requests in flight, in 2^20 bytes: they are kept until the answer ends, in case a "
-        "worker dies. Beyond it a request with media is answered 429.",
+        description=(
+            "Limit the memory for media of requests in flight, in MiB; beyond it requests with media get 429."
+        ),
     )
 
     @field_validator("allowed_local_media_path")

@@ -33,17 +33,18 @@ class TraceSettings(Settings):
     trace_endpoint: str = Field(
         "",
         max_length=2048,
-        description="OTLP receiver that traces are sent to, e.g. http://collector:4317 (gRPC) or "
-        "http://collector:4318 (HTTP). Empty = as OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_EXPORTER, OTEL_EXPORT_ENABLED), by default no traces. Needs "
-        "poolgrid[otel].",
+        description=(
+            "Send traces to this OTLP receiver, as http://collector:4317 (gRPC) or :4318 (HTTP). Unset = "
+            "OpenTelemetry's variables, else no traces."
+        ),
     )
     trace_sample_ratio: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Share of requests whose traces are kept where the client has none; with a client's traceparent "
-        "its flag decides. By default as OTEL_TRACES_SAMPLER says, else all.",
+        description=(
+            "Keep this share of traces of requests without a traceparent. Unset = OTEL_TRACES_SAMPLER, else all."
+        ),
     )
 
 

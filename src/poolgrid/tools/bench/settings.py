@@ -37,77 +37,93 @@ class BenchSettings(Settings):
     url: Words = Field(
         ("http://127.0.0.1:8000",),
         min_length=1,
-        description="Endpoint to measure, with or without a trailing /v1. Several, separated by commas, are compared: "
-        "all get the same prompts, in turns, round after round.",
+        description=(
+            "Measure this endpoint, with or without /v1. Separate several by commas to compare them with the "
+            "same prompts, in alternation."
+        ),
     )
-    model: str | None = Field(None, description="Model to ask for; by default the first that the endpoint lists.")
+    model: str | None = Field(None, description=("Request this model. Unset = the first that the endpoint lists."))
     policies: Words = Field(
         (),
         examples=list(policy_names()),
-        description="In place of url: compare these routing policies, each in a pool of simulated workers that is "
-        "started for it.",
+        description=(
+            "Compare these routing policies instead of --url, each in a pool of simulated workers that bench starts."
+        ),
     )
-    pool_options: str = Field("", description="Options of poolgrid up for the pools of policies, in quotes.")
+    pool_options: str = Field("", description=("Start those pools with these options of poolgrid up, in quotes."))
     rounds: int | None = Field(
-        None, ge=1, le=1000, description="How often everything is run; 3 in a comparison, otherwise 1."
+        None, ge=1, le=1000, description=("Repeat everything this often. Unset = 3 in a comparison, otherwise 1.")
     )
     endpoint: Literal["completions", "text", "chat"] | None = Field(
         None,
-        description="API to call: completions with token ids, completions with text for endpoints that take no token "
-        "arrays, or chat. By default completions, and chat for conversations.",
+        description=(
+            "Call completions with token ids, completions with text, or chat. Unset = completions, or chat "
+            "for conversations."
+        ),
     )
     ignore_eos: bool = Field(
-        True, description="Ask for answers of exactly the wanted length (a field that OpenAI itself does not know)."
+        True, description=("Request outputs of exactly --osl tokens. OpenAI's own API does not know this field.")
     )
 
-    trace: InputFile | None = Field(None, description="Replay this Mooncake-format trace at its own arrival times.")
-    speed: float = Field(1.0, gt=0, le=1e6, description="Replay: how much faster than the trace.")
+    trace: InputFile | None = Field(None, description=("Replay this Mooncake-format trace at its own arrival times."))
+    speed: float = Field(1.0, gt=0, le=1e6, description="Replay the trace this many times faster.")
     length_scale: float = Field(
-        1.0, ge=1 / 512, le=100, description="Replay: multiplies prompt and answer lengths; sharing stays the same."
+        1.0,
+        ge=1 / 512,
+        le=100,
+        description=("Multiply prompt and output lengths of the trace; sharing stays the same."),
     )
 
-    rate: float | None = Field(None, gt=0, le=1e6, description="Open loop: requests per second, come what may.")
+    rate: float | None = Field(None, gt=0, le=1e6, description="Send this many requests per second (open loop).")
 
     concurrency: Levels = Field(
-        (8,), description="Closed loop: requests (or conversations) at a time; several (1,4,16) are run one by one."
+        (8,),
+        description=(
+            "Keep this many requests or conversations in flight (closed loop); several levels (1,4,16) run "
+            "one after the other."
+        ),
     )
     turns: int = Field(
-        1, ge=1, le=1000, description="Closed and open loop: times that a user asks, each with all that was said."
+        1, ge=1, le=1000, description=("Send this many turns per conversation, each with its whole history.")
     )
     think_time_s: float = Field(
-        0.0, ge=0, le=86_400, description="Mean of the exponential pauses before a user asks again."
+        0.0, ge=0, le=86_400, description=("Pause between turns for exponential times of this mean.")
     )
     shared_prefix: int = Field(
-        0, ge=0, le=2**22, description="Tokens of a system prompt that requests share, before their isl."
+        0,
+        ge=0,
+        le=2**22,
+        description=("Begin each prompt with a shared system prompt of this many tokens, in addition to --isl."),
     )
-    shared_prefixes: int = Field(1, ge=1, le=10**6, description="Different system prompts; each request has one.")
+    shared_prefixes: int = Field(1, ge=1, le=10**6, description="Use this many different system prompts.")
     isl: int | None = Field(
         None,
         ge=1,
         le=2**22,
-        description="Prompt tokens, by default 1024; of conversations those of each question. Of a replay the longest "
-        "prompt: longer ones are cut.",
+        description=(
+            "Set the prompt length in tokens; per turn in conversations, an upper limit in replays. Unset = 1024."
+        ),
     )
     osl: int | None = Field(
         None,
         ge=1,
         le=2**22,
-        description="Tokens to generate, by default 64. Of a replay the longest answer.",
+        description=("Set the output length in tokens; an upper limit in replays. Unset = 64."),
     )
 
     requests: int | None = Field(
-        None, ge=1, le=10**9, description="Requests to send: 100 by default, all rows of a trace in a replay."
+        None, ge=1, le=10**9, description=("Send this many requests. Unset = 100, or the whole trace.")
     )
-    duration_s: float | None = Field(None, gt=0, le=10**7, description="Seconds after which no new request is sent.")
-    warmup: int = Field(0, ge=0, le=10**6, description="Requests that are sent before anything is measured.")
-    ready_timeout_s: float = Field(
-        10.0, ge=0, le=86_400, description="How long to wait until the endpoint's /ready says that it can serve."
+    duration_s: float | None = Field(None, gt=0, le=10**7, description="Stop sending requests after this time.")
+    warmup: int = Field(0, ge=0, le=10**6, description="Send this many requests before the measurement.")
+    ready_timeout_s: float = Field(10.0, ge=0, le=86_400, description="Wait this long for the endpoint's /ready.")
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description=("Seed arrivals and prompts; equal seeds send equal requests.")
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Of arrivals and prompts; the same seed sends the same.")
-    as_json: bool = Field(False, description="Print the report to standard output as JSON, and no table.")
+    as_json: bool = Field(False, description=("Print the report to standard output as JSON instead of a table."))
     out: Path | None = Field(None, description="Write the report to this file too, as JSON.")
     logs: Path | None = Field(
-        None, description="Also write report, table, settings and a line for each request into this directory."
+        None, description=("Write report, table, settings and one line per request into this directory.")
     )
 
     @model_validator(mode="after")

@@ -20,44 +20,50 @@ class EngineCheckSettings(Settings):
 
     panel: ClassVar[str] = "Check"
 
-    url: str = Field("", max_length=2048, description="The engine server's HTTP address, http://HOST:PORT.")
+    url: str = Field("", max_length=2048, description=("Check the engine server at this URL, http://HOST:PORT."))
     engine: Literal["auto", "vllm", "sglang", "trtllm-serve"] = Field(
-        "auto", description="Kind of the server; auto asks it."
+        "auto", description="Set the kind of the server; auto = detect it."
     )
     events: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=SOURCES_MAX,
-        description="ZMQ endpoint of the events, once for each data-parallel rank in their order; without it the "
-        "server is asked for them.",
+        description=(
+            "Subscribe to events at this ZMQ endpoint. Repeat for each data-parallel rank. Unset = as the "
+            "server reports."
+        ),
     )
     replay: tuple[ZmqEndpoint, ...] = Field(
-        (), max_length=SOURCES_MAX, description="ZMQ endpoint of the replays, likewise."
+        (),
+        max_length=SOURCES_MAX,
+        description=("Request replays at this ZMQ endpoint. Repeat for each rank. Unset = as the server reports."),
     )
-    model: Name = Field("", description="Model to ask for; empty takes the first that the server names.")
+    model: Name = Field("", description=("Request this model. Unset = the first that the server lists."))
     block_size: int | None = Field(
-        None, ge=1, le=65_536, description="Tokens in a KV block; without it the server is asked, or its events are."
+        None,
+        ge=1,
+        le=65_536,
+        description=("Expect this many tokens in a KV block. Unset = as the server or its events report."),
     )
-    lora: Name = Field("", description="Also send probes to this LoRA adapter, which the server must know.")
+    lora: Name = Field("", description="Also send probes to this LoRA adapter of the server.")
     record: Path | None = Field(
-        None, description="Write all that was sent and heard to this file, for --recorded and for reports of errors."
+        None, description=("Record all traffic in this file, for --recorded and for bug reports.")
     )
-    recorded: InputFile | None = Field(
-        None, description="Judge such a file; nothing is sent, and of the other options only those of output count."
-    )
-    as_json: bool = Field(False, description="Print the findings and figures as JSON, and no table.")
+    recorded: InputFile | None = Field(None, description="Judge this recording instead of a server.")
+    as_json: bool = Field(False, description="Print the findings as JSON instead of a table.")
     measure_timing: Path | None = Field(
         None,
-        description="Instead of checking events, measure the server's step times and write a table for "
-        "--timing-table to this file.",
+        description=(
+            "Measure the server's step times and write a table for --timing-table to this file, instead of "
+            "checking events."
+        ),
     )
     concurrency: int = Field(
-        32, ge=1, le=4096, description="Most requests that decode together while steps are measured."
+        32, ge=1, le=4096, description=("Decode at most this many requests together while step times are measured.")
     )
     kv_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens that the server's KV blocks hold, of which a table gives shares; without it the server's "
-        "metrics are asked.",
+        description=("Set how many tokens the server's KV cache holds. Unset = as its metrics report."),
     )
 
     @model_validator(mode="after")

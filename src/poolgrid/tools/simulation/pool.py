@@ -18,21 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, islice
-from typing import Literal
-
-import msgspec
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.candidates import EXPECTED_MS
+from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
 from poolgrid.router.core.policy import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.routing_request import RoutingRequest
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.policy_loading import make_retention
 from poolgrid.tools.simulation.conditions import TtftTargets, WorkerSpeeds, changing
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.card import WorkerCard, WorkerLimits
@@ -49,9 +44,6 @@ from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_times_of
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedEngine, SimulatedLimits, StepOutcome
-
-Retention = Literal["off", "learned"]
-"""What engines are told of how long blocks should stay: nothing, or what the router has learnt."""
 
 MODEL = "simulated"
 ROLES = (Role.AGGREGATED,)
@@ -110,9 +102,6 @@ class RouterFleet:
     """How often a worker may refuse a request because others were quicker; see
     ``poolgrid.workers.core.booked_prefill``."""
 
-    retention: Retention = "off"
-    """What engines are told of how long blocks should stay."""
-
     hold_limit_ms: float = HOLD_LIMIT_MS
     """How long a request waits at its router for a better worker, with a policy that plans; 0 = none does."""
 
@@ -123,9 +112,6 @@ class RouterFleet:
         projection = Projection(index, ledger)
         if self.separate:
             projection.attach(ApproximateIndex(index, APPROXIMATE_TTL_MS))
-        learner = make_retention(self.retention)
-        if learner is not None:
-            projection.attach(learner)
         return projection
 
 
@@ -308,9 +294,6 @@ class SimulatedPool:
             ledger.crowded(
                 decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
             )
-        generate = request.generate
-        if decision.retention is not None:
-            generate = msgspec.structs.replace(generate, retention=decision.retention)
         selector.book(decision, request.path, now)
         expected = decision.choice.terms.get(EXPECTED_MS)
         if expected is not None:
@@ -318,7 +301,7 @@ class SimulatedPool:
         overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
         self._books[number].accept(request.request_id, request.isl - overlap_tokens)
         self._arrived[request.request_id] = request
-        self.engines[number].submit(generate, now, request.path)
+        self.engines[number].submit(request.generate, now, request.path)
         self.result.worker_tokens[number] += request.isl
         self.result.worker_requests[number] += 1
         self.result.prompt_tokens += request.isl

@@ -1,20 +1,24 @@
-"""What `poolgrid what-if` and `poolgrid tune` play: recorded traffic or a trace, and the engines it is played on."""
+"""What `poolgrid simulate` and `poolgrid what-if` play: a trace or recorded traffic, and the engines for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from poolgrid.cli.command_line import json_text, print_json
 from poolgrid.cli.journal_directory import UsageError, open_decisions, open_journal, progress_bar, survey_bytes
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.process.figures import counted
+from poolgrid.process.terminal_table import TerminalTable, terminal
+from poolgrid.router.core.policy import Policy
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
 from poolgrid.tools.bench.trace import TraceError, read_trace
-from poolgrid.tools.simulation.report import latency_summary
+from poolgrid.tools.simulation.conditions import WorkerSpeeds
+from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
+from poolgrid.tools.simulation.report import latency_summary, policy_report
 from poolgrid.tools.simulation.settings import EngineSettings
-from poolgrid.tools.simulation.variants import roomy_limits
 from poolgrid.tools.simulation.workload import RecordedRequest, Workload, build_workload, recorded_workload
 from poolgrid.wire.identifiers import Role
 from poolgrid.workers.core.timing import (
@@ -43,6 +47,42 @@ class Stage:
     measured: dict[str, Any] | None = None
     """What was measured while it was recorded, by the keys of a simulation's report."""
     remarks: list[str] = field(default_factory=list)
+
+    def play(
+        self, name: str, policy: Policy, routers: RouterFleet | None = None, speeds: WorkerSpeeds | None = None
+    ) -> dict[str, Any]:
+        """Return the figures of a policy, on fresh engines, and show its progress under a name."""
+        pool = SimulatedPool(
+            self.workload, policy, self.workers, self.limits, self.timing, routers=routers, speeds=speeds
+        )
+        with progress_bar(name, len(self.workload.requests), as_bytes=False) as on_progress:
+            return policy_report(pool.run(on_progress), self.workers)
+
+    def report(self, speed: float, policies: Mapping[str, Any], routers: RouterFleet, **more: Any) -> dict[str, Any]:
+        """Return the figures of several policies or settings, and what they were played on."""
+        return {
+            "trace": self.name,
+            "requests": len(self.workload.requests),
+            "workers": self.workers,
+            "routers": routers.routers,
+            "event_delay_ms": routers.event_delay_ms,
+            "speed": speed,
+            "block_size": self.workload.block_size,
+            "blocks_per_worker": self.limits.total_kv_blocks,
+            "ideal_cached_token_ratio": self.workload.ideal_cached_token_ratio,
+            **more,
+            "policies": dict(policies),
+        }
+
+
+def show_report(report: dict[str, Any], table: TerminalTable, as_json: bool, out: Path | None) -> None:
+    """Print a report as a table or as JSON, and write it where that is asked for."""
+    if as_json:
+        print_json(report)
+    else:
+        terminal().print(table)
+    if out is not None:
+        out.write_text(json_text(report), encoding="utf-8")
 
 
 def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> TimingModel:
@@ -109,8 +149,12 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
 
 
 def _limits(workload: Workload, given: dict[str, int]) -> SimulatedLimits:
+    """Return limits under which every request of a workload fits; what is ``given`` is taken as it is."""
+    blocks = workload.total_tokens // workload.block_size + 2 * len(workload.requests) + 1
+    values = {"total_kv_blocks": blocks, "max_sequence_length": workload.longest + 1, **given}
+    waiting = len(workload.requests) + 1
     try:
-        limits = roomy_limits(workload, **given)
+        limits = SimulatedLimits(block_size=workload.block_size, max_waiting_requests=waiting, **values)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if limits.total_kv_blocks * limits.block_size < workload.longest:

@@ -8,18 +8,17 @@ from typing import Any
 
 import click
 
-from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
-from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
+from poolgrid.cli.command_line import cannot_write, command
+from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
-from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.process.terminal_table import Heading, TerminalTable
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, make_policy
 from poolgrid.tools.simulation.conditions import SpeedError, WorkerSpeeds
-from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
-from poolgrid.tools.simulation.recording import load_trace
-from poolgrid.tools.simulation.report import policy_report
+from poolgrid.tools.simulation.pool import RouterFleet
+from poolgrid.tools.simulation.recording import load_trace, show_report
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
 
 BASICS = (
@@ -51,44 +50,15 @@ def _simulate(trace: Path, settings: SimulationSettings) -> None:
     if fault := cannot_write(settings.out):
         raise UsageError(f"--out: {fault}; nothing was simulated")
     stage = load_trace(trace, settings, settings.block_size)
-    workload = stage.workload
     try:
         speeds = WorkerSpeeds.parse(settings.worker_speeds)
     except SpeedError as error:
         raise UsageError(str(error)) from None
-    routers = RouterFleet(settings.routers, settings.event_delay_ms, retention=settings.retention)
-    reports = {}
-    for name, policy in policies.items():
-        pool = SimulatedPool(
-            workload,
-            policy,
-            stage.workers,
-            stage.limits,
-            stage.timing,
-            routers=routers,
-            speeds=None if speeds == WorkerSpeeds() else speeds,
-        )
-        with progress_bar(name, len(workload.requests), as_bytes=False) as on_progress:
-            reports[name] = policy_report(pool.run(on_progress), stage.workers)
-    report = {
-        "trace": trace.name,
-        "requests": len(workload.requests),
-        "workers": stage.workers,
-        "routers": settings.routers,
-        "event_delay_ms": settings.event_delay_ms,
-        "retention": settings.retention,
-        "speed": settings.speed,
-        "block_size": settings.block_size,
-        "blocks_per_worker": stage.limits.total_kv_blocks,
-        "ideal_cached_token_ratio": workload.ideal_cached_token_ratio,
-        "policies": reports,
-    }
-    if settings.as_json:
-        print_json(report)
-    else:
-        terminal().print(result_table(workload.ideal_cached_token_ratio, reports))
-    if settings.out is not None:
-        settings.out.write_text(json_text(report), encoding="utf-8")
+    routers = RouterFleet(settings.routers, settings.event_delay_ms)
+    true_speeds = None if speeds == WorkerSpeeds() else speeds
+    reports = {name: stage.play(name, policy, routers, true_speeds) for name, policy in policies.items()}
+    table = result_table(stage.workload.ideal_cached_token_ratio, reports)
+    show_report(stage.report(settings.speed, reports, routers), table, settings.as_json, settings.out)
 
 
 def _policies(settings: SimulationSettings) -> dict[str, Policy]:

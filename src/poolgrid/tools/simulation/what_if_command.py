@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from typing import Any, get_args
+from typing import Any
 
 import click
 
-from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
-from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
+from poolgrid.cli.command_line import cannot_write, command
+from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted, number, percent
-from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.process.terminal_table import Heading, TerminalTable
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.tools.simulation.pool import Retention
-from poolgrid.tools.simulation.recording import Stage, load_recording
+from poolgrid.router.policy_loading import make_policy
+from poolgrid.tools.simulation.pool import RouterFleet
+from poolgrid.tools.simulation.recording import Stage, load_recording, show_report
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
-from poolgrid.tools.simulation.variants import Variant, run_variant
 
 VARIANTS_MAX = 64
 """Simulations of one command; more of them nobody compares by eye."""
@@ -34,9 +34,7 @@ FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
 )
 """Factor of each column of the table, and the place of its figure in a report."""
 
-_RETENTIONS: tuple[Retention, ...] = get_args(Retention)
-
-_SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
+_SWEPT = ("overlap_weight", "queue_weight", "decode_weight", "temperature")
 
 BASICS = (
     "policy",
@@ -70,19 +68,27 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
         variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
         for variant in variants:
-            with progress_bar(variant.name, len(stage.workload.requests), as_bytes=False) as on_progress:
-                result = run_variant(stage.workload, variant, stage.workers, stage.limits, stage.timing, on_progress)
-            reports[variant.name] = result.report
+            policy = make_policy(variant.policy, variant.weights, variant.temperature)
+            reports[variant.name] = {**stage.play(variant.name, policy), "settings": variant.settings()}
         for remark in stage.remarks:
             click.echo(remark, err=True)
-        report = report_of(stage, settings.speed, reports)
-        if settings.as_json:
-            print_json(report)
-        else:
-            terminal().print(difference_table(stage, reports))
-        if settings.out is not None:
-            settings.out.write_text(json_text(report), encoding="utf-8")
+        report = stage.report(settings.speed, reports, RouterFleet(), measured=stage.measured)
+        show_report(report, difference_table(stage, reports), settings.as_json, settings.out)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings of a router."""
+
+    name: str
+    policy: str
+    weights: CostWeights
+    temperature: float
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by their names in the router."""
+        return {"policy": self.policy, **asdict(self.weights), "temperature": self.temperature}
 
 
 def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
@@ -95,34 +101,25 @@ def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
     if policy not in SIMULATED_POLICIES:
         stage.remarks.append(f"the recorded policy {policy} cannot be simulated; kv stands in for it")
         policy = "kv"
-    told: dict[str, Retention] = {each: each for each in _RETENTIONS}
-    retention = told.get(str(recorded.get("retention", "off")), "off")
-    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)), retention)
+    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)))
     policies = _words(settings.policy) or [policy]
     for name in policies:
         if name not in SIMULATED_POLICIES:
             raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
-    retentions = _words(settings.retention) or [retention]
-    for name in retentions:
-        if name not in told:
-            raise UsageError(f"--retention: {name!r} is unknown, allowed are {', '.join(_RETENTIONS)}")
     swept = {name: _numbers(name, getattr(settings, name)) for name in _SWEPT}
     given = {name: values for name, values in swept.items() if values}
     variants = [base]
-    for name, values, kept in itertools.product(policies, itertools.product(*given.values()), retentions):
+    for name, values in itertools.product(policies, itertools.product(*given.values())):
         # Only kv looks at weights; the others are tried once.
         chosen = dict(zip(given, values, strict=True)) if name == "kv" else {}
         words = [f"{key.replace('_', '-')}={value:g}" for key, value in chosen.items()]
-        label = " ".join([name, *words, *([f"retention={kept}"] if settings.retention else [])])
-        variant = _with(Variant(label, name, weights, base.temperature, told[kept]), chosen)
+        variant = _with(Variant(" ".join([name, *words]), name, weights, base.temperature), chosen)
         if variant.settings() not in [each.settings() for each in variants]:
             variants.append(variant)
     if len(variants) > VARIANTS_MAX:
         raise UsageError(f"{counted(len(variants), 'combination')}, allowed are {VARIANTS_MAX}; nothing was simulated")
     if len(variants) == 1:
-        stage.remarks.append(
-            "no other settings were given: try --policy, --overlap-weight, --temperature or --retention"
-        )
+        stage.remarks.append("no other settings were given: try --policy, --overlap-weight or --temperature")
     return variants
 
 
@@ -154,24 +151,6 @@ def _numbers(name: str, text: str | None) -> list[float]:
             raise UsageError(f"--{name.replace('_', '-')}: {word!r}, allowed are numbers from 0 to 1000")
         values.append(value)
     return values
-
-
-def report_of(stage: Stage, speed: float, policies: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures by the keys of ``poolgrid simulate``."""
-    return {
-        "trace": stage.name,
-        "requests": len(stage.workload.requests),
-        "workers": stage.workers,
-        "routers": 1,
-        "event_delay_ms": 0.0,
-        "retention": next(iter(policies.values()))["settings"]["retention"],
-        "speed": speed,
-        "block_size": stage.workload.block_size,
-        "blocks_per_worker": stage.limits.total_kv_blocks,
-        "ideal_cached_token_ratio": stage.workload.ideal_cached_token_ratio,
-        "measured": stage.measured,
-        "policies": dict(policies),
-    }
 
 
 def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:

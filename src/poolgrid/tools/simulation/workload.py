@@ -145,24 +145,3 @@ def recorded_workload(recorded: Sequence[RecordedRequest], block_size: int, spee
         total += each.isl + osl
         longest = max(longest, each.isl + osl)
     return Workload(requests, block_size, ideal / prompt_tokens if prompt_tokens else 0.0, total, longest)
-
-
-def part_of(workload: Workload, first: int, last: int) -> Workload:
-    """Return the requests from ``first`` to before ``last`` as a workload of their own, beginning at time 0."""
-    chosen = workload.requests[first:last]
-    begin = chosen[0].arrival_ms if chosen else 0.0
-    moved = [SimulatedRequest(each.arrival_ms - begin, each.isl, each.osl, each.path, each.generate) for each in chosen]
-    seen: set[int] = set()
-    ideal = 0
-    for each in moved:
-        lead = next((at for at, block in enumerate(each.path) if block not in seen), len(each.path))
-        ideal += lead * workload.block_size
-        seen.update(each.path)
-    prompt_tokens = sum(each.isl for each in moved)
-    return Workload(
-        moved,
-        workload.block_size,
-        ideal / prompt_tokens if prompt_tokens else 0.0,
-        sum(each.isl + each.osl for each in moved),
-        max((each.isl + each.osl for each in moved), default=0),
-    )
