@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -163,7 +164,7 @@ async def test_events_of_the_second_cache_manager_are_understood_with_their_salt
 
     async with running_engine() as told:
         prompt = list(range(9))
-        for salt in ("", "tenant"):
+        for salt in ("tenant", ""):  # an event that names none says so once another named one
             await told.finish(make_request(f"r{salt}", prompt, 1, routing=Routing(cache_salt=salt)))
         wanted = {
             each
@@ -172,6 +173,34 @@ async def test_events_of_the_second_cache_manager_are_understood_with_their_salt
         }
         await told.until(lambda: names(told) == wanted)
         assert feed_of(told)["lost_events"] == 0
+
+
+@pytest.mark.parametrize(("algorithm", "named"), [("auto", True), ("v2_sha256", False)])
+async def test_a_salt_that_1_4_does_not_name_is_known_by_the_hash_or_not_at_all(algorithm: str, named: bool) -> None:
+    with tensorrt_llm_of("1.4"):
+        override = json.dumps({"kv_cache_config": {"kv_cache_event_hash_algo": algorithm}})
+        async with running_engine(override_engine_args=override, max_batch_size=8) as told:
+            prompt, other = list(range(9)), list(range(20, 29))
+            await told.finish(make_request("r", prompt, 1, routing=Routing(cache_salt="tenant"), seed=None))
+            await told.finish(make_request("s", other, 1, seed=None))
+            seeds = {hash_seed("", "tenant"): prompt} if named else {}
+            wanted = {
+                each
+                for seed, tokens in {**seeds, hash_seed("", ""): other}.items()
+                for each in sequence_hashes(block_hashes(pack_tokens(tokens), BLOCK, seed))
+            }
+            await told.until(lambda: names(told) == wanted)
+
+
+async def test_an_engine_that_sleeps_has_no_blocks() -> None:
+    with tensorrt_llm_of("1.4"):
+        async with running_engine(override_engine_args="", max_batch_size=8) as told:
+            await told.finish(make_request("r", range(9), 1, seed=None))
+            await told.until(lambda: bool(names(told)))
+            await asyncio.to_thread(told.llm.release, ["model_weights"])
+            assert names(told), "weights only"
+            await asyncio.to_thread(told.llm.release, ["kv_cache"])
+            await told.until(lambda: not names(told))
 
 
 def names(told: RunningEngine) -> set[int]:

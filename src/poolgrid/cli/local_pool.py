@@ -282,7 +282,7 @@ class UpSettings(EventPlaneSettings):
         if self.prefill and not self.decode:
             raise ValueError(f"prefill is {self.prefill} and decode is 0: prefill workers need a decode worker")
         if not self.whole_workers + self.decode:
-            raise ValueError("workers and decode are 0: nobody would generate tokens")
+            raise ValueError("workers and decode are 0: no worker would generate tokens")
         return self
 
     def _check_front(self) -> Self:

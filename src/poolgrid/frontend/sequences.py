@@ -36,9 +36,7 @@ def check_retention(asked: KvCacheRetention) -> KvRetention:
     for name in WHERE_KV_GOES:
         value = getattr(asked, name)
         if value is not None:
-            raise unsupported(
-                f"{PARAM}.{name}", f"where KV is offloaded to is for operators to say (got {quoted(value)})"
-            )
+            raise unsupported(f"{PARAM}.{name}", f"operators configure where KV is offloaded (got {quoted(value)})")
     ranges = sorted(asked.token_range_retention_configs or (), key=lambda each: each.token_start)
     made = KvRetention(
         tuple(RetainedTokens(each.token_start, each.token_end, each.priority, each.duration_ms) for each in ranges),

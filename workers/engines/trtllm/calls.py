@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from poolgrid.kv_events.root_seeds import RootSeeds
 from poolgrid.wire import codec as wire_codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import hash_seed, unpack_tokens
@@ -34,7 +35,6 @@ from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
-from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
 from poolgrid.workers.engines.trtllm.core.sampling import (
     SamplingPlan,
     engine_priority,
@@ -304,7 +304,7 @@ class TrtllmCalls:
         if self._far_handles == 1:
             log.warning(
                 "an encode worker on another machine made embeddings for a request of this worker: they cannot be "
-                "taken from there, and such requests begin anew with their pictures. Run the encode workers of a model "
+                "taken from there, and such requests start again with their images. Run the encode workers of a model "
                 "on the machines of those that compute its prompts, or start both with --tensor-transport zmq or nixl"
             )
 

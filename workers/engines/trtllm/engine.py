@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import owned
 from poolgrid.wire.events import (
@@ -102,7 +101,7 @@ class TrtllmEngine:
                 arguments.block_size,
                 context,
                 clock,
-                lambda tokens: calls.roots(StoredBlock(block_hash=0, tokens=tokens)),
+                calls.roots.of_tokens,
             )
         self._trtllm_metrics = trtllm_metrics
         self._feed = TrtllmFeed(

@@ -24,7 +24,13 @@ from typing import Any
 
 import yaml
 
-from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, ContractError, contract, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import (
+    ArgumentFault,
+    ContractError,
+    installed_contract,
+    look_up,
+    shown,
+)
 from poolgrid.workers.engines.trtllm.arguments.engine_file import (
     balancer_faults,
     balancer_warning,
@@ -211,7 +217,7 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     """Return the arguments of a run, or raise ``ContractError`` with every fault, each with its path and source."""
     layers = [*setting_layers(settings), *(layer for layer in (file, override) if layer is not None)]
     merged = merge(layers)
-    faults = contract().check(merged.values)
+    faults = installed_contract().check(merged.values)
     if not merged.values.get("model"):
         faults.insert(0, ArgumentFault("model", "is required and absent, give --model-path"))
     _raise(faults, merged)
