@@ -14,7 +14,7 @@ _TLS = "ZMQ has keys of its own, --curve-key and --curve-allowed-keys; HTTP has 
 _NATS_TLS = "use --nats-tls-ca, --nats-tls-certificate and --nats-tls-key."
 _DIFFUSION = "models that generate images or video are not served; text and multimodal models are."
 _INDEX = "the index lives in every router; --event-plane and --data-dir keep it over restarts."
-_COST = "use --prefill-weight, --queue-weight and --decode-weight."
+_COST = "use --queue-weight and --decode-weight."
 _QUEUE = "use --queue-limit, --queue-order and --worker-queue-factor."
 _BUSY = "busy workers are known by their load reports; use --worker-queue-factor and --queue-limit."
 
