@@ -98,8 +98,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     model_cache_dir: Path | None = Field(
         None,
         description=(
-            "Fetch the model into this directory (poolgrid model) and load it from there. Unset = the engine "
-            "fetches it."
+            "Fetch the model into this directory (poolgrid model) and load it from there. Unset = that of "
+            "poolgrid model, for ORG/MODEL."
         ),
     )
     model_source: str = Field(

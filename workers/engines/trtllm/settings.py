@@ -39,6 +39,9 @@ COMPONENTS: dict[str, str] = {
 }
 """Component of the default endpoint name, by disaggregation mode."""
 
+MODES_ELSEWHERE = {"agg": "prefill_and_decode", "pd": "prefill_and_decode"}
+"""What Dynamo calls the mode of workers that do the whole of a request."""
+
 ROLES: dict[str, Role] = {
     "prefill_and_decode": Role.AGGREGATED,
     "prefill": Role.PREFILL,
@@ -110,7 +113,7 @@ class TrtllmSettings(Settings):
         ),
     )
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
-        None, description=("Choose the library for structured output. Unset = such requests are refused.")
+        "xgrammar", description="Choose the library for structured output."
     )
     logits_processors: tuple[str, ...] = Field(
         (),
@@ -135,6 +138,11 @@ class TrtllmSettings(Settings):
         max_length=1_048_576,
         description=("Override TensorRT-LLM arguments with this JSON object; it wins over all else."),
     )
+
+    @field_validator("disaggregation_mode", mode="before")
+    @classmethod
+    def _mode_name(cls, mode: object) -> object:
+        return MODES_ELSEWHERE.get(mode, mode) if isinstance(mode, str) else mode
 
     @field_validator("modality")
     @classmethod
