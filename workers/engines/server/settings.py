@@ -95,7 +95,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         "aggregated",
         description=(
             "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
-            "images (simulated engine)."
+            "images (some engines)."
         ),
     )
     kv_block_size: int | None = Field(

@@ -48,7 +48,7 @@ class SimulatedWorkerSettings(TensorSettings):
         "aggregated",
         description=(
             "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
-            "images (simulated engine)."
+            "images (some engines)."
         ),
     )
     block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
