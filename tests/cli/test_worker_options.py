@@ -9,9 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from lab.website.configuration_page import command_options
 from poolgrid.cli.commands import worker as worker_command
-from poolgrid.cli.commands.worker import OF_ROUTERS
 from poolgrid.cli.main import app
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.card import ChatSpec
@@ -76,18 +74,6 @@ def test_an_option_of_the_other_engine_is_an_error(
     assert result.exit_code == 2
     assert words in result.output
     assert not chosen
-
-
-@pytest.mark.parametrize("option", OF_ROUTERS)
-@pytest.mark.parametrize("form", ["{} x", "{}=x"])
-def test_an_option_of_routers_is_refused_with_the_name_that_it_has_there(
-    chosen: list[Settings], option: str, form: str
-) -> None:
-    result = worker("--engine", "trtllm", "--model-path", "m", *form.format(option).split())
-    assert result.exit_code == 2
-    assert f"give {OF_ROUTERS[option]} to poolgrid router" in result.output
-    assert not chosen
-    assert OF_ROUTERS[option] in command_options("router").values()
 
 
 def test_the_model_that_ships_brings_its_tokenizer(chosen: list[Settings], tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ class SimulatedWorkerSettings(TensorSettings):
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
         description=(
-            "Choose what the worker does: whole requests and any leg, prefill only, decode and whole "
-            "requests, or encode images."
+            "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
+            "images (simulated engine)."
         ),
     )
     block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
@@ -109,10 +109,11 @@ class SimulatedWorkerSettings(TensorSettings):
     )
     timing: TimingName = Field(
         PUBLISHED,
-        description=("Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B."),
+        description=("Choose the step times of the engine."),
     )
     timing_table: InputFile | None = Field(
-        None, description=("Read measured step times from this JSON file, instead of timing.")
+        None,
+        description=("Read measured step times from this JSON file, instead of timing; real engines announce them."),
     )
     kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT
     """KV of one token, for the time that a transfer takes."""
@@ -140,7 +141,7 @@ class SimulatedWorkerSettings(TensorSettings):
     tensor_transport: Literal["zmq", "nixl"] = Field(
         "zmq",
         description=(
-            "Receive embeddings from encode workers in messages (zmq), or read them from memory with NIXL "
+            "Receive embeddings as handles on one machine (none, trtllm), in messages (zmq), or with NIXL "
             "(needs poolgrid[nixl])."
         ),
     )
