@@ -36,9 +36,9 @@ from rich.table import Table
 from lab.benchmarks.http_load import quantiles
 from lab.benchmarks.services import Service, get, plain_client
 from poolgrid.http.http_client import HttpClient
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.clock import SystemClock
-from poolgrid.tools.bench.client import Exchange
+from poolgrid.tools.bench.client import BenchExchange
 
 EMPTYING_TIMEOUT_S = 30.0
 """Several times what a server takes to end what the run before left behind; then the run fails."""
@@ -78,7 +78,7 @@ class Said(NamedTuple):
     """One counted request."""
 
     turn: int
-    exchange: Exchange
+    exchange: BenchExchange
     ttft_s: float
     decision: dict[str, Any]
 
@@ -118,10 +118,10 @@ class Run:
         self._tokens_of = random.Random(f"{seed}/{number}")
         self._clock = SystemClock()
         headers = ["Content-Type: application/json"]
-        self._clients = [HttpClient(Target(url), self._clock, headers) for url in urls]
+        self._clients = [HttpClient(HttpTarget(url), self._clock, headers) for url in urls]
         self._sticky = sticky
         self._numbers = 0
-        self._said: list[tuple[int, str, int, Exchange, float]] = []
+        self._said: list[tuple[int, str, int, BenchExchange, float]] = []
 
     async def play(self) -> list[Said]:
         """Ask everything, and return what was counted; raises ``RequestFailed`` when a request fails."""
@@ -159,7 +159,9 @@ class Run:
             request_id, server, exchange, ttft_s = await self._ask(prompt, self._shape.answer_tokens, number)
             self._said.append((turn, request_id, server, exchange, ttft_s))
 
-    async def _ask(self, prompt: list[int], answer_tokens: int, conversation: int) -> tuple[str, int, Exchange, float]:
+    async def _ask(
+        self, prompt: list[int], answer_tokens: int, conversation: int
+    ) -> tuple[str, int, BenchExchange, float]:
         server = (conversation if self._sticky else self._numbers) % len(self._clients)
         self._numbers += 1
         request_id = f"live-{self._numbers}"
@@ -173,7 +175,7 @@ class Run:
             "stream_options": {"include_usage": True},
         }
         started_ms = self._clock.monotonic_ms()
-        exchange = Exchange()
+        exchange = BenchExchange()
         named = (f"X-Request-Id: {request_id}",)
         await self._clients[server].send(
             "POST", "/v1/completions", msgspec.json.encode(body), exchange, named, timeout_s=ANSWER_TIMEOUT_S

@@ -137,7 +137,7 @@ class _Phases:
         self.reached = END if ends or phase == TRAILERS else phase
 
 
-class Exchange:
+class PickerExchange:
     """The phases of one request. Implements ``poolgrid.router.endpoint_picker.stream_table.Held``."""
 
     def __init__(self, picks: Picker, table: StreamTable) -> None:

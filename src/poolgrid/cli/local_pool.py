@@ -30,7 +30,7 @@ from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import (
     ANY,
     INGEST,
-    Group,
+    LaunchGroup,
     PlannedPart,
     PlannedWorker,
     described_parts,
@@ -335,14 +335,14 @@ class UpSettings(EventPlaneSettings):
         """Return whether requests may carry media."""
         return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
 
-    def groups(self, workers: Mapping[str, str] | None = None) -> list[Group]:
+    def groups(self, workers: Mapping[str, str] | None = None) -> list[LaunchGroup]:
         """Return the workers by kind, in the order in which they get GPUs; ``workers`` are roles by name."""
         names = self.workers_by_name() if workers is None else workers
         engine_args, gpus = by_role(self.engine_args), by_role(self.gpus)
         engine_args["worker"] = engine_args.get("worker") or engine_args.get("", [])
         kinds = {"aggregated": "worker", "prefill": "prefill", "decode": "decode", "encode": "encode"}
         return [
-            Group(
+            LaunchGroup(
                 tuple(name for name, each in names.items() if each == role),
                 "prefill_and_decode" if role == "aggregated" else role,
                 Path(engine_args[word][0]) if engine_args.get(word) else None,
@@ -425,7 +425,7 @@ def plan(
 
 
 def plan_engines(
-    settings: UpSettings, groups: Sequence[Group], usable: Callable[[str], Sequence[str]]
+    settings: UpSettings, groups: Sequence[LaunchGroup], usable: Callable[[str], Sequence[str]]
 ) -> list[PlannedWorker]:
     """Return workers with a real engine, with their GPUs; raises ``ValueError`` with what is wrong."""
     common = {
@@ -440,7 +440,9 @@ def plan_engines(
     return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
 
 
-def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, role: str, group: Group) -> list[str]:
+def simulated_arguments(
+    settings: UpSettings, model: PromptModel, name: str, role: str, group: LaunchGroup
+) -> list[str]:
     """Return the command of a simulated worker."""
     return [
         *(

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.settings import ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
@@ -174,7 +174,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     @classmethod
     def _check_url(cls, url: str) -> str:
         if url:
-            Target(url)
+            HttpTarget(url)
         return url
 
     @model_validator(mode="after")

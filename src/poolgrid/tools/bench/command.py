@@ -26,7 +26,7 @@ from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import unless
 from poolgrid.process.terminal_table import terminal
-from poolgrid.tools.bench.client import Client, RequestFailed, Target
+from poolgrid.tools.bench.client import Client, HttpTarget, RequestFailed
 from poolgrid.tools.bench.conversations import ConversationShape, plan_conversations, poisson, synthetic, until
 from poolgrid.tools.bench.pools import PoolsFailed, open_pools
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
@@ -58,7 +58,7 @@ class BenchError(Exception):
     """The run cannot start; the message says why and what to do."""
 
 
-async def until_ready(target: Target, settings: BenchSettings) -> None:
+async def until_ready(target: HttpTarget, settings: BenchSettings) -> None:
     """Wait until an endpoint says that it can serve; raise ``BenchError`` when it does not in time.
 
     One without ``/ready`` (404) counts as ready.
@@ -83,7 +83,7 @@ async def until_ready(target: Target, settings: BenchSettings) -> None:
             await asyncio.sleep(READY_INTERVAL_S)
 
 
-async def detect_model(target: Target, settings: BenchSettings) -> str:
+async def detect_model(target: HttpTarget, settings: BenchSettings) -> str:
     """Return the model to ask for, having made sure that the endpoint answers; raise ``BenchError`` otherwise."""
     url = f"{target.url}/v1/models"
     try:
@@ -176,7 +176,7 @@ class _Endpoint:
     """One of the endpoints that are measured."""
 
     name: str
-    target: Target
+    target: HttpTarget
     model: str
     prompts: PromptMaker
 
@@ -251,7 +251,7 @@ class _Bench:
 
     async def _endpoint(self, name: str, url: str) -> _Endpoint:
         settings = self._settings
-        target = Target(url)
+        target = HttpTarget(url)
         await until_ready(target, settings)
         model = await detect_model(target, settings)
         scale = ONE_TOKEN_A_WORD
@@ -265,7 +265,7 @@ class _Bench:
                 client.close()
         return _Endpoint(name, target, model, PromptMaker(TOKEN_ID_MIN, TOKEN_ID_MAX, scale))
 
-    def _client(self, target: Target) -> Client:
+    def _client(self, target: HttpTarget) -> Client:
         return Client(
             target, self._clock, api_key=os.environ.get(API_KEY_VARIABLE), connect_timeout_s=CONNECT_TIMEOUT_S
         )

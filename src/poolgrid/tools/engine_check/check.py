@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 from poolgrid.process.clock import Clock
-from poolgrid.tools.engine_check.core.evidence import Evidence, Exchange, Source, Told
+from poolgrid.tools.engine_check.core.evidence import Evidence, ProbeExchange, ServerStatement, Source
 from poolgrid.tools.engine_check.core.probe_plan import PlanLimits, plan
 from poolgrid.tools.engine_check.listening import Listener
 from poolgrid.tools.engine_check.server import EngineServer
@@ -30,10 +30,10 @@ REPLAYED_BEFORE = 4
 """How many messages before the first that was heard are asked for too: they show that the replay goes back."""
 
 
-def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> Told:
+def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatement:
     """Return what a check starts from: what the server says, and what options say in its place."""
     listed = any(source.endpoint for source in facts.sources)
-    return Told(
+    return ServerStatement(
         facts.kind if settings.engine == "auto" else settings.engine,
         facts.model,
         facts.version,
@@ -106,12 +106,12 @@ async def _probe(
     limits: PlanLimits,
     settings: EngineCheckSettings,
     server: EngineServer,
-    told: Told,
+    told: ServerStatement,
     listener: Listener,
     clock: Clock,
     tell: Callable[[str], None],
-) -> list[Exchange]:
-    exchanges: dict[str, Exchange] = {}
+) -> list[ProbeExchange]:
+    exchanges: dict[str, ProbeExchange] = {}
     for name, make in plan(limits):
         first = exchanges.get("first")
         if first is not None and first.failure:
@@ -124,7 +124,7 @@ async def _probe(
         answer = await server.probe(probe, told)
         ended_ms = clock.monotonic_ms()
         await listener.settle(SETTLE_MS)
-        exchanges[name] = Exchange(
+        exchanges[name] = ProbeExchange(
             probe,
             before,
             len(listener.heard),

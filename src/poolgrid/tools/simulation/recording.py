@@ -34,7 +34,7 @@ TRACE_WORKERS = 8
 
 
 @dataclass(slots=True)
-class Stage:
+class RecordingStage:
     """Traffic, and the engines that it is played on."""
 
     name: str
@@ -95,14 +95,14 @@ def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> Timing
     return base if speedup == 1 else ScaledTiming(base, speedup)
 
 
-def load_trace(path: Path, settings: EngineSettings, block_size: int) -> Stage:
+def load_trace(path: Path, settings: EngineSettings, block_size: int) -> RecordingStage:
     """Return a trace in Mooncake's form, ready to be played; raises ``UsageError``."""
     try:
         workload = build_workload(read_trace(path, settings.requests), settings.speed, block_size)
     except TraceError as error:
         raise UsageError(str(error)) from None
     given = {} if settings.blocks_per_worker is None else {"total_kv_blocks": settings.blocks_per_worker}
-    return Stage(
+    return RecordingStage(
         path.name,
         workload,
         settings.workers or TRACE_WORKERS,
@@ -111,7 +111,7 @@ def load_trace(path: Path, settings: EngineSettings, block_size: int) -> Stage:
     )
 
 
-def load_recording(directory: str, decisions: str | None, settings: EngineSettings) -> Stage:
+def load_recording(directory: str, decisions: str | None, settings: EngineSettings) -> RecordingStage:
     """Return recorded traffic, ready to be played; raises ``UsageError`` and what reading a journal raises."""
     pool = open_journal(directory)
     found = [disk for _, disk in open_decisions(directory if decisions is None else decisions)]
@@ -136,7 +136,7 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
         "max_batch_size": card.limits.max_batch_size,
         "max_num_tokens": card.limits.max_num_tokens,
     }
-    return Stage(
+    return RecordingStage(
         directory.rpartition("/")[2] or directory,
         workload,
         settings.workers or max(1, recording.shape.workers),

@@ -18,7 +18,7 @@ from poolgrid.process.terminal_table import Heading, TerminalTable
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import RouterFleet
-from poolgrid.tools.simulation.recording import Stage, load_recording, show_report
+from poolgrid.tools.simulation.recording import RecordingStage, load_recording, show_report
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 
 VARIANTS_MAX = 64
@@ -91,7 +91,7 @@ class Variant:
         return {"policy": self.policy, **asdict(self.weights), "temperature": self.temperature}
 
 
-def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
+def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> list[Variant]:
     """Return the recorded settings and every combination of the given ones; raises ``UsageError``."""
     recorded = stage.recorded_settings
     weights = CostWeights(
@@ -153,7 +153,7 @@ def _numbers(name: str, text: str | None) -> list[float]:
     return values
 
 
-def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
+def difference_table(stage: RecordingStage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
     """Return every variant's figures, and how they differ from those under the recorded settings."""
     headings = ("reused %", "TTFT mean", "TTFT p99", "ITL mean", "ITL p99", "spread")
     table = TerminalTable(
