@@ -33,7 +33,7 @@ class EndpointPickerSettings(Settings):
             "none. Needs poolgrid[ext-proc]."
         ),
     )
-    ext_proc_streams: int = Field(
+    max_ext_proc_streams: int = Field(
         4096,
         ge=1,
         le=1_000_000,

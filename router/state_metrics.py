@@ -199,6 +199,6 @@ class DecisionRecordCollector(Collector):
         )
         yield _gauge(
             "decision_journal_bytes",
-            "Size of the decision recording, bounded by `retention_bytes`.",
+            "Size of the decision recording, bounded by `journal_retention_bytes`.",
             recorder.segments.sizes()[1],
         )

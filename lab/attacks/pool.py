@@ -202,7 +202,7 @@ class AttackedPool:
         await self.until_ready(router.url, len(roles))
 
     async def _start_finding(self) -> None:
-        self._found_by = ["--names", "directory", "--names-dir", str(self.names), "--names-lease-s", "2"]
+        self._found_by = ["--names", "directory", "--names-dir", str(self.names), "--names-lease-ms", "2000"]
         planes = [f"--{plane}-endpoint=dyn://{NAMESPACE}.consolidator.{plane}" for plane in ("feed", "query")]
         journal = ["--data-dir", str(self.directory / "data"), *_flags(JOURNAL_BOUNDS)]
         consolidators = ["consolidator"]
@@ -212,7 +212,7 @@ class AttackedPool:
             self.nats = NatsServer(directory, "attacked")
             await asyncio.to_thread(self.nats.start)
             self._found_by = ["--event-plane", "nats", "--names", "nats", "--nats-url", self.nats.url]
-            planes, journal = [], ["--leader-lease-s", "2"]
+            planes, journal = [], ["--leader-lease-ms", "2000"]
             consolidators.append("consolidator-2")
         self._found_by += ["--namespace", NAMESPACE]
         for name in consolidators:
@@ -268,7 +268,7 @@ class AttackedPool:
         """Return the options of a worker of this pool."""
         first = max(self.model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
         return [
-            *("--worker-id", name, "--role", role, "--model", self.model.name),
+            *("--worker-id", name, "--role", role, "--served-model-name", self.model.name),
             *(("--consolidator", ingest) if ingest else self._found_by),
             *(
                 "--speedup",

@@ -88,7 +88,7 @@ async def started(policy: str, options: argparse.Namespace, logs: Path) -> Servi
     name, _, hold_limit_ms = policy.partition("/")
     command = ["router", "--port", "0", "--log-level", "warning", "--policy", name]
     command += ["--feed-endpoint", options.feed_endpoint, "--query-endpoint", options.query_endpoint]
-    command += ["--model-path", str(options.model_path), "--model-name", options.model_name]
+    command += ["--model-path", str(options.model_path), "--served-model-name", options.model_name]
     if hold_limit_ms:
         command += ["--hold-limit-ms", hold_limit_ms]
     router = await Service.start("router", command, logs)

@@ -42,7 +42,7 @@ WARM_ROUNDS = 6
 ROUTER_BOUNDS = {
     "tokenization-cache-bytes": 2 * MIB,
 }
-JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB}
+JOURNAL_BOUNDS = {"journal-retention-bytes": 4 * MIB}
 STOP_ORDER = {"router": 0, "consolidator": 2}
 """Workers end between the two."""
 
@@ -110,7 +110,16 @@ class SoakPool:
 
     def _worker(self, number: int, role: str, ingest: str) -> list[str]:
         return [
-            *("--worker-id", f"{role}-{number}", "--role", role, "--model", self.model, "--consolidator", ingest),
+            *(
+                "--worker-id",
+                f"{role}-{number}",
+                "--role",
+                role,
+                "--served-model-name",
+                self.model,
+                "--consolidator",
+                ingest,
+            ),
             *("--speedup", str(self._shape.speedup), "--block-size", str(BLOCK_SIZE)),
             *("--total-kv-blocks", str(BLOCKS_PER_WORKER), "--drain-timeout-ms", "2000", *self._vocabulary),
         ]

@@ -68,7 +68,7 @@ def open_recorder(
         log.error("recording decisions in %s: %s; decisions are not recorded", directory, error)
         return None
     try:
-        segments = DecisionSegments(disk, data.retention_bytes, data.retention_ms)
+        segments = DecisionSegments(disk, data.journal_retention_bytes, data.journal_retention_ms)
     except OSError as error:
         disk.close()
         log.error("recording decisions in %s: %s; decisions are not recorded", directory, error)
@@ -81,5 +81,5 @@ def open_recorder(
         state,
         settings_noted(settings.router_id, metadata.version("poolgrid"), values),
         clock,
-        Tuning().segment_bytes_of(data.retention_bytes),
+        Tuning().segment_bytes_of(data.journal_retention_bytes),
     )

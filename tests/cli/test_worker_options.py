@@ -62,7 +62,10 @@ def test_the_engine_decides_which_settings_there_are(chosen: list[Settings]) -> 
     [
         (("--engine", "trtllm", "--speedup", "2"), "--speedup: --engine trtllm has no such option"),
         (("--engine", "trtllm", "--block-size", "16"), "did you mean --kv-block-size?"),
-        (("--model-path", "m"), "--model-path: --engine simulated has no such option; did you mean --model?"),
+        (
+            ("--model-path", "m"),
+            "--model-path: --engine simulated has no such option; did you mean --model-cache-dir?",
+        ),
         (("--engine", "vllm"), "neither --engine-url nor --model-path is given"),
         (("--engine", "vllm", "--engine-url", "gpu1:8000"), "--engine-url gpu1:8000: reading the URL 'gpu1:8000'"),
         (("--engine", "none"), "--engine none: must be 'simulated'"),
@@ -93,10 +96,10 @@ def test_an_option_of_routers_is_refused_with_the_name_that_it_has_there(
 def test_the_model_that_ships_brings_its_tokenizer(chosen: list[Settings], tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     for arguments in (
-        ("--model", "tiny"),
-        ("--model", "other"),
-        ("--model", "tiny", "--vocabulary-size", "99"),
-        ("--model", "tiny", "--tokenizer-path", str(tmp_path)),
+        ("--served-model-name", "tiny"),
+        ("--served-model-name", "other"),
+        ("--served-model-name", "tiny", "--vocabulary-size", "99"),
+        ("--served-model-name", "tiny", "--tokenizer-path", str(tmp_path)),
     ):
         assert worker(*arguments).exit_code == 0
     simulated = [each for each in chosen if isinstance(each, SimulatedWorkerSettings)]

@@ -16,7 +16,7 @@ from tests.e2e.processes import Process, eventually, is_settled, metric, ready_w
 
 pytestmark = pytest.mark.e2e
 
-MAKER = ("--model", "tiny", "--vocabulary-size", "4096", "--speedup", "10")
+MAKER = ("--served-model-name", "tiny", "--vocabulary-size", "4096", "--speedup", "10")
 LEASE_MS = 1000
 """Long enough that a process which is not stopped is never silent for so long, also on a loaded machine."""
 PAUSE_S = 3.0

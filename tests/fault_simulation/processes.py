@@ -331,7 +331,7 @@ class SucceedingProcess(Process):
         link = self._servers.link(life)
         await link.open()
         settings = ConsolidatorProcessSettings.model_construct(
-            **{**ConsolidatorProcessSettings().model_dump(), "leader_lease_s": LEADER_LEASE_S}
+            **{**ConsolidatorProcessSettings().model_dump(), "leader_lease_ms": 1000 * LEADER_LEASE_S}
         )
         self.succession = LeaderElection(
             settings,
@@ -462,7 +462,7 @@ class RouterProcess(Process):
             update={
                 "local_prefill_max_tokens": world.scenario.local_prefill_max_tokens,
                 "queue_timeout_ms": 60_000.0 if world.scenario.strict else 4_000.0,
-                "queue_limit": world.scenario.queue_limit,
+                "max_queue_requests": world.scenario.queue_limit,
                 "worker_queue_factor": world.scenario.worker_queue_factor,
                 "select_port": world.port(),
             }

@@ -649,7 +649,7 @@ def test_the_limit_of_open_files_bounds_the_connections(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert connections_that_fit(16_384) == 4096 - OTHER_FILES
     assert limits == (4096, 4096)
-    assert "http_connections" in caplog.text
+    assert "max_connections" in caplog.text
 
 
 # -- clients that end their side ---------------------------------------------------------------------------------------
@@ -845,7 +845,7 @@ def test_a_connection_counts_before_its_handshake(run: Run, tls: Tls) -> None:
 
 def test_the_settings_are_the_limits() -> None:
     assert HttpSettings().http_limits() == HttpLimits()
-    changed = HttpSettings(http_request_timeout_ms=1500, http_connections=7).http_limits()
+    changed = HttpSettings(http_request_timeout_ms=1500, max_connections=7).http_limits()
     assert (changed.header_timeout_s, changed.connections) == (1.5, 7)
     assert HttpSettings(http_head_bytes=4096).http_limits().header_line_bytes == 1024
 

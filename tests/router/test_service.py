@@ -259,7 +259,7 @@ async def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_o
 async def test_routers_that_share_their_state_have_a_part_of_the_queue_each(
     limit: int, routers: int, requests: int
 ) -> None:
-    async with routed(queue_limit=limit, queue_prompt_tokens=1000) as router:
+    async with routed(max_queue_requests=limit, max_queue_prompt_tokens=1000) as router:
         router.service.queue.divide(routers)
 
         view = router.service.queue.view()

@@ -66,7 +66,7 @@ class RunningWorker:
 def make_settings(endpoint: str, **changes: object) -> SimulatedWorkerSettings:
     fields: dict[str, object] = {
         "worker_id": "w0",
-        "model": "m",
+        "served_model_name": "m",
         "consolidator": endpoint,
         "block_size": 4,
         "total_kv_blocks": 256,

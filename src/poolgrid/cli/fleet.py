@@ -125,7 +125,7 @@ class LocalFleet:
         else:
             pushes = ["--consolidator", self._routers[pool.name].word("ingest")]
         return [
-            *("worker", "--worker-id", name, "--model", self._model.name, *timing, *role, *pushes),
+            *("worker", "--worker-id", name, "--served-model-name", self._model.name, *timing, *role, *pushes),
             *("--speedup", str(simulate.speedup * self._settings.speedup)),
             *("--block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
             *("--max-batch-size", str(simulate.max_batch_size), "--max-num-tokens", str(simulate.max_num_tokens)),

@@ -68,7 +68,7 @@ FORMER_SETTINGS: dict[str, str] = {
     # consolidator, feed, discovery, NATS
     "--resend-retry-ms": "Missing batches are asked for again every 200 ms.",
     "--stale-after-ms": "A gap makes a worker's blocks untrusted after 2 s.",
-    "--segment-bytes": "A segment of a journal is closed at 64 MiB; --retention-bytes bounds the journal.",
+    "--segment-bytes": "A segment of a journal is closed at 64 MiB; --journal-retention-bytes bounds the journal.",
     "--snapshot-every-records": "A snapshot is written every 50,000 records.",
     "--fsync-interval-ms": "With --fsync interval the journal is made durable every 100 ms.",
     "--append-retry-ms": "A failed append is tried again every 500 ms.",
@@ -130,9 +130,9 @@ FORMER_SETTINGS: dict[str, str] = {
     "--load-bytes": "A simulated load has 16,000,000,000 bytes; --load-ms sets its time.",
     # up, bench, simulate, engine-check, model, journal
     "--ext-proc-fallbacks": "a gateway is told two endpoints next to the first.",
-    "--front": "use --backend-url URL.",
-    "--front-prefill": "use --backend-url prefill=URL.",
-    "--front-decode": "use --backend-url decode=URL.",
+    "--front": "use --engine-url URL.",
+    "--front-prefill": "use --engine-url prefill=URL.",
+    "--front-decode": "use --engine-url decode=URL.",
     "--prefill-engine-args": "use --engine-args prefill=FILE.",
     "--decode-engine-args": "use --engine-args decode=FILE.",
     "--encode-engine-args": "use --engine-args encode=FILE.",
@@ -150,7 +150,7 @@ FORMER_SETTINGS: dict[str, str] = {
     "--stop-timeout-s": "a worker with a real engine has 60 s to end, a simulated one 10 s.",
     "--warm-up": "a pool with a real engine is warmed up before it is ready, a simulated one is not.",
     "--no-warm-up": "a pool with a real engine is warmed up before it is ready, a simulated one is not.",
-    "up --queue-limit": "use --part-option router.queue-limit=N, or global-router.queue-limit=N with --pools.",
+    "up --queue-limit": "use --part-option router.max-queue-requests=N (with --pools: global-router).",
     "up --isolate-tenants": "use --part-option router.isolate-tenants, or global-router.isolate-tenants with --pools.",
     "up --access-log": "use --part-option router.access-log, or global-router.access-log with --pools.",
     "up --blocks-per-worker": "use --part-option worker.total-kv-blocks=N.",
@@ -192,6 +192,22 @@ FORMER_SETTINGS: dict[str, str] = {
     "--repeats": "five prompts of each length are measured.",
     "--measure-timeout-s": "the measurement ends after 600 s with the points it has.",
     "--attempts": "poolgrid model fetch tries a hub that fails again six times, at growing intervals.",
+    # renamed
+    "--backend-url": "use --engine-url.",
+    "--model-name": "use --served-model-name.",
+    "worker --model": "use --served-model-name.",
+    "--retention-bytes": "use --journal-retention-bytes.",
+    "--retention-ms": "use --journal-retention-ms.",
+    "--media-memory-mb": "use --media-memory-bytes, as 1024MiB.",
+    "--names-lease-s": "use --names-lease-ms, with 1,000 times the value.",
+    "--leader-lease-s": "use --leader-lease-ms, with 1,000 times the value.",
+    "--engine-start-timeout-s": "use --engine-start-timeout-ms, with 1,000 times the value.",
+    "--start-timeout-s": "use --start-timeout-ms, with 1,000 times the value.",
+    "--queue-limit": "use --max-queue-requests.",
+    "--queue-prompt-tokens": "use --max-queue-prompt-tokens.",
+    "--http-connections": "use --max-connections.",
+    "--http-connections-per-address": "use --max-connections-per-address.",
+    "--ext-proc-streams": "use --max-ext-proc-streams.",
 }
 """Option as it was typed, such as ``--feed-interval-ms``, to one sentence: the new option, or the fixed value.
 

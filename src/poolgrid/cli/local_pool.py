@@ -110,7 +110,7 @@ class UpSettings(EventPlaneSettings):
         ),
     )
 
-    backend_url: tuple[Option, ...] = Field(
+    engine_url: tuple[Option, ...] = Field(
         (),
         max_length=256,
         description=(
@@ -243,11 +243,11 @@ class UpSettings(EventPlaneSettings):
             "standard error otherwise."
         ),
     )
-    start_timeout_s: float | None = Field(
+    start_timeout_ms: float | None = Field(
         None,
         gt=0,
-        le=86_400,
-        description=("Give up when a worker is not ready after this time. Unset = 60, or 1800 with trtllm."),
+        le=86_400_000,
+        description=("Give up when a worker is not ready after this time. Unset = 60,000, or 1,800,000 with trtllm."),
     )
 
     @model_validator(mode="after")
@@ -265,7 +265,7 @@ class UpSettings(EventPlaneSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_roles()
-        if self.backend_url:
+        if self.engine_url:
             return self._check_front()
         wrong = _OF_SIMULATED if self.real else ("gpus",)
         for name in wrong:
@@ -289,11 +289,11 @@ class UpSettings(EventPlaneSettings):
         for name in (*_OF_SIMULATED, "gpus", *_OF_OWN_WORKERS):
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r} with backend_url: the servers run already, and have theirs"
+                    f"{name} is {getattr(self, name)!r} with engine_url: the servers run already, and have theirs"
                 )
         given = self.backends()
         if given["prefill"] and not given["decode"]:
-            raise ValueError("backend_url names prefill servers and no decode=URL to continue their requests")
+            raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
         return self
 
     def _check_roles(self) -> None:
@@ -306,12 +306,12 @@ class UpSettings(EventPlaneSettings):
                     raise ValueError(
                         f"{name} is given {len(values)} times for {role or 'no role'}: give ROLE=VALUE, once for each"
                     )
-        if "encode" in by_role(self.backend_url):
-            raise ValueError("backend_url has encode=URL: servers in front of others are prefill and decode")
+        if "encode" in by_role(self.engine_url):
+            raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
 
     def backends(self) -> dict[str, list[str]]:
         """Return the URLs of servers that run already, by the role of their worker."""
-        given = by_role(self.backend_url)
+        given = by_role(self.engine_url)
         whole = [*given.get("", ()), *given.get("worker", ())]
         return {"aggregated": whole, "prefill": given.get("prefill", []), "decode": given.get("decode", [])}
 
@@ -319,6 +319,10 @@ class UpSettings(EventPlaneSettings):
         """Return the further options of parts as arguments; raises ``OptionProblem``."""
         found = (option.removeprefix("--").partition(".") for option in self.part_option)
         return options_as_arguments([option for part, _, option in found if part in parts])
+
+    def start_timeout_s(self, default: float) -> float:
+        """Return how long the start may take."""
+        return default if self.start_timeout_ms is None else self.start_timeout_ms / 1000
 
     @property
     def real(self) -> bool:
@@ -443,7 +447,7 @@ def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, rol
             name,
             "--role",
             role,
-            "--model",
+            "--served-model-name",
             settings.model_name,
             "--host",
             settings.host,
@@ -549,7 +553,7 @@ class LocalPool:
             pushing(settings, planned.arguments, self._ingest),
             {**self._environment, **planned.environment()},
             REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S,
-            settings.start_timeout_s or (REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
+            settings.start_timeout_s(REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
             None if log_dir is None else log_dir / f"{planned.name}.log",
             REAL_RESTARTS_MAX if real else None,
         )
@@ -585,7 +589,7 @@ class LocalPool:
 
 def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[str]:
     """Return the command of the router, but for where the consolidator is."""
-    named = ["--model-name", settings.served_model_name] if settings.served_model_name else []
+    named = ["--served-model-name", settings.served_model_name] if settings.served_model_name else []
     return [
         *("router", "--host", settings.host, "--port", port),
         *("--select-port", select_port, "--model-path", str(settings.model_path), *named),

@@ -35,7 +35,7 @@ class FrontendSettings(MediaSettings):
             "model of the simulated engine."
         ),
     )
-    model_name: str = Field(
+    served_model_name: str = Field(
         default="",
         max_length=256,
         description=("Serve the model under this name. Unset = the name of its directory."),

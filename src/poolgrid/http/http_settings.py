@@ -79,7 +79,7 @@ class HttpSettings(SecuritySettings):
         le=86_400_000,
         description=("Close the connection of a client that reads nothing of its answer for this time."),
     )
-    http_connections: int = Field(
+    max_connections: int = Field(
         _DEFAULTS.connections,
         ge=1,
         le=1_000_000,
@@ -88,13 +88,13 @@ class HttpSettings(SecuritySettings):
             "idle, the new one gets 503."
         ),
     )
-    http_connections_per_address: int = Field(
+    max_connections_per_address: int = Field(
         _DEFAULTS.connections_per_address,
         ge=0,
         le=1_000_000,
         description=(
             "Limit the connections from one IPv4 address or IPv6 /64 network; more get 503. 0 = three "
-            "quarters of http_connections."
+            "quarters of max_connections."
         ),
     )
     http_unfinished_bytes: int = Field(
@@ -122,8 +122,8 @@ class HttpSettings(SecuritySettings):
             body_timeout_s=self.http_request_timeout_ms / 1000,
             keep_alive_timeout_s=self.http_keep_alive_timeout_ms / 1000,
             write_timeout_s=self.http_write_timeout_ms / 1000,
-            connections=self.http_connections,
-            connections_per_address=self.http_connections_per_address,
+            connections=self.max_connections,
+            connections_per_address=self.max_connections_per_address,
             unfinished_bytes=self.http_unfinished_bytes,
             hosts=self.http_hosts,
         )

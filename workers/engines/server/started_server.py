@@ -147,7 +147,7 @@ class StartedServer:
         log.info("starting %s: %s; its log is %s", self.title, shlex.join(shown(self._command)), self._log_file)
         exited = owned(self._process.wait(), "end of the server")
         try:
-            async with asyncio.timeout(self.settings.engine_start_timeout_s):
+            async with asyncio.timeout(self.settings.engine_start_timeout_ms / 1000):
                 while not exited.done():
                     if await self._is_ready():
                         self._ready_s = asyncio.get_running_loop().time()
@@ -160,8 +160,8 @@ class StartedServer:
             self._end_group()
             await self._process.wait()
             raise ServerEnded(
-                f"{self.title} did not answer within {self.settings.engine_start_timeout_s:g} s "
-                f"(engine_start_timeout_s){self._last_lines()}"
+                f"{self.title} did not answer within {self.settings.engine_start_timeout_ms / 1000:g} s "
+                f"(engine_start_timeout_ms){self._last_lines()}"
             ) from None
         finally:
             await cancel_all([exited])

@@ -138,7 +138,7 @@ def make_card(
     """Return what the worker says of itself, with the ports it got; an encode worker has no ``timing``."""
     host = settings.advertised_host
     return WorkerCard(
-        model=settings.model,
+        model=settings.served_model_name,
         role=settings.card_role,
         block_size=settings.block_size,
         limits=WorkerLimits(

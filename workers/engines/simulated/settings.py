@@ -43,7 +43,7 @@ class SimulatedWorkerSettings(TensorSettings):
 
     engine_name: ClassVar[str] = "simulated"
 
-    model: Name = Field("simulated", description="Serve the model under this name.")
+    served_model_name: Name = Field("simulated", description="Serve the model under this name.")
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
         description=(

@@ -102,7 +102,7 @@ def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSett
     """Return settings with the tokenizer of the model that ships, where its name is given and nothing else is said."""
     from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
-    if not isinstance(settings, SimulatedWorkerSettings) or settings.model != SHIPPED_MODEL:
+    if not isinstance(settings, SimulatedWorkerSettings) or settings.served_model_name != SHIPPED_MODEL:
         return settings
     if {"tokenizer_path", "vocabulary_size"} & settings.model_fields_set:
         return settings
