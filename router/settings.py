@@ -103,10 +103,10 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     device_weight: float = Field(
         1.0, ge=0, le=1000, description=("Set the credit for one block cached in device memory; 0 ignores caches.")
     )
-    host_weight: float = Field(
-        0.75, ge=0, le=1000, description=("Set the credit for one block cached in host memory only.")
-    )
-    disk_weight: float = Field(0.25, ge=0, le=1000, description="Set the credit for one block cached on disk only.")
+    host_weight: ClassVar[float] = 0.75
+    """Credit for one block cached in host memory only: it is copied back in a fraction of what computing it takes."""
+    disk_weight: ClassVar[float] = 0.25
+    """Credit for one block cached on disk only: reading it takes most of what computing it takes."""
     temperature: float = Field(
         0.0, ge=0, le=1000, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
     )
@@ -120,11 +120,8 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         ge=1024,
         description=("Limit the memory of the prefix index; beyond it the oldest paths are removed."),
     )
-    ledger_budget_bytes: int = Field(
-        LEDGER_BYTES,
-        ge=65_536,
-        description=("Limit the memory of the load ledger; further requests do not count as load."),
-    )
+    ledger_budget_bytes: ClassVar[int] = LEDGER_BYTES
+    """Memory of the load ledger, of far more requests than a pool runs; further ones do not count as load."""
     router_id: str = Field(
         "router",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
@@ -164,9 +161,8 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
             "not cached there."
         ),
     )
-    reservation_ttl_ms: float = Field(
-        30_000, ge=100, le=3_600_000, description="Expire unconfirmed load predictions after this time."
-    )
+    reservation_ttl_ms: ClassVar[float] = 30_000
+    """Load that was predicted and that no worker confirmed is forgotten after this time. Events are earlier."""
 
     def cost_weights(self) -> CostWeights:
         """Return the weights of the kv policy."""

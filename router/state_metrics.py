@@ -91,8 +91,7 @@ class StateCollector(Collector):
         )
         yield _counter(
             "expired_reservations",
-            "Reservations that no worker confirmed in time. Events are missing, or `reservation_ttl_ms` is "
-            "shorter than the queues.",
+            "Reservations that no worker confirmed in time. Events are missing, or 30 s are shorter than the queues.",
             ledger.expired_reservations,
         )
         yield from self._of_workers()

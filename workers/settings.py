@@ -53,9 +53,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         0, ge=0, le=65535, description=("Receive requests from routers at this port; 0 = any free port.")
     )
     http_port: int = Field(0, ge=0, le=65535, description=("Serve health and metrics at this port; 0 = any free port."))
-    peer_lease_ms: int = Field(
-        10_000, ge=100, le=3_600_000, description=("Cancel the requests of a router that is silent for this time.")
-    )
+    peer_lease_ms: ClassVar[int] = 10_000
+    """Requests of a router that is silent for this time are cancelled: routers say every second that they are there."""
     drain_timeout_ms: int = Field(
         30_000, ge=0, le=86_400_000, description=("Let running requests finish for this time after SIGTERM.")
     )

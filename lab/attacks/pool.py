@@ -26,7 +26,7 @@ import psutil
 
 from lab.attacks.engine_server import EngineServer
 from lab.benchmarks.services import ROUTER_BOOKS, WORKER_BOOKS, PoolFailed, Service, get, plain_client, summed
-from lab.benchmarks.soak_pool import JOURNAL_BOUNDS, ROUTER_BOUNDS
+from lab.benchmarks.soak_pool import JOURNAL_BOUNDS
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
@@ -261,12 +261,11 @@ class AttackedPool:
     def _router(self) -> list[str]:
         keys = ["--api-keys", str(self._key_path)]
         local = ["--local-prefill-max-tokens", "0"] if self.shape.topology == "disaggregated" else []
-        bounds = [*_flags(ROUTER_BOUNDS), *_flags(JOURNAL_BOUNDS)]
+        bounds = [*_flags(JOURNAL_BOUNDS)]
         return ["--port", "0", *keys, *bounds, *local, *self.shape.router]
 
     def worker_arguments(self, name: str, ingest: str, *options: str, role: str = "aggregated") -> list[str]:
         """Return the options of a worker of this pool."""
-        first = max(self.model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
         return [
             *("--worker-id", name, "--role", role, "--served-model-name", self.model.name),
             *(("--consolidator", ingest) if ingest else self._found_by),
@@ -278,8 +277,8 @@ class AttackedPool:
                 "--drain-timeout-ms",
                 "2000",
             ),
-            *("--vocabulary-size", str(self.model.vocab_size), "--first-token-id", str(first)),
-            *("--tokenizer-path", str(TINY_MODEL_PATH), *self.shape.worker, *options),
+            *("--vocabulary-size", str(self.model.vocab_size)),
+            *("--model-path", str(TINY_MODEL_PATH), *self.shape.worker, *options),
         ]
 
     async def start_worker(self, name: str, ingest: str, *options: str, role: str = "aggregated") -> Service:

@@ -9,6 +9,7 @@ from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process.clock import Clock
+from poolgrid.process.settings import with_constants
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import RouterSettingsNoted
@@ -33,13 +34,13 @@ DECIDING_SETTINGS = (
     "worker_queue_factor",
     "reservation_ttl_ms",
 )
-"""Settings that a decision depends on, besides its inputs."""
+"""Settings and constants that a decision depends on, besides its inputs."""
 
 
 def settings_of(noted: RouterSettingsNoted) -> RouterSettings:
     """Return recorded settings; those that an old recording does not name have their defaults."""
     known = {name: value for name, value in noted.settings.items() if name in DECIDING_SETTINGS}
-    return RouterSettings.model_validate(known)
+    return with_constants(RouterSettings, known)
 
 
 def policy_of(noted: RouterSettingsNoted) -> Policy:

@@ -76,7 +76,7 @@ def test_what_cannot_be_one_pool_is_refused_with_what_to_do(servers: tuple[Front
 def test_a_block_size_that_was_given_stands_in_for_one_that_is_not_told() -> None:
     plan = planned(server("http://a", block_size=None), part_option=("worker.kv-block-size=64",))
 
-    assert plan.settings.block_size == 64
+    assert plan.settings.kv_block_size == 64
 
 
 def test_without_any_events_the_router_goes_by_its_own_choices() -> None:
@@ -95,7 +95,7 @@ def test_without_any_events_the_router_goes_by_its_own_choices() -> None:
     [
         {"engine_url": ("http://a",), "workers": 2},
         {"engine_url": ("http://a",), "engine": "trtllm", "model_path": TINY_MODEL_PATH},
-        {"engine_url": ("http://a",), "block_size": 16},
+        {"engine_url": ("http://a",), "kv_block_size": 16},
         {"engine_url": ("prefill=http://a",)},
     ],
 )

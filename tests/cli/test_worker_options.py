@@ -99,7 +99,7 @@ def test_the_model_that_ships_brings_its_tokenizer(chosen: list[Settings], tmp_p
         ("--served-model-name", "tiny"),
         ("--served-model-name", "other"),
         ("--served-model-name", "tiny", "--vocabulary-size", "99"),
-        ("--served-model-name", "tiny", "--tokenizer-path", str(tmp_path)),
+        ("--served-model-name", "tiny", "--model-path", str(tmp_path)),
     ):
         assert worker(*arguments).exit_code == 0
     simulated = [each for each in chosen if isinstance(each, SimulatedWorkerSettings)]

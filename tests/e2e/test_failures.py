@@ -183,7 +183,7 @@ def test_requests_on_a_router_that_died_are_given_up_by_their_worker(tmp_path: P
     with Process("router", "--port", "0", "--data-dir", str(tmp_path)) as router:
         router.wait_ready()
         with Process(
-            *("worker", *MAKER, "--consolidator", router.word("ingest"), "--peer-lease-ms", "500"),
+            *("worker", *MAKER, "--consolidator", router.word("ingest")),
         ) as worker:
             worker.wait_ready()
             eventually("the worker is reachable", lambda: len(ready_workers(router.url)) == 1)

@@ -34,7 +34,6 @@ def pool_with_short_leases(directory: Path) -> Iterator[tuple[Process, list[Proc
             stack.enter_context(
                 Process(
                     *("worker", "--worker-id", name, "--consolidator", router.word("ingest"), *MAKER),
-                    *("--peer-lease-ms", str(LEASE_MS)),
                 )
             )
             for name in ("w0", "w1")

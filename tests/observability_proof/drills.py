@@ -173,7 +173,7 @@ def silent_engine(fleet: Fleet) -> Iterator[None]:
 def hanging_engine(fleet: Fleet) -> Iterator[None]:
     stop = fleet.directory / "hang"
     behaviour = {"vocabulary_size": 4096, "speedup": 1.0, "stop_file": str(stop)}
-    fleet.start_trtllm("hanging", behaviour, "--answer-timeout-ms", "500")
+    fleet.start_trtllm("hanging", behaviour)
     stop.touch()
     try:
         yield

@@ -243,7 +243,7 @@ class Fleet:
 
     def lone_worker(self, name: str, ingest: str) -> Process:
         """Start one that has a small cache."""
-        return self._worker(name, ingest, *self.curve, "--total-kv-blocks", "192", "--block-size", "16")
+        return self._worker(name, ingest, *self.curve, "--total-kv-blocks", "192", "--kv-block-size", "16")
 
     def issue(self, days: float) -> None:
         """Make a certificate for the lone router that ends in so many days."""

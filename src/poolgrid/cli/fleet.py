@@ -127,9 +127,9 @@ class LocalFleet:
         return [
             *("worker", "--worker-id", name, "--served-model-name", self._model.name, *timing, *role, *pushes),
             *("--speedup", str(simulate.speedup * self._settings.speedup)),
-            *("--block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
+            *("--kv-block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
             *("--max-batch-size", str(simulate.max_batch_size), "--max-num-tokens", str(simulate.max_num_tokens)),
-            *("--max-sequence-length", str(simulate.max_sequence_length)),
+            *("--max-seq-len", str(simulate.max_sequence_length)),
             *output_arguments(self._settings, self._model),
             *("--drain-timeout-ms", "2000"),
             *self._settings.options_of("worker", stage),

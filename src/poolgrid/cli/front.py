@@ -123,7 +123,7 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
     changes: dict[str, object] = {
         "model_path": _tokenizer(settings, servers),
         "served_model_name": model,
-        "block_size": int(block_size),
+        "kv_block_size": int(block_size),
     }
     if len(notes) == len(servers) and "policy" not in settings.model_fields_set:
         changes["policy"] = APPROXIMATE

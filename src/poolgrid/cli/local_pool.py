@@ -16,7 +16,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -83,7 +82,18 @@ PARTS = ("router", "global-router", "consolidator", *ROLES)
 
 _OF_SIMULATED = ("speedup", "timing", "pools")
 _OF_OWN_WORKERS = (
-    *("engine", "workers", "prefill", "decode", "encode", "modality", "pools", "dry_run", "block_size", "engine_args"),
+    *(
+        "engine",
+        "workers",
+        "prefill",
+        "decode",
+        "encode",
+        "modality",
+        "pools",
+        "dry_run",
+        "kv_block_size",
+        "engine_args",
+    ),
 )
 
 
@@ -196,7 +206,7 @@ class UpSettings(EventPlaneSettings):
             "Read tokenizer and configuration from this Hugging Face style model directory. Weights are not needed."
         ),
     )
-    block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
+    kv_block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
     log_level: str = Field("warning", description=LEVEL_HELP)
     log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
     served_model_name: str = Field(
@@ -423,8 +433,8 @@ def plan(
             "served-model-name": settings.model_name,
             "modality": "multimodal" if settings.multimodal else "text",
         }
-        if "block_size" in settings.model_fields_set:
-            common["kv-block-size"] = str(settings.block_size)
+        if "kv_block_size" in settings.model_fields_set:
+            common["kv-block-size"] = str(settings.kv_block_size)
         planned = plan_real(settings.engine, settings.groups(), common, usable(settings.usable_gpus), os.environ)
         return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
     assert model is not None, "simulated workers have a model's vocabulary"
@@ -454,7 +464,7 @@ def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, rol
         ),
         *("--modality", "multimodal" if settings.multimodal else "text"),
         *("--consolidator", INGEST, "--timing", settings.timing, "--speedup", str(settings.speedup)),
-        *("--block-size", str(settings.block_size)),
+        *("--kv-block-size", str(settings.kv_block_size)),
         *output_arguments(settings, model),
         *("--drain-timeout-ms", "2000", *settings.log_choice.arguments),
         # What the command line says last wins.
@@ -657,10 +667,7 @@ async def warm_up(url: str, settings: UpSettings) -> None:
 
 def output_arguments(settings: UpSettings, model: PromptModel) -> list[str]:
     """Return what simulated workers are told of their answers: which tokens there are, and how many come."""
-    added = model.tokenizer.get_added_tokens_decoder()
-    first = next(token_id for token_id in itertools.count() if token_id not in added)
-    end = ["--eos-token-id", str(model.eos_token_ids[0])] if model.eos_token_ids else []
     return [
-        *("--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first), *end),
-        *("--tokenizer-path", str(settings.model_path)),
+        *("--vocabulary-size", str(model.vocab_size)),
+        *("--model-path", str(settings.model_path)),
     ]

@@ -132,7 +132,7 @@ class HttpConnections:
         opened.set_function(lambda: float(self._count))
         unfinished = Gauge(
             "poolgrid_http_unfinished_bytes",
-            "Memory for incomplete and pipelined requests. Limit: `http_unfinished_bytes`.",
+            "Memory for incomplete and pipelined requests. Limit: 512 MiB.",
             registry=registry,
         )
         unfinished.set_function(lambda: float(self.unfinished_bytes))

@@ -37,7 +37,7 @@ BASICS = (
     "served_model_name",
     "role",
     "disaggregation_mode",
-    "block_size",
+    "kv_block_size",
 )
 """On the first page of the help, after ``--engine``."""
 
@@ -104,11 +104,11 @@ def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSett
 
     if not isinstance(settings, SimulatedWorkerSettings) or settings.served_model_name != SHIPPED_MODEL:
         return settings
-    if {"tokenizer_path", "vocabulary_size"} & settings.model_fields_set:
+    if {"model_path", "vocabulary_size"} & settings.model_fields_set:
         return settings
     from poolgrid.frontend.models import TINY_MODEL_PATH
 
-    return settings.model_copy(update={"tokenizer_path": TINY_MODEL_PATH})
+    return settings.model_copy(update={"model_path": str(TINY_MODEL_PATH)})
 
 
 def check_template(path: Path) -> None:

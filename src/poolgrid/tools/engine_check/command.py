@@ -45,7 +45,7 @@ BASICS = (
     "engine",
     "events",
     "model",
-    "block_size",
+    "kv_block_size",
     "measure_timing",
     "as_json",
 )
