@@ -100,9 +100,11 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     decode_weight: float = Field(
         0.02, ge=0, le=1000, description=("Set the cost of one KV block of a worker's active requests.")
     )
-    device_weight: float = Field(
-        1.0, ge=0, le=1000, description=("Set the credit for one block cached in device memory; 0 ignores caches.")
+    overlap_weight: float = Field(
+        1.0, ge=0, le=1000, description="Multiply the credit for cached blocks by this; 0 ignores caches."
     )
+    device_weight: ClassVar[float] = 1.0
+    """Credit for one block cached in device memory: what computing it costs."""
     host_weight: ClassVar[float] = 0.75
     """Credit for one block cached in host memory only: it is copied back in a fraction of what computing it takes."""
     disk_weight: ClassVar[float] = 0.25
@@ -110,11 +112,8 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     temperature: float = Field(
         0.0, ge=0, le=1000, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
     )
-    approximate_ttl_ms: float = Field(
-        APPROXIMATE_TTL_MS,
-        gt=0,
-        description=("Assume with policy approximate that a worker keeps a prompt's blocks for this time."),
-    )
+    approximate_ttl_ms: ClassVar[float] = APPROXIMATE_TTL_MS
+    """How long policy approximate believes that a worker keeps what it was sent, as Dynamo does."""
     index_budget_bytes: int = Field(
         4 * 1024**3,
         ge=1024,
@@ -146,12 +145,8 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
             "Order requests of one priority and tenant by arrival, or by fewest prompt tokens to compute (with ageing)."
         ),
     )
-    hold_limit_ms: float = Field(
-        HOLD_LIMIT_MS,
-        ge=0,
-        le=600_000,
-        description=("With policy predicted, hold a request for its best worker at most this long; 0 = never."),
-    )
+    hold_limit_ms: ClassVar[float] = HOLD_LIMIT_MS
+    """How long policy predicted holds a request for its best worker at most; 0 = never."""
     local_prefill_max_tokens: int = Field(
         256,
         ge=0,
@@ -169,9 +164,9 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         return CostWeights(
             queue_weight=self.queue_weight,
             decode_weight=self.decode_weight,
-            device_weight=self.device_weight,
-            host_weight=self.host_weight,
-            disk_weight=self.disk_weight,
+            device_weight=self.device_weight * self.overlap_weight,
+            host_weight=self.host_weight * self.overlap_weight,
+            disk_weight=self.disk_weight * self.overlap_weight,
         )
 
     @model_validator(mode="after")

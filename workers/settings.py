@@ -19,7 +19,7 @@ from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.card import NO_STEP_TIMES, ReasoningParser, StepTimes, ToolCallParser, parser_name
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import CONSOLIDATOR, EndpointName, is_name
-from poolgrid.workers.core.timing import PUBLISHED, TimingName, step_times_of, timing_model
+from poolgrid.workers.core.timing import TIMINGS, Timing, step_times_of, timing_model
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 
@@ -173,15 +173,13 @@ class StepTimesSettings(Settings):
 
     panel: ClassVar[str] = "Worker"
 
-    timing: TimingName | None = Field(
+    timing: Timing | None = Field(
         None,
+        examples=list(TIMINGS),
         description=(
-            "Announce these step times, from which policy predicted starts. Unset = routers start with the "
-            "published ones."
+            "Announce these step times to policy predicted: published, h100-qwen3-8b, h200-qwen3-8b, or your own JSON "
+            "file. Unset = published."
         ),
-    )
-    timing_table: InputFile | None = Field(
-        None, description=("Announce measured step times from this JSON file, instead of timing.")
     )
 
     @model_validator(mode="after")
@@ -190,7 +188,5 @@ class StepTimesSettings(Settings):
         return self
 
     def step_times(self) -> StepTimes:
-        """Return what the card says; raises ``TableError`` for a table that cannot be used, and for both at once."""
-        if self.timing is None and self.timing_table is None:
-            return NO_STEP_TIMES
-        return step_times_of(timing_model(self.timing or PUBLISHED, self.timing_table))
+        """Return what the card says; raises ``TableError`` for a table that cannot be used."""
+        return NO_STEP_TIMES if self.timing is None else step_times_of(timing_model(self.timing))

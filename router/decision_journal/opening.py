@@ -24,6 +24,7 @@ DECIDING_SETTINGS = (
     "policy",
     "queue_weight",
     "decode_weight",
+    "overlap_weight",
     "device_weight",
     "host_weight",
     "disk_weight",

@@ -61,11 +61,8 @@ def test_the_engine_decides_which_settings_there_are(chosen: list[Settings]) -> 
     ("arguments", "words"),
     [
         (("--engine", "trtllm", "--speedup", "2"), "--speedup: --engine trtllm has no such option"),
-        (("--engine", "trtllm", "--block-size", "16"), "did you mean --kv-block-size?"),
-        (
-            ("--model-path", "m"),
-            "--model-path: --engine simulated has no such option; did you mean --model-cache-dir?",
-        ),
+        (("--kv-events-endpoint", "tcp://a:1"), "--kv-events-endpoint: --engine simulated has no such option"),
+        (("--engine", "vllm", "--max-seq-len", "9"), "did you mean"),
         (("--engine", "vllm"), "neither --engine-url nor --model-path is given"),
         (("--engine", "vllm", "--engine-url", "gpu1:8000"), "--engine-url gpu1:8000: reading the URL 'gpu1:8000'"),
         (("--engine", "none"), "--engine none: must be 'simulated'"),

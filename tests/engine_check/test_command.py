@@ -122,7 +122,7 @@ def test_measured_step_times_are_a_table_that_simulated_engines_take(
         status, text, _ = check(server.url, capsys, measure_timing=table, concurrency=4)
 
     assert status == 0
-    assert squeezed("--timing-table") in squeezed(text)
+    assert squeezed("--timing") in squeezed(text)
     found = json.loads(table.read_text())
     assert [tokens for tokens, _ in found["prefill"]] == [
         16,

@@ -117,7 +117,7 @@ class LocalFleet:
         simulate = pool.simulate or PoolSimulation()
         timing = ["--timing", self._settings.timing]
         if simulate.timing_table is not None:
-            timing = ["--timing-table", str(self._path.parent / simulate.timing_table)]
+            timing = ["--timing", str(self._path.parent / simulate.timing_table)]
         # Workers that know roles are given the one of their stage; those that do not serve every stage.
         role = [] if stage == "aggregated" or "role" not in SimulatedWorkerSettings.model_fields else ["--role", stage]
         if self._settings.on_nats:

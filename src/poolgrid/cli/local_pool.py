@@ -48,7 +48,7 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
-from poolgrid.workers.core.timing import PUBLISHED, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -165,11 +165,12 @@ class UpSettings(EventPlaneSettings):
             "each pool's own factor."
         ),
     )
-    timing: TimingName = Field(
+    timing: Timing = Field(
         PUBLISHED,
+        examples=list(TIMINGS),
         description=(
-            "Choose the step times of the simulated engines: published formulas, or measured on an H100 or "
-            "H200 with Qwen3-8B."
+            "Choose the step times of the simulated engines: published (formulas), h100-qwen3-8b, h200-qwen3-8b "
+            "(measured), or your own JSON file."
         ),
     )
     data_dir: Path | None = Field(

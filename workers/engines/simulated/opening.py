@@ -50,7 +50,7 @@ async def _load(settings: SimulatedWorkerSettings, around: EngineHost) -> None:
 
 def make_timing(settings: SimulatedWorkerSettings) -> TimingModel:
     """Return the step times; raises ``TableError`` when the table cannot be used."""
-    model = timing_model(settings.timing, settings.timing_table)
+    model = timing_model(settings.timing)
     return model if settings.speedup == 1.0 else ScaledTiming(model, settings.speedup)
 
 

@@ -9,10 +9,9 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.process.settings import InputFile
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
-from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TIMINGS, Timing
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KEPT_TRANSFERS_MAX_DEFAULT,
@@ -55,12 +54,8 @@ class SimulatedWorkerSettings(TensorSettings):
     total_kv_blocks: int = Field(
         16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="Set the number of KV blocks on the device."
     )
-    host_kv_blocks: int = Field(
-        0,
-        ge=0,
-        le=BLOCKS_PER_EVENT_MAX,
-        description=("Set the number of KV blocks in host memory, which receive evicted blocks; 0 = none."),
-    )
+    host_kv_blocks: ClassVar[int] = 0
+    """KV blocks in host memory, which receive evicted blocks: none."""
     max_batch_size: int = Field(256, ge=1, le=65_536, description="Limit the requests of one engine step.")
     max_num_tokens: int = Field(
         8192, ge=1, le=1_048_576, description=("Limit the tokens of one engine step; at least max_batch_size.")
@@ -106,12 +101,13 @@ class SimulatedWorkerSettings(TensorSettings):
     speedup: float = Field(
         1.0, gt=0.0, le=SPEEDUP_MAX, description=("Run the engine this many times faster than its step times.")
     )
-    timing: TimingName = Field(
+    timing: Timing = Field(
         PUBLISHED,
-        description=("Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B."),
-    )
-    timing_table: InputFile | None = Field(
-        None, description=("Read measured step times from this JSON file, instead of timing.")
+        examples=list(TIMINGS),
+        description=(
+            "Choose the step times: published (formulas), h100-qwen3-8b or h200-qwen3-8b (measured), or your own "
+            "JSON file."
+        ),
     )
     kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT
     """KV of one token, for the time that a transfer takes."""
@@ -157,9 +153,7 @@ class SimulatedWorkerSettings(TensorSettings):
             raise ValueError("role is 'encode' and modality is 'text': an encode worker needs modality multimodal")
         path = self.tokenizer_path
         if path is not None and not (path / "tokenizer.json").is_file() and not path.is_file():
-            raise ValueError(
-                f"model_path is {self.model_path!r}: allowed is a directory with a tokenizer.json, or that file"
-            )
+            raise ValueError(f"model_path is {self.model_path!r}: give a directory with a tokenizer.json, or that file")
         return self
 
     @property

@@ -125,8 +125,8 @@ class BenchSettings(Settings):
     out: Path | None = Field(
         None,
         description=(
-            "Write the report to this file, as JSON (NAME.json); or report, table, settings and a line per request "
-            "into this directory."
+            "Write the report to this file (NAME.json); or report, table, settings and a line per request into "
+            "this directory."
         ),
     )
 
@@ -151,7 +151,9 @@ class BenchSettings(Settings):
     @property
     def directory(self) -> Path | None:
         """Return where everything is written that is known of a run; ``None`` where that is not asked for."""
-        return None if self.out is None or self.out.suffix == ".json" else self.out
+        if self.out is None or self.out.is_dir():
+            return self.out
+        return None if self.out.suffix or self.out.exists() else self.out
 
     @property
     def mode(self) -> str:

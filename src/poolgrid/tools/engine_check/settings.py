@@ -53,8 +53,7 @@ class EngineCheckSettings(Settings):
     measure_timing: Path | None = Field(
         None,
         description=(
-            "Measure the server's step times and write a table for --timing-table to this file, instead of "
-            "checking events."
+            "Measure the server's step times and write a table for --timing to this file, instead of checking events."
         ),
     )
     concurrency: int = Field(

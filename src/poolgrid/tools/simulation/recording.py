@@ -88,7 +88,7 @@ def show_report(report: dict[str, Any], table: TerminalTable, as_json: bool, out
 def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> TimingModel:
     """Return the step times of the engines; ``recorded_speedup`` is that of recorded simulated ones, 0 = none were."""
     try:
-        base = timing_model(settings.timing, settings.timing_table)
+        base = timing_model(settings.timing)
     except (TableError, OSError) as error:
         raise UsageError(str(error)) from None
     speedup = settings.speedup or recorded_speedup or 1.0

@@ -8,8 +8,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from poolgrid.process.plugins import policy_names
-from poolgrid.process.settings import InputFile, Settings
-from poolgrid.workers.core.timing import PUBLISHED, TimingName
+from poolgrid.process.settings import Settings
+from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
 
 SIMULATED_POLICIES = tuple(name for name in policy_names() if name != "approximate")
 
@@ -29,12 +29,13 @@ class EngineSettings(Settings):
         le=1e6,
         description=("Run engines this many times faster than their step times. Unset = as recorded."),
     )
-    timing: TimingName = Field(
+    timing: Timing = Field(
         PUBLISHED,
-        description=("Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B."),
-    )
-    timing_table: InputFile | None = Field(
-        None, description=("Read measured step times from this JSON file, instead of timing.")
+        examples=list(TIMINGS),
+        description=(
+            "Choose the step times: published (formulas), h100-qwen3-8b or h200-qwen3-8b (measured), or your own "
+            "JSON file."
+        ),
     )
     total_kv_blocks: int | None = Field(
         None,
