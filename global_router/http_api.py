@@ -166,7 +166,7 @@ class StateCollector(Collector):
                 pools.add_metric([name, each.value], 1.0 if each is state else 0.0)
         dispatched = GaugeMetricFamily(
             "poolgrid_global_router_in_flight",
-            "Dispatches under way, by pool.",
+            "Dispatches in flight, by pool.",
             labels=["pool"],
         )
         for name, count in service.in_flight().items():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.website import support_page
+from lab.website.build import llms_text, openapi_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
 from lab.website.plots import DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
 from poolgrid.workers.engines.registry import engines
@@ -120,3 +121,22 @@ def test_versions_of_engines_are_in_the_support_matrix_and_on_benchmark_pages_al
             assert any(version in each for each in (*since, support_page.PROOFS["vllm"].real)), (
                 f"{name}: vLLM {version}"
             )
+
+
+def test_llms_txt_lists_every_page_with_its_first_sentence() -> None:
+    text = llms_text()
+
+    assert text.startswith("# poolgrid\n\n> ")
+    for pages in NAVIGATION.values():
+        for page in pages:
+            (line,) = re.findall(rf"^- \[.+\]\({re.escape(page)}\.html\): (.+)$", text, re.MULTILINE)
+            assert line.endswith("."), f"{page} has no first sentence"
+
+
+def test_the_openapi_page_shows_each_operation_and_escapes_what_it_shows() -> None:
+    operation = {"summary": "Chat <now>", "parameters": [{"name": "id"}], "responses": {"200": {"description": "ok"}}}
+    page = openapi_page({"info": {"title": "poolgrid", "version": "1"}, "paths": {"/v1/chat": {"post": operation}}})
+
+    assert "<code>POST /v1/chat</code> Chat &lt;now&gt;" in page
+    assert "<now>" not in page
+    assert "<h4>responses</h4>" in page

@@ -97,8 +97,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     model_cache_dir: Path | None = Field(
         None,
         description=(
-            "Fetch the model into this directory (poolgrid model) and load it from there. Unset = the engine "
-            "fetches it."
+            "Fetch the model into this directory (poolgrid model) and load it from there. Unset = that of "
+            "poolgrid model, for ORG/MODEL."
         ),
     )
     model_source: str = Field(
@@ -127,7 +127,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     def _check_consolidator(self) -> Self:
         if self.on_nats and "consolidator" in self.model_fields_set:
             raise ValueError(
-                f"consolidator is {self.consolidator} and event_plane is nats: NATS says where the active one is"
+                f"consolidator is {self.consolidator} and event_plane is nats: the active one is found through NATS"
             )
         self.check_named("consolidator", self.consolidator)
         return self

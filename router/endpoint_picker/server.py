@@ -222,7 +222,7 @@ def _credentials(tls: tuple[Path, Path], client_ca: Path | None) -> Any:
         try:
             return read()
         except OSError as error:
-            log.error("reading the certificate of the endpoint picker: %s; it goes on with the one before", error)
+            log.error("reading the certificate of the endpoint picker: %s; the previous one stays in use", error)
             return None
 
     return grpc.dynamic_ssl_server_credentials(read(), changed, client_ca is not None)

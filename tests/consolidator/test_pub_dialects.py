@@ -338,3 +338,18 @@ def test_the_translator_has_a_bound() -> None:
 
     assert len(translator) == 0
     assert translator.ignored_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "kept"),
+    [
+        ([*range(12)], [[], [{"type": "mm_key", "hash": "f" * 64, "start_offset": 0}], []], 1),
+        ([*range(5), "f" * 64, *range(6)], None, 1),
+        (["f" * 64, *range(11)], [[{"type": "mm_key", "hash": "f" * 64, "start_offset": 0}], [], []], 0),
+        ([*range(12)], [[], [], []], 3),
+    ],
+)
+def test_blocks_of_trtllm_are_text_as_far_as_no_medium_touches_them(tokens: list[Any], keys: Any, kept: int) -> None:
+    (event,) = decode_pub(frame_of([{**block_stored("trtllm", [5, 6, 7], None, tokens), "mm_keys": keys}])).events
+    assert event.hashes == [5, 6, 7][:kept]
+    assert event.token_bytes == pack_tokens([*range(12)][: kept * BLOCK])

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.kv_events import root_seeds
 from poolgrid.kv_events.cache_events import StoredBlock
+from poolgrid.kv_events.root_seeds import RootSeeds, root_key, salt_ids
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
 from poolgrid.workers.core.vetting import UNLIKELY
 from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.trtllm.core import root_seeds
 from poolgrid.workers.engines.trtllm.core.loras import adapter_number, adapters
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, model_facts
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
-from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds, root_key
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, KvCacheStatistics, load_of
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
@@ -165,7 +165,9 @@ def test_the_engines_statistics_count_while_it_works() -> None:
 )
 def test_root_keys_are_the_engines_hashes(tokens: list[int], salt: str, lora: int) -> None:
     assert root_key(tokens) == block_key_hash(tokens)
-    assert root_key(tokens, salt, lora) == block_key_hash(tokens, 0, salt_id(salt) if salt else None, lora)
+    for known, algorithm in zip(salt_ids(salt), ("sha256", "blake3"), strict=False):
+        theirs = salt_id(salt, algorithm) if salt else None
+        assert root_key(tokens, known, lora) == block_key_hash(tokens, 0, theirs, lora)
 
 
 def block(tokens: list[int], key: int) -> StoredBlock:
@@ -173,19 +175,35 @@ def block(tokens: list[int], key: int) -> StoredBlock:
 
 
 def test_a_first_block_is_its_tenants_or_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(root_seeds, "ROOTS_MAX", 2)
+    monkeypatch.setattr(root_seeds, "ROOTS_MAX", 4)
     roots = RootSeeds(4)
     tokens = [1, 2, 3, 4]
     assert roots(block(tokens, 99)) == BASE_SEED, "no request with these tokens had a tenant"
     roots.note(pack_tokens([*tokens, 5]), "", None, "s")
     roots.note(pack_tokens(tokens[:3]), "", None, "s")
-    assert roots(block(tokens, root_key(tokens, "s"))) == hash_seed("", "s")
-    assert roots(block(tokens, root_key(tokens))) == BASE_SEED
+    assert {roots(block(tokens, root_key(tokens, each))) for each in salt_ids("s")} == {hash_seed("", "s")}
     assert roots(block(tokens, 99)) is None, "somebody's: never told under another's name"
-    roots.note(pack_tokens(tokens), "a", adapter_number("a"), "")
-    assert roots(block(tokens, root_key(tokens, "", adapter_number("a")))) == hash_seed("a", "")
-    roots.note(pack_tokens(tokens), "a", adapter_number("a"), "t")
-    assert roots(block(tokens, root_key(tokens, "s"))) is None, "the oldest is forgotten"
+    assert roots(block([5] * 4, 98)) == BASE_SEED, "the engine may hash otherwise"
+    assert roots(block(tokens, root_key(tokens))) == BASE_SEED
+    assert roots(block([5] * 4, 98)) is None, "it hashes as we do, so this is somebody's"
+    adapter = adapter_number("a")
+    roots.note(pack_tokens(tokens), "a", adapter, "")
+    assert roots(block(tokens, root_key(tokens, None, adapter))) == hash_seed("a", "")
+    roots.note(pack_tokens(tokens), "a", adapter, "t")
+    assert roots(block(tokens, root_key(tokens, salt_ids("s")[0]))) is None, "the oldest is forgotten"
+
+
+def test_a_salt_is_known_only_where_an_event_names_it() -> None:
+    roots = RootSeeds(4)
+    tokens = [1, 2, 3, 4]
+    named = StoredBlock(block_hash=99, tokens=pack_tokens(tokens), cache_salt="s")
+    roots.note(pack_tokens(tokens), "", None, "s")
+    assert roots(block(tokens, 98)) is None, "an engine that names no salts says nothing by naming none"
+    assert roots(named) == hash_seed("", "s")
+    assert roots(block(tokens, 97)) == BASE_SEED, "it names salts"
+    roots.note(pack_tokens(tokens), "a", 7, "")
+    assert roots(block(tokens, 97)) is None, "it may be the adapter's"
+    assert roots(named) is None, "it may be the adapter's too"
 
 
 def test_adapters_are_called_like_their_directories_and_numbered_by_name() -> None:

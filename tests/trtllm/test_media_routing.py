@@ -13,6 +13,7 @@ import pytest
 from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.kv_events.cache_events import Stored, StoredBlock
+from poolgrid.kv_events.root_seeds import RootSeeds
 from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.serving.prompt_paths import TenantPaths, prompt_path
 from poolgrid.wire import codec
@@ -29,7 +30,6 @@ from poolgrid.workers.engines.trtllm.core import disaggregated_params as params_
 from poolgrid.workers.engines.trtllm.core import media_names
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames, media_name
 from poolgrid.workers.engines.trtllm.core.model_facts import image_rule
-from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from poolgrid.workers.engines.trtllm.opening import LoadedEngine, make_card
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -23,10 +22,10 @@ from poolgrid.wire.requests import RefusalKind, Routing
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.core.vetting import UNLIKELY
 from poolgrid.workers.engines.trtllm import library
+from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
 from tests.fakes import tensorrt_llm_of
 from tests.trtllm.engines import (
     BLOCK,
-    HONEST_SAMPLER,
     RunningEngine,
     expected,
     fake_library,
@@ -98,19 +97,40 @@ async def test_log_probabilities_of_the_first_token_travel_to_the_decode_worker(
         {"seed": None, "repetition_penalty": 1.1},
     ],
 )
-def test_what_the_sampler_would_ignore_is_refused_by_name(given: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with running_engine(override_engine_args="") as told:
-            with pytest.raises(RefusedError, match=f"{list(given)[-1]} is .* sampler_type TRTLLMSampler") as refused:
-                told.engine.submit(make_request("r", **given))
-            assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker's may honour it"
-            neutral: dict[str, Any] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-            await told.finish(make_request("s", seed=None, **neutral))
-            await told.finish(make_request("t", temperature=0.0))
-        async with running_engine(override_engine_args=HONEST_SAMPLER) as told:
-            await told.finish(make_request("r", **given))
+async def test_what_the_sampler_would_ignore_is_refused_by_name(given: dict[str, Any]) -> None:
+    async with running_engine(override_engine_args='{"sampler_type": "TorchSampler"}') as told:
+        with pytest.raises(RefusedError, match=f"{list(given)[-1]} is .* sampler_type TRTLLMSampler") as refused:
+            told.engine.submit(make_request("r", **given))
+        assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker's may honour it"
+        assert list(given)[-1] in dict(told.engine.inabilities), "and the card says it"
+        neutral: dict[str, Any] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+        await told.finish(make_request("s", seed=None, **neutral))
+        await told.finish(make_request("t", temperature=0.0))
+    async with running_engine(override_engine_args="") as told:
+        assert told.engine.inabilities == ()
+        await told.finish(make_request("r", **given))
 
-    asyncio.run(scenario())
+
+async def test_a_guide_is_refused_where_the_engine_has_no_backend_for_it() -> None:
+    async with running_engine(guided_decoding_backend=None) as told:
+        assert [name for name, _ in told.engine.inabilities] == ["guided_decoding"]
+        with pytest.raises(RefusedError, match=r"guided_regex is set, .* --guided-decoding-backend xgrammar"):
+            told.engine.submit(make_request("r", guided_regex="a+"))
+
+
+@pytest.mark.parametrize(
+    ("version", "values", "sampler"),
+    [
+        ("1.2.1", {}, "TRTLLMSampler"),
+        ("1.2.1", {"sampler_type": "TorchSampler"}, None),
+        ("1.2.1", {"speculative_config": {"decoding_type": "MTP"}}, None),
+        ("1.3.0", {}, None),
+    ],
+)
+def test_the_default_sampler_is_one_that_honours_seeds(
+    version: str, values: dict[str, Any], sampler: str | None
+) -> None:
+    assert sampler_default(version, values).get("sampler_type") == sampler
 
 
 async def test_priorities_are_given_with_the_policy_that_honours_them(later: ModuleType) -> None:
@@ -143,7 +163,7 @@ async def test_events_of_the_second_cache_manager_are_understood_with_their_salt
 
     async with running_engine() as told:
         prompt = list(range(9))
-        for salt in ("", "tenant"):
+        for salt in ("tenant", ""):  # an event that names none says so once another named one
             await told.finish(make_request(f"r{salt}", prompt, 1, routing=Routing(cache_salt=salt)))
         wanted = {
             each
@@ -152,6 +172,34 @@ async def test_events_of_the_second_cache_manager_are_understood_with_their_salt
         }
         await told.until(lambda: names(told) == wanted)
         assert feed_of(told)["lost_events"] == 0
+
+
+@pytest.mark.parametrize(("algorithm", "named"), [("auto", True), ("v2_sha256", False)])
+async def test_a_salt_that_1_4_does_not_name_is_known_by_the_hash_or_not_at_all(algorithm: str, named: bool) -> None:
+    with tensorrt_llm_of("1.4"):
+        override = json.dumps({"kv_cache_config": {"kv_cache_event_hash_algo": algorithm}})
+        async with running_engine(override_engine_args=override, max_batch_size=8) as told:
+            prompt, other = list(range(9)), list(range(20, 29))
+            await told.finish(make_request("r", prompt, 1, routing=Routing(cache_salt="tenant"), seed=None))
+            await told.finish(make_request("s", other, 1, seed=None))
+            seeds = {hash_seed("", "tenant"): prompt} if named else {}
+            wanted = {
+                each
+                for seed, tokens in {**seeds, hash_seed("", ""): other}.items()
+                for each in sequence_hashes(block_hashes(pack_tokens(tokens), BLOCK, seed))
+            }
+            await told.until(lambda: names(told) == wanted)
+
+
+async def test_an_engine_that_sleeps_has_no_blocks() -> None:
+    with tensorrt_llm_of("1.4"):
+        async with running_engine(override_engine_args="", max_batch_size=8) as told:
+            await told.finish(make_request("r", range(9), 1, seed=None))
+            await told.until(lambda: bool(names(told)))
+            await asyncio.to_thread(told.llm.release, ["model_weights"])
+            assert names(told), "weights only"
+            await asyncio.to_thread(told.llm.release, ["kv_cache"])
+            await told.until(lambda: not names(told))
 
 
 def names(told: RunningEngine) -> set[int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import msgspec
 import pytest
 
-from poolgrid.kv_events.cache_events import Created, Diff, Removed, Stored, StoredBlock, Updated
+from poolgrid.kv_events.cache_events import Cleared, Created, Diff, Removed, Stored, StoredBlock, Updated
 from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
@@ -333,3 +334,49 @@ def test_links_group_into_chains_in_either_direction() -> None:
         (3, [4, 5]),
     ]
     assert chains([]) == []
+
+
+def test_of_several_groups_of_one_window_the_lowest_counts() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+
+    def of_group(group: int, event: Any) -> Any:
+        return msgspec.structs.replace(event, layer_group_id=group)
+
+    created = [Created(event_id=at, window_size=WINDOW, num_blocks_per_cache_level=(9, 0)) for at in (0, 1)]
+    translator.translate([of_group(at, event) for at, event in enumerate(created)])
+    translator.translate([of_group(0, stored(2, None, block(901, 0))), of_group(1, stored(3, None, block(901, 0)))])
+    assert not translator.translate([of_group(1, removed(4, 901))]).events, "the lowest still has it"
+    assert translator.translate([of_group(0, removed(5, 901))]).events == [BlocksRemoved(pack_hashes(NAMES[:1]))]
+    translator.translate([of_group(0, stored(6, None, block(901, 0)))])
+    assert translator.translate([removed(7, 901)]).events, "an event without a group is about all of them"
+
+
+def test_holes_of_a_server_that_passes_some_events_on_are_no_losses() -> None:
+    translator = EventTranslator(BLOCK_SIZE, is_filtered=True)
+    translation = translator.translate([stored(3, None, block(901, 0)), stored(7, 901, block(902, 4))])
+    assert (translation.lost, len(translation.events), translator.is_incomplete) == (0, 2, False)
+    assert translator.translate([stored(1, None, block(903, 8))]).events[0] == CacheCleared(), "it started over"
+
+
+def test_a_server_that_lost_events_says_that_all_is_cleared() -> None:
+    cleared = parse_event({"attention_dp_rank": 0, "data": {"type": "all_cleared"}})
+    assert isinstance(cleared, Cleared)
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0))])
+    assert translator.translate([cleared]).events == [CacheCleared()]
+    assert not translator.resident_blocks
+    assert translator.translate([stored(1, 901, block(902, 4))]).events, "what was known is remembered"
+
+
+@pytest.mark.parametrize("more", [{}, {"hash_algo": "v1_block_key"}, {"layer_group_id": 0}])
+@pytest.mark.parametrize(("said", "known"), [({}, None), ({"cache_salt": None}, None), ({"cache_salt": "s"}, "s")])
+def test_a_salt_is_read_wherever_an_event_names_it(more: dict[str, Any], said: dict[str, Any], known: str) -> None:
+    tokens = [{"type": "unique_token", "token_id": 5, "token_extra_id": 0}]
+    made = {"type": "stored_block", "block_hash": 1, "tokens": tokens, "cache_level": 0, "priority": 35, **said}
+    data = {"type": "stored", "parent_hash": None, "blocks": [made]}
+    event = parse_event({"event_id": 0, "data": data, "window_size": 8, **more})
+    assert isinstance(event, Stored)
+    assert event.blocks[0].cache_salt == known
+    made["cache_salt"] = 5
+    with pytest.raises(DecodeError, match="cache_salt"):
+        parse_event({"event_id": 0, "data": data, "window_size": 8, **more})

@@ -9,10 +9,12 @@ Rules:
    tokens, those of a tenant that nobody told of, and those that hang off something unknown.
 3. Only the largest attention window counts: its blocks are the ones that decide about reuse of a whole prefix. The
    windows are learnt from the ``created`` events with which an engine begins. Where those are lost, nothing is named
-   until as many windows have been seen as are configured.
+   until as many windows have been seen as are configured. Of several groups of layers with that window the lowest
+   number counts, as in the stream that the engine publishes itself; what other groups lost is not known to routers.
 4. ``event_id`` grows by 1. A hole means that the engine dropped events: ``CacheCleared`` goes out before anything later
    does, the translation says how many were lost, and the rank is *incomplete*. An ``event_id`` that went backwards is
-   an engine that started over: empty, and complete again.
+   an engine that started over: empty, and complete again. Where a server passes on some of the events only
+   (``is_filtered``), a hole says nothing.
 5. After a loss blocks are relearned one by one, each on evidence and never on hope. What was named before is
    *remembered*, not claimed: an engine hash stands for the block's content, so its name is as true as ever, but whether
    the block is still there is not known. The engine proves it by storing it again, by moving it to a level, or by
@@ -33,7 +35,7 @@ from enum import Enum
 
 import msgspec
 
-from poolgrid.kv_events.cache_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
+from poolgrid.kv_events.cache_events import AnyEngineEvent, Cleared, Created, Removed, Stored, StoredBlock, Updated
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
 from poolgrid.wire.identifiers import Tier
@@ -116,8 +118,10 @@ class EventTranslator:
         root_seed: RootSeed | None = None,
         reuse_is_on_device: bool = True,
         name_media: NameMedia | None = None,
+        is_filtered: bool = False,
     ) -> None:
         self._block_size = block_size
+        self._is_filtered = is_filtered
         self._stride = block_size * TOKEN_BYTES
         self._windows = windows
         self._root_seed = root_seed
@@ -132,6 +136,8 @@ class EventTranslator:
         self._facts = CacheFacts()
         self._next_event_id = 0
         self._window = 0
+        self._group: int | None = None
+        """Group of layers that counts; ``None`` = no event has named one."""
         self._window_sizes: set[int] = set()
         self._windows_known = False
         self._capacity = 0
@@ -179,8 +185,17 @@ class EventTranslator:
         for event in events:
             expected = self._next_event_id
             event_id = event.event_id
+            if isinstance(event, Cleared):
+                out.append(self.lose())
+                self._next_event_id = expected if event_id < 0 else event_id + 1
+                continue
             self._next_event_id = event_id + 1
-            if event_id == expected and event.window_size == self._window and self._windows_known:
+            if (
+                event_id == expected
+                and event.window_size == self._window
+                and event.layer_group_id == self._group
+                and self._windows_known
+            ):
                 # The usual case. What follows this comes to the same, by more questions.
                 if type(event) is Stored:
                     if len(event.blocks) != 1 or self._incomplete or not self._store_one(event):
@@ -189,31 +204,34 @@ class EventTranslator:
                 if type(event) is Removed:
                     self._remove(event)
                     continue
-            if event_id != expected:
+            if event_id > expected and self._is_filtered:
+                self._windows_known = True  # of the largest only
+            elif event_id != expected:
                 if event_id < expected:
                     self._start_over()
                     lost += event_id
                 else:
                     lost += event_id - expected
-                if event_id:
+                if event_id and not self._is_filtered:
                     self._lose()
                 out.append(CacheCleared())
-            window = event.window_size
-            if window != self._window:
-                self._window_sizes.add(window)
-                if window > self._window:
-                    if self._blocks:
-                        # What was said so far was about a window that does not decide.
-                        self._forget()
-                        out.append(CacheCleared())
-                    self._window = window
+            window, group = event.window_size, event.layer_group_id
+            self._window_sizes.add(window)
+            is_lower = group is not None and (self._group is None or group < self._group)
+            if window > self._window or (window == self._window and is_lower):
+                if self._blocks:
+                    # What was said so far was about a window, or a group, that does not decide.
+                    self._forget()
+                    out.append(CacheCleared())
+                self._window, self._group = window, group
+            is_other = window == self._window and group is not None and group != self._group
             if isinstance(event, Created):
                 if not event_id:
                     self._windows_known = True
-                if window == self._window:
+                if window == self._window and not is_other:
                     self._capacity = sum(event.num_blocks_per_cache_level)
                 continue
-            if window < self._window:
+            if window < self._window or is_other:
                 self._other_window += 1
                 continue
             if not self._windows_known:
@@ -280,6 +298,7 @@ class EventTranslator:
         self._forget()
         self._remembered.clear()
         self._window = self._capacity = 0
+        self._group = None
         self._window_sizes.clear()
         self._windows_known = self._incomplete = False
         self._restarts += 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -80,7 +80,7 @@ ROLES = ("worker", "prefill", "decode", "encode")
 PARTS = ("router", "global-router", "consolidator", *ROLES)
 """What ``part_option`` names."""
 
-_OF_SIMULATED = ("speedup", "timing", "pools")
+_OF_SIMULATED = ("speedup", "timing")
 _OF_OWN_WORKERS = (
     *(
         "engine",
@@ -139,7 +139,7 @@ class UpSettings(EventPlaneSettings):
     pools: InputFile | None = Field(
         None,
         description=(
-            "Run a whole fleet from this pool-grid document: a router and simulated workers per pool, and a "
+            "Run a whole fleet from this pool-grid document: a router and workers per pool, and a "
             "global router. Its urls are ignored."
         ),
     )
@@ -204,7 +204,8 @@ class UpSettings(EventPlaneSettings):
     model_path: Path = Field(
         TINY_MODEL_PATH,
         description=(
-            "Read tokenizer and configuration from this Hugging Face style model directory. Weights are not needed."
+            "Load this Hugging Face style model directory, or ORG/MODEL of a hub, which is fetched first. Simulated "
+            "workers need no weights."
         ),
     )
     kv_block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
@@ -292,7 +293,7 @@ class UpSettings(EventPlaneSettings):
         if self.prefill and not self.decode:
             raise ValueError(f"prefill is {self.prefill} and decode is 0: prefill workers need a decode worker")
         if not self.whole_workers + self.decode:
-            raise ValueError("workers and decode are 0: nobody would generate tokens")
+            raise ValueError("workers and decode are 0: no worker would generate tokens")
         return self
 
     def _check_front(self) -> Self:
@@ -349,9 +350,9 @@ class UpSettings(EventPlaneSettings):
         """Return whether requests may carry media."""
         return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
 
-    def groups(self) -> list[Group]:
-        """Return the workers by kind, in the order in which they get GPUs."""
-        names = self.workers_by_name()
+    def groups(self, workers: Mapping[str, str] | None = None) -> list[Group]:
+        """Return the workers by kind, in the order in which they get GPUs; ``workers`` are roles by name."""
+        names = self.workers_by_name() if workers is None else workers
         engine_args, gpus = by_role(self.engine_args), by_role(self.gpus)
         engine_args["worker"] = engine_args.get("worker") or engine_args.get("", [])
         kinds = {"aggregated": "worker", "prefill": "prefill", "decode": "decode", "encode": "encode"}
@@ -428,16 +429,7 @@ def plan(
     workers take their vocabulary from.
     """
     if settings.real:
-        common = {
-            "host": settings.host,
-            "model-path": str(settings.model_path),
-            "served-model-name": settings.model_name,
-            "modality": "multimodal" if settings.multimodal else "text",
-        }
-        if "kv_block_size" in settings.model_fields_set:
-            common["kv-block-size"] = str(settings.kv_block_size)
-        planned = plan_real(settings.engine, settings.groups(), common, usable(settings.usable_gpus), os.environ)
-        return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
+        return plan_engines(settings, settings.groups(), usable)
     assert model is not None, "simulated workers have a model's vocabulary"
     roles = settings.workers_by_name()
     return [
@@ -445,6 +437,22 @@ def plan(
         for group in settings.groups()
         for name in group.names
     ]
+
+
+def plan_engines(
+    settings: UpSettings, groups: Sequence[Group], usable: Callable[[str], Sequence[str]]
+) -> list[PlannedWorker]:
+    """Return workers with a real engine, with their GPUs; raises ``ValueError`` with what is wrong."""
+    common = {
+        "host": settings.host,
+        "model-path": str(settings.model_path),
+        "served-model-name": settings.model_name,
+        "modality": "multimodal" if settings.multimodal else "text",
+    }
+    if "kv_block_size" in settings.model_fields_set:
+        common["kv-block-size"] = str(settings.kv_block_size)
+    planned = plan_real(settings.engine, groups, common, usable(settings.usable_gpus), os.environ)
+    return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
 
 
 def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, role: str, group: Group) -> list[str]:
@@ -537,14 +545,7 @@ class LocalPool:
 
     async def given_up(self) -> str:
         """Wait until a worker is not started again any more; return why."""
-        waiting = [owned(worker.given_up(), f"bound of {worker.name}") for worker in self._workers]
-        if not waiting:
-            await asyncio.Event().wait()
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            await cancel_all(waiting)
+        return await first_given_up(self._workers)
 
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
@@ -554,20 +555,7 @@ class LocalPool:
         return greeting(self._what, url, settings.model_name, settings.api_keys is not None, shown)
 
     async def _start_worker(self, planned: PlannedWorker) -> Part:
-        settings = self._settings
-        log_dir = settings.log_dir or (DEFAULT_LOG_DIR if settings.real else None)
-        if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        real = settings.real
-        part = Part(
-            planned.name,
-            pushing(settings, planned.arguments, self._ingest),
-            {**self._environment, **planned.environment()},
-            REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S,
-            settings.start_timeout_s(REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
-            None if log_dir is None else log_dir / f"{planned.name}.log",
-            REAL_RESTARTS_MAX if real else None,
-        )
+        part = worker_part(self._settings, planned, self._ingest, self._environment)
         self._workers.append(part)
         await part.start()
         part.watch()
@@ -598,6 +586,37 @@ class LocalPool:
         self._ports.close()
 
 
+def worker_part(
+    settings: UpSettings, planned: PlannedWorker, ingest: str, environment: Mapping[str, str], pool: str = ""
+) -> Part:
+    """Return the process of a worker that pushes its events to ``ingest``; with NATS to the journal of ``pool``."""
+    log_dir = settings.log_dir or (DEFAULT_LOG_DIR if settings.real else None)
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    real = settings.real
+    return Part(
+        planned.name,
+        pushing(settings, planned.arguments, ingest, pool),
+        {**environment, **planned.environment()},
+        REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S,
+        settings.start_timeout_s(REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
+        None if log_dir is None else log_dir / f"{planned.name}.log",
+        REAL_RESTARTS_MAX if real else None,
+    )
+
+
+async def first_given_up(workers: Sequence[Part]) -> str:
+    """Wait until a worker is not started again any more; return why."""
+    waiting = [owned(worker.given_up(), f"bound of {worker.name}") for worker in workers]
+    if not waiting:
+        await asyncio.Event().wait()
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        await cancel_all(waiting)
+
+
 def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[str]:
     """Return the command of the router, but for where the consolidator is."""
     named = ["--served-model-name", settings.served_model_name] if settings.served_model_name else []
@@ -609,8 +628,8 @@ def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[
     ]
 
 
-def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str) -> list[str]:
-    """Return a worker's arguments with where it pushes its events."""
+def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str, pool: str = "") -> list[str]:
+    """Return a worker's arguments with where it pushes its events; ``pool`` as in ``event_plane_arguments``."""
     if not settings.on_nats:
         return [each.replace(INGEST, ingest) for each in arguments]
     kept: list[str] = []
@@ -619,7 +638,7 @@ def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str) -> list
             kept.pop()
         elif INGEST not in each:
             kept.append(each)
-    return [*kept, *settings.event_plane_arguments()]
+    return [*kept, *settings.event_plane_arguments(pool)]
 
 
 def planned_parts(settings: UpSettings, workers: Sequence[PlannedWorker]) -> list[PlannedPart]:

@@ -31,8 +31,8 @@ class FrontendSettings(MediaSettings):
     model_path: Path = Field(
         default=TINY_MODEL_PATH,
         description=(
-            "Read tokenizer and chat template from this Hugging Face style model directory. Unset = the tiny "
-            "model of the simulated engine."
+            "Read tokenizer and chat template from this Hugging Face style model directory, or from ORG/MODEL of a "
+            "hub. Unset = the tiny model of the simulated engine."
         ),
     )
     served_model_name: str = Field(

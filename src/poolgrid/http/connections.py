@@ -289,7 +289,7 @@ def connections_that_fit(wanted: int) -> int:
     if fit < wanted:
         log.warning(
             "setting max_connections: %d are wanted, %d fit into the limit of %d open files with %d kept for the rest "
-            "of the process; raise it (ulimit -n, LimitNOFILE) or lower the setting",
+            "of the process. Raise the limit (ulimit -n, LimitNOFILE) or lower the setting",
             wanted,
             fit,
             allowed,

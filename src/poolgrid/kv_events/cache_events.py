@@ -28,7 +28,7 @@ class StoredBlock(msgspec.Struct, frozen=True, gc=False):
     media_keys: tuple[str, ...] = ()
     """The engine's own names of the media that touch it, in order; with them ``multimodal`` is set."""
     cache_salt: str | None = None
-    """Salt that it was stored under, empty = none; ``None`` = the engine does not say."""
+    """Salt that its event names; ``None`` = it names none, which does not say that there is none."""
     hash_seed: int | None = None
     """Seed of our block hashes, where its media tell it."""
 
@@ -48,6 +48,8 @@ class EngineEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     window_size: int
     """Attention window whose blocks the event is about."""
     attention_dp_rank: int | None = None
+    layer_group_id: int | None = None
+    """Group of layers that the event is about; ``None`` = all, or the engine has one."""
 
 
 class Created(EngineEvent, frozen=True, kw_only=True):
@@ -79,4 +81,8 @@ class Updated(EngineEvent, frozen=True, kw_only=True):
     priority: Diff | None = None
 
 
-AnyEngineEvent = Created | Stored | Removed | Updated
+class Cleared(EngineEvent, frozen=True, kw_only=True):
+    """Nothing of what the rank was known to hold can be relied on; its ``event_id`` may be missing (-1)."""
+
+
+AnyEngineEvent = Created | Stored | Removed | Updated | Cleared

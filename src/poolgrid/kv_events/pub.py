@@ -209,6 +209,9 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     tokens = fields.get("token_ids")
     if not isinstance(tokens, list) or fields.get("block_mm_infos"):
         raise _Senseless("token_ids")
+    before_media = _before_media(tokens, fields.get("mm_keys"), block_size)
+    if before_media is not None:
+        hashes, tokens = hashes[:before_media], tokens[: before_media * block_size]
     try:
         token_bytes = struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error:
@@ -226,6 +229,19 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     # What goes on from a parent has the parent's adapter and salt, of which the event may name the first alone.
     seed = hash_seed(lora, salt) if parent is None and (lora or salt) else None
     return EngineStored(hashes, None if parent is None else _hash(parent), token_bytes, block_size, seed, tier, group)
+
+
+def _before_media(tokens: list[Any], keys: Any, block_size: int) -> int | None:
+    """Return how many blocks come before the first that a medium touches (``None`` = none does).
+
+    TensorRT-LLM names the media of each block (``mm_keys``); its token at the place of one may be a digest, as text.
+    """
+    places = [at // block_size for at, token in enumerate(tokens) if type(token) is str]
+    if keys is not None:
+        if not isinstance(keys, list):
+            raise _Senseless("mm_keys")
+        places += [place for place, of_block in enumerate(keys) if of_block]
+    return min(places, default=None)
 
 
 def _removed(fields: dict[Any, Any]) -> EngineRemoved | None:

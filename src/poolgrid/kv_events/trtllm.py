@@ -1,11 +1,14 @@
 """TensorRT-LLM's dialect: KV cache events as ``LLM.get_kv_cache_events`` gives them (1.2.1), created, stored, removed,
-updated, each a dict.
+updated, each a dict. ``all_cleared`` comes from the fan-out of ``trtllm-serve`` (1.4) in place of lost events.
 
-The second cache manager (1.3) says more, in another way, and names its algorithm in every event (``hash_algo``):
+The second cache manager (1.3) says more, in another way:
 
 1. a block's hash may be a SHA-256 digest, as hexadecimal digits: its last 8 bytes stand for it here;
-2. a block says the salt that it was stored under, if any;
+2. an event names the group of layers that it is about (``layer_group_id``);
 3. a medium is among the tokens of its blocks: the digest of its content, then numbers beyond the vocabulary.
+
+A block may name the salt that it was stored under (``cache_salt``). Where it names none, the engine may not have had
+one, or not said it: the first cache manager of 1.3 names salts, some builds of the second never do.
 
 A block that media touch names each of them in ``mm_keys``: by the name that the request gave it
 (``multi_modal_uuids``, after 1.2), else by a digest of its content. The second cache manager says both, the name as
@@ -26,6 +29,7 @@ from poolgrid.kv_events.cache_events import (
     DEFAULT_PRIORITY,
     DEVICE_LEVEL,
     AnyEngineEvent,
+    Cleared,
     Created,
     Diff,
     Removed,
@@ -85,12 +89,16 @@ class _UpdatedData(msgspec.Struct, tag_field="type", tag="updated"):
     priority: Diff | None = None
 
 
+class _ClearedData(msgspec.Struct, tag_field="type", tag="all_cleared"):
+    pass
+
+
 class _Envelope(msgspec.Struct):
-    event_id: Annotated[int, msgspec.Meta(ge=0, le=EVENT_ID_MAX)]
-    data: _CreatedData | _StoredData | _RemovedData | _UpdatedData
+    data: _CreatedData | _StoredData | _RemovedData | _UpdatedData | _ClearedData
+    event_id: Annotated[int, msgspec.Meta(ge=0, le=EVENT_ID_MAX)] | None = None
     window_size: int = 0
     attention_dp_rank: int | None = None
-    hash_algo: str | None = None
+    layer_group_id: int | None = None
 
 
 PACKERS_MAX = 4096
@@ -118,7 +126,7 @@ def parse_event(event: Mapping[str, Any]) -> AnyEngineEvent:
     try:
         data = event["data"]
         kind = data["type"]
-        if "hash_algo" in event:
+        if "hash_algo" in event or "layer_group_id" in event:
             return _parse_checked(event)
         if kind == "stored":
             return _parse_stored(event, data)
@@ -146,10 +154,12 @@ def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
         cache_level = block["cache_level"]
         priority = block["priority"]
         mm_keys = block.get("mm_keys")
+        cache_salt = block.get("cache_salt")
         if (
             not (type(block_hash) is type(cache_level) is type(priority) is int)
             or type(tokens) is not list
             or (mm_keys is not None and type(mm_keys) is not list)
+            or (cache_salt is not None and type(cache_salt) is not str)
         ):
             raise ValueError
         blocks.append(
@@ -161,6 +171,7 @@ def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
                 bool(mm_keys) or any(map(_token_extra_id, tokens)),
                 (),
                 _media_keys(mm_keys) if mm_keys else (),
+                cache_salt or None,
             )
         )
     event_id = event["event_id"]
@@ -207,21 +218,26 @@ def _parse_checked(event: Mapping[str, Any]) -> AnyEngineEvent:
         event_id = envelope.event_id
         window = envelope.window_size
         data = envelope.data
+        group = envelope.layer_group_id
+        if isinstance(data, _ClearedData):
+            return Cleared(event_id=-1 if event_id is None else event_id, window_size=window, attention_dp_rank=rank)
+        if event_id is None:
+            raise ValueError("event_id is missing")
         if isinstance(data, _StoredData):
-            says_salts = envelope.hash_algo is not None
-            blocks = tuple(_block(block, says_salts) for block in data.blocks)
             return Stored(
                 event_id=event_id,
                 window_size=window,
                 attention_dp_rank=rank,
+                layer_group_id=group,
                 parent_hash=None if data.parent_hash is None else _name(data.parent_hash),
-                blocks=blocks,
+                blocks=tuple(map(_block, data.blocks)),
             )
         if isinstance(data, _RemovedData):
             return Removed(
                 event_id=event_id,
                 window_size=window,
                 attention_dp_rank=rank,
+                layer_group_id=group,
                 block_hashes=tuple(map(_name, data.block_hashes)),
             )
         if isinstance(data, _UpdatedData):
@@ -229,6 +245,7 @@ def _parse_checked(event: Mapping[str, Any]) -> AnyEngineEvent:
                 event_id=event_id,
                 window_size=window,
                 attention_dp_rank=rank,
+                layer_group_id=group,
                 block_hash=_name(data.block_hash),
                 cache_level=data.cache_level,
                 priority=data.priority,
@@ -237,13 +254,14 @@ def _parse_checked(event: Mapping[str, Any]) -> AnyEngineEvent:
             event_id=event_id,
             window_size=window,
             attention_dp_rank=rank,
+            layer_group_id=group,
             num_blocks_per_cache_level=tuple(data.num_blocks_per_cache_level),
         )
     except (msgspec.ValidationError, struct.error, ValueError, OverflowError, RecursionError) as error:
         raise DecodeError("a KV cache event of the engine", str(error)) from None
 
 
-def _block(block: _Block, says_salts: bool) -> StoredBlock:
+def _block(block: _Block) -> StoredBlock:
     media = bool(block.mm_keys) or any(token.token_extra_id for token in block.tokens)
     ids: list[int] = []
     for token in block.tokens:
@@ -260,7 +278,7 @@ def _block(block: _Block, says_salts: bool) -> StoredBlock:
         priority=block.priority,
         multimodal=media,
         media_keys=tuple([_media_key(key.uuid or key.hash) for key in block.mm_keys or ()]),
-        cache_salt=(block.cache_salt or "") if says_salts else None,
+        cache_salt=block.cache_salt or None,
     )
 
 

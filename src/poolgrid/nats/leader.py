@@ -222,7 +222,7 @@ class LeaderWatch:
                 try:
                     self._note((await read_leader(self._connection))[1])
                 except NatsUnavailable as error:
-                    log.debug("asking who leads the pool failed: %s", error)
+                    log.debug("asking for the leader of the pool failed: %s", error)
             self._asks = False
             self._heard.clear()
             try:

@@ -13,6 +13,7 @@ class TrtllmServe(VllmServer):
     """One server; drains by ``method``, which differs between versions."""
 
     method = "GET"
+    version = "1.3.0"
 
     async def start(self, port: int = 0) -> None:
         await super().start(port)
@@ -51,7 +52,7 @@ class TrtllmServe(VllmServer):
         if request.path == "/health":
             await reply.whole(200, b"")
         elif request.path == "/version":
-            await reply.whole(200, {"version": "1.3.0"})
+            await reply.whole(200, {"version": self.version})
         elif request.path == "/v1/models":
             await reply.whole(200, {"object": "list", "data": [{"id": "tiny", "owned_by": "tensorrt_llm"}]})
         elif request.path == "/kv_cache_events" and request.method != self.method:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from poolgrid.wire.events import RequestFinished
+from poolgrid.wire.events import CacheCleared, RequestFinished
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError
@@ -22,9 +22,9 @@ from tests.workers.server.running import worker_before
 
 
 @asynccontextmanager
-async def serving(options: Options | None = None) -> AsyncIterator[TrtllmServe]:
+async def serving(options: Options | None = None, kind: type[TrtllmServe] = TrtllmServe) -> AsyncIterator[TrtllmServe]:
     context = zmq.asyncio.Context()
-    server = TrtllmServe(context, options)
+    server = kind(context, options)
     await server.start()
     try:
         yield server
@@ -61,6 +61,29 @@ async def test_tokens_for_tokens_and_the_drained_events_are_the_index() -> None:
         await server.start()
         await front.consolidator.until(lambda journal: len(journal.cards) > 1)
         await front.settled()
+
+
+class FannedOut(TrtllmServe):
+    """A server of 1.4: it passes on what is stored and removed, so that its numbers have holes."""
+
+    version = "1.4.0rc4"
+
+    def _say(self, data: dict[str, Any]) -> None:
+        super()._say(data)
+        self._event_id += 3
+        self.events = [event for event in self.events if event["data"]["type"] != "created"]
+
+
+async def test_the_holes_of_a_fan_out_are_no_losses() -> None:
+    async with (
+        serving(Options(blocks=32), FannedOut) as server,
+        worker_before(server, "trtllm-serve", kv_block_size=4) as front,
+    ):
+        for number in range(12):  # evicts
+            await front.router.send(make_request(f"r{number}", [number] * 20, 9))
+            await front.router.until_finished(f"r{number}")
+        await front.settled()
+        assert CacheCleared() not in front.journal.events
 
 
 async def test_prompt_and_output_on_two_servers_of_their_own() -> None:

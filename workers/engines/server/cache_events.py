@@ -18,15 +18,15 @@ from typing import Any
 import msgspec
 import zmq
 
-from poolgrid.kv_events.cache_events import AnyEngineEvent, StoredBlock
+from poolgrid.kv_events.cache_events import AnyEngineEvent
 from poolgrid.kv_events.follower import Leave, NewLife, PubEffect, PubFollower, SourceState
 from poolgrid.kv_events.publisher_sockets import PublisherSockets
+from poolgrid.kv_events.root_seeds import RootSeeds
 from poolgrid.kv_events.translation import RootSeed
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import supervised
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, BlocksStored, CacheCleared, EventBatch
-from poolgrid.wire.hashing import BASE_SEED, hash_seed
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from poolgrid.workers.core.cache_facts import ReportedBlocks
 from poolgrid.workers.core.event_translation import EventTranslator
@@ -130,7 +130,7 @@ class RankEvents:
             if isinstance(effect, EventBatch):
                 events += effect.events
             elif isinstance(effect, NewLife | Leave):
-                log.info("cache events of rank %d begin anew: %s", self._source.dp_rank, effect.reason)
+                log.info("cache events of rank %d begin again: %s", self._source.dp_rank, effect.reason)
                 events = [CacheCleared()] if events or self.told else []
         state, reason = self.health
         if state is StreamState.STALE and reason != self._said:
@@ -228,23 +228,25 @@ class FollowedEvents(CacheEvents):
             each.close()
 
 
-def _seed_of(block: StoredBlock) -> int:
-    """Return the seed of a chain: servers that say anything of salts say it of each block."""
-    return hash_seed("", block.cache_salt) if block.cache_salt else BASE_SEED
-
-
 ParseEvent = Callable[[Any], AnyEngineEvent]
 
 
 class DrainedEvents(CacheEvents):
     """The events of a server with one rank."""
 
-    def __init__(self, client: ServerClient, path: str, parse: ParseEvent, block_size: int) -> None:
-        """``parse`` reads one event in the server's words; raises ``DecodeError``."""
+    def __init__(
+        self, client: ServerClient, path: str, parse: ParseEvent, block_size: int, kept_events_max: int = 0
+    ) -> None:
+        """``parse`` reads one event in the server's words; raises ``DecodeError``.
+
+        ``kept_events_max``: the server passes on some of the engine's events, and keeps so many until they are asked
+        for; 0 = it passes on all.
+        """
         self._client = client
         self._path = path
         self._parse = parse
-        self._translator = EventTranslator(block_size, root_seed=_seed_of)
+        self._kept_events_max = kept_events_max
+        self._translator = EventTranslator(block_size, root_seed=RootSeeds(block_size), is_filtered=kept_events_max > 0)
         self._reading: asyncio.Task[None] | None = None
         self._method = "POST"
         self._failed = ""
@@ -304,9 +306,13 @@ class DrainedEvents(CacheEvents):
                     wrong = error
             if wrong is not None:
                 log.warning("%s; the hole that it leaves clears what is claimed", wrong)
-            told = list(self._translator.translate(events).events) if events else []
+            told: list[AnyEvent] = []
+            if 0 < self._kept_events_max <= len(items):
+                told.append(self._translator.lose())  # older events may have been dropped, and no hole says so
+            if events:
+                told += self._translator.translate(events).events
             if told:
-                tell(0, [*told])
+                tell(0, told)
             await asyncio.sleep(0 if items else IDLE_PAUSE_S)
 
     async def _drain(self) -> list[Any]:

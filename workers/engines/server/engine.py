@@ -344,7 +344,7 @@ class ServerEngine:
         request_id = active.request_id
         if self._kept.get(request_id) is active:
             if failure is not None:
-                log.warning("prefill leg %s failed beside its decode leg: %s", request_id, failure.reason)
+                log.warning("prefill leg %s failed together with its decode leg: %s", request_id, failure.reason)
             return
         if self._active.get(request_id) is not active:
             return
@@ -462,7 +462,7 @@ class ServerEngine:
                 if active.deadline_ms > now_ms:
                     break
                 log.warning(
-                    "nobody said within %.0f ms that the KV of prefill leg %s was fetched: giving it up",
+                    "no fetch of the KV of prefill leg %s was reported within %.0f ms: releasing it",
                     self._limits.kv_transfer_timeout_ms,
                     active.request_id,
                 )

@@ -81,7 +81,9 @@ async def _asked(
                 facts.events_missing,
             )
         elif facts.drained_events and kind.parse_drained is not None:
-            events = DrainedEvents(client, facts.drained_events, kind.parse_drained, facts.block_size)
+            events = DrainedEvents(
+                client, facts.drained_events, kind.parse_drained, facts.block_size, facts.kept_events_max
+            )
         else:
             events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake)
 

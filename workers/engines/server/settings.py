@@ -47,10 +47,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     model_path: str = Field(
         "",
         max_length=4096,
-        description=(
-            "Start the engine's server with this model directory or hub name, without engine_url. Arguments "
-            "after -- go to the server."
-        ),
+        description=("Start the engine's server with this model; arguments after -- go to it."),
     )
     engine_command: str = Field(
         "",
@@ -92,22 +89,23 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     served_model_name: str = Field(
         "",
         max_length=256,
-        description=("Serve this model of the server. Unset = its first model that is not an adapter."),
+        description=("Serve this model of the server. Unset = its first base model."),
     )
     role: Literal["aggregated", "prefill", "decode"] = Field(
         "aggregated",
         description=(
-            "Choose what the worker does: whole requests and any leg, prefill only, or decode and whole requests."
+            "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
+            "images (simulated engine)."
         ),
     )
     kv_block_size: int | None = Field(
-        None, ge=1, le=4096, description=("Set the number of tokens in a KV block. Unset = as the server reports.")
+        None, ge=1, le=4096, description=("Set the tokens in a KV block. Unset = as the server reports.")
     )
     max_batch_size: int = Field(
         256,
         ge=1,
         le=65_536,
-        description=("Assume this many requests per engine step of a rank if the server does not report it."),
+        description=("Assume this limit per rank if the server reports none."),
     )
     max_num_tokens: ClassVar[int] = 8192
     """Tokens in one engine step of a rank, where the server does not say."""
@@ -169,7 +167,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         120_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description=("Treat the server as silent when its requests make no progress for this time."),
+        description=("Treat the engine as hung when its requests make no progress for this time."),
     )
 
     @field_validator("engine_url")

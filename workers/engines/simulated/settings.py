@@ -46,8 +46,8 @@ class SimulatedWorkerSettings(TensorSettings):
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
         description=(
-            "Choose what the worker does: whole requests and any leg, prefill only, decode and whole "
-            "requests, or encode images."
+            "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
+            "images (simulated engine)."
         ),
     )
     kv_block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
@@ -131,7 +131,7 @@ class SimulatedWorkerSettings(TensorSettings):
     tensor_transport: Literal["zmq", "nixl"] = Field(
         "zmq",
         description=(
-            "Receive embeddings from encode workers in messages (zmq), or read them from memory with NIXL "
+            "Receive embeddings as handles on one machine (none, trtllm), in messages (zmq), or with NIXL "
             "(needs poolgrid[nixl])."
         ),
     )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import owned
 from poolgrid.wire.events import (
@@ -27,6 +26,7 @@ from poolgrid.wire.events import (
     LoadReported,
 )
 from poolgrid.wire.identifiers import Role, Tier
+from poolgrid.wire.inabilities import Inability
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, EngineHealth
@@ -101,7 +101,7 @@ class TrtllmEngine:
                 arguments.block_size,
                 context,
                 clock,
-                lambda tokens: calls.roots(StoredBlock(block_hash=0, tokens=tokens)),
+                calls.roots.of_tokens,
             )
         self._trtllm_metrics = trtllm_metrics
         self._feed = TrtllmFeed(
@@ -164,6 +164,10 @@ class TrtllmEngine:
     def names_media(self) -> bool:
         """Whether the model's files say what stands for a picture among its tokens."""
         return self._takes_media and self._calls.media is not None
+
+    @property
+    def inabilities(self) -> tuple[Inability, ...]:
+        return self._calls.inabilities
 
     @property
     def takes_retention(self) -> bool:

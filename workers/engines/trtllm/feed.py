@@ -6,7 +6,7 @@ Rules:
 2. Reading happens in a thread (``poolgrid.workers.engines.trtllm.reader``), everything here on the worker's loop. What
    was read is translated and handed over in one turn, so that ``restate`` says exactly what ``on_cache`` has said.
 3. When events could not be read for ``failing_clears_ms`` nobody knows any more what the engine holds, and all ranks
-   are cleared.
+   are cleared. So they are when the engine lets go of its KV cache to sleep, of which it makes no events.
 4. Where the engine publishes its events by itself (``stream``), they are followed and not read: one source, never two.
 5. Each attention-DP rank counts its events apart and has a translator of its own. An event of a rank that does not
    exist, or of a shape that is not known, is counted; the hole that it leaves clears its rank.
@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, RootSeed
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
+from poolgrid.workers.engines.trtllm.library import observe_release
 from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
 from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, FeedTurn
 
@@ -133,6 +135,8 @@ class TrtllmFeed:
         Raises what the callbacks raise.
         """
         self._on_cache, self._on_load = on_cache, on_load
+        loop = asyncio.get_running_loop()
+        observe_release(self._llm, lambda: loop.call_soon_threadsafe(self._forget_all, "the engine sleeps"))
         await self._reader.run()
 
     # -- the turns -----------------------------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ class TrtllmFeed:
         for reader in (EVENTS, STATISTICS):
             self._note(reader, turn.errors.get(reader))
         if EVENTS in turn.errors:
-            self._clear_if_failing_long(on_cache)
+            self._clear_if_failing_long()
         else:
             self._cleared = False
         for rank, statistics in newest.items():
@@ -230,12 +234,18 @@ class TrtllmFeed:
             self._failing[reader] = (self._clock.monotonic_ms(), f"{type(error).__name__}: {error}"[:500])
             log.warning("reading the engine's %s failed, it is tried again: %r", reader, error)
 
-    def _clear_if_failing_long(self, on_cache: OnCache) -> None:
+    def _clear_if_failing_long(self) -> None:
         since_ms = self._failing[EVENTS][0]
         if self._cleared or self._clock.monotonic_ms() - since_ms < self._limits.failing_clears_ms:
             return
         self._cleared = True
-        log.error("reading the engine's events failed for too long: the index of all its ranks was cleared")
+        self._forget_all("reading the engine's events failed for too long")
+
+    def _forget_all(self, why: str) -> None:
+        """Clear the index of every rank."""
+        on_cache = self._on_cache
+        assert on_cache is not None, "run told whom"
+        log.error("%s: the index of all its ranks was cleared", why)
         for rank, translator in enumerate(self._translators):
             told: list[WireCacheEvent] = [translator.lose()]
             self._metrics.observe_events(rank, 0, translator)

@@ -25,6 +25,9 @@ PRIORITY_POLICY = "waiting_queue_policy"
 MEDIA_NAMES = "multi_modal_uuids"
 """Key of ``TextPrompt``, after 1.2, by which a request names its media; older versions pass over it."""
 
+KV_CACHE_MEMORY = "kv_cache"
+"""Name of the KV cache among the kinds of memory that a sleeping engine lets go of."""
+
 REQUEST_ERRORS = (ValueError, TypeError, NotImplementedError)
 """What TensorRT-LLM raises for a request that it does not take, besides its own ``RequestError``."""
 
@@ -130,6 +133,20 @@ def load_library() -> TrtllmLibrary:
 def parameters_of(call: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a callable's parameters."""
     return frozenset(inspect.signature(call).parameters)
+
+
+def observe_release(llm: Any, told: Callable[[], object]) -> None:
+    """Have ``told`` called when an engine that can sleep lets go of its KV cache: it makes no event of that."""
+    release = getattr(llm, "release", None)
+    if release is None:
+        return
+
+    def released(tags: Any = None, *args: Any, **more: Any) -> Any:
+        if tags is None or any(str(getattr(tag, "value", tag)) == KV_CACHE_MEMORY for tag in tags):
+            told()
+        return release(tags, *args, **more)
+
+    llm.release = released
 
 
 def orders_by_priority(llm: Any) -> bool:

@@ -117,7 +117,7 @@ async def _drain(client: httpx.AsyncClient, names: Sequence[str], told: Told, as
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise DrainFailed(
-            f"the pool has no worker {', '.join(unknown)}, it has {', '.join(known) or 'none'}; nobody is drained"
+            f"the pool has no worker {', '.join(unknown)}, it has {', '.join(known) or 'none'}; no worker is drained"
         )
     workers = list(names) or known
     for lost in without_anybody(rows, workers):

@@ -141,7 +141,7 @@ class BenchSettings(Settings):
         if self.turns > 1 and self.trace is not None:
             raise ValueError("trace and turns are both given, allowed is one of them: a trace has its own requests")
         if self.shared_prefix and self.trace is not None:
-            raise ValueError("trace and shared_prefix are both given: a trace says itself what its requests share")
+            raise ValueError("trace and shared_prefix are both given: a trace already defines what its requests share")
         if self.turns > 1 and self.endpoint in ("completions", "text"):
             raise ValueError(f"turns is {self.turns} and endpoint is {self.endpoint}: conversations need chat")
         if len(self.concurrency) > 1 and self.mode != "closed":

@@ -1,8 +1,12 @@
-"""TensorRT-LLM's block hash "v1", after its description in ``contract_1_2_1.json`` (``block_hash``)."""
+"""TensorRT-LLM's block hash "v1", and what a salt and a SHA-256 name become in it: the only place in the fake.
+
+``python -m tests.trtllm_upstream`` compares it with upstream's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from hashlib import sha256, sha512
 
 from blake3 import blake3
 
@@ -53,6 +57,17 @@ def block_key_hash(
     return seed
 
 
-def salt_id(cache_salt: str) -> int:
-    """Return the 64-bit id of a cache salt."""
-    return int.from_bytes(blake3(cache_salt.encode()).digest()[:8], "little")
+def salt_id(cache_salt: str, algorithm: str = "sha256") -> int:
+    """Return the 64-bit id of a cache salt.
+
+    ``sha256``: the second cache manager. ``blake3``: versions before 1.3. ``std``: the first manager since, which takes
+    the hash of its C++ library; nobody else can compute it, so any other hash stands for it.
+    """
+    text = cache_salt.encode()
+    digests = {"sha256": sha256(text).digest(), "blake3": blake3(text).digest(), "std": sha512(text).digest()}
+    return int.from_bytes(digests[algorithm][:8], "little")
+
+
+def truncated(digest: bytes) -> int:
+    """Return the integer that stands for a SHA-256 name (``v2_sha256_64``)."""
+    return int.from_bytes(digest[:8], "big")

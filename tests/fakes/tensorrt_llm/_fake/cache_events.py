@@ -290,6 +290,6 @@ def _stored_block(name: int, tokens: Sequence[int], keys: Sequence[MediaKey], sa
     named = [{"type": "mm_key", "hash": key.name, "start_offset": key.start} for key in keys if key.name]
     if named and PROFILE.media_keys:
         block["mm_keys"] = named
-    if salt:
-        block["cache_salt"] = salt
+    if salt or PROFILE.second_by_default:
+        block["cache_salt"] = salt or None
     return block

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from .profile import PROFILE
+
 SIGN = 1 << 63
 
 
@@ -26,6 +28,12 @@ def of_rank(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}" if rank else endpoint
     host, _, port = endpoint.rpartition(":")
     return f"{host}:{int(port) + rank}"
+
+
+def _media(block: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what 1.4 says of the media that a block depends on."""
+    digests = [token["token_id"] for token in block["tokens"] if isinstance(token["token_id"], str)]
+    return [{"type": "mm_key", "hash": digest, "start_offset": 0} for digest in digests]
 
 
 def _signed(name: int | str) -> int:
@@ -104,6 +112,7 @@ class RankPublisher:
                     "lora_id": None,
                     "medium": "GPU",
                     "lora_name": None,
+                    **({"mm_keys": [_media(block) for block in whole]} if PROFILE.second_by_default else {}),
                 }
             ]
         if data["type"] == "removed":

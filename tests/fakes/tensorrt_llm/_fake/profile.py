@@ -32,11 +32,18 @@ class Profile:
     """A prompt may name its media (``multi_modal_uuids``), and events say that name; otherwise it is passed over."""
     second_cache_manager: bool
     """``kv_cache_config.use_kv_cache_manager_v2`` exists, with its own names of blocks."""
+    salt_hash: str
+    """What the first manager makes of a salt (``block_key.salt_id``); the second takes SHA-256."""
+    names_salts: tuple[bool, bool]
+    """Whether the first manager, and the second, say in events which salt a block was stored under."""
+    second_by_default: bool
+    """``auto`` is the second cache manager."""
 
 
 PROFILES = {
-    "1.2.1": Profile("1.2.1", False, False, False, True, True, False, False),
-    "1.3": Profile("1.3.0", True, True, True, False, True, True, True),
+    "1.2.1": Profile("1.2.1", False, False, False, True, True, False, False, "blake3", (False, False), False),
+    "1.3": Profile("1.3.0", True, True, True, False, True, True, True, "std", (True, True), False),
+    "1.4": Profile("1.4.0rc4", True, True, True, False, True, True, True, "std", (True, False), True),
 }
 
 

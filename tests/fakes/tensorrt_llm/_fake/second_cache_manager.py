@@ -4,7 +4,7 @@
 2. Blocks may be named by SHA-256: as 64 hexadecimal digits, or by the first 8 of its bytes as an integer.
 3. A medium is among the tokens of its blocks: its first token is its 64 hexadecimal digits, each later one the size of
    the vocabulary plus the place in the medium. There are no ``mm_keys``.
-4. Each block says the salt that it was stored under.
+4. Each block says the salt that it was stored under, or, in 1.4, says ``null`` for every salt.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 from enum import Enum
 from hashlib import sha256
 from typing import Any
+
+from .block_key import truncated
 
 
 class BlockNames(Enum):
@@ -47,7 +49,7 @@ def _name(v1: int, names: BlockNames) -> int | str:
     if names is BlockNames.V2_BLOCK_KEY:
         return v1
     digest = sha256(v1.to_bytes(8, "little")).digest()
-    return digest.hex() if names is BlockNames.V2_SHA256 else int.from_bytes(digest[:8], "big")
+    return digest.hex() if names is BlockNames.V2_SHA256 else truncated(digest)
 
 
 def _digest(name: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 from poolgrid.workers.engines.trtllm import arguments
 
-RUN_TIME, LATER_FIELDS = (
+RUN_TIME, LATER_FIELDS, FIELDS_OF_1_4 = (
     json.loads(resources.files(arguments).joinpath(name).read_text())
-    for name in ("arguments_1_2_1.json", "later_arguments.json")
+    for name in ("arguments_1_2_1.json", "later_arguments.json", "arguments_1_4.json")
 )
 
 ADDED: dict[str, dict[str, dict[str, Any]]] = {
@@ -29,3 +29,15 @@ ADDED: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """A field that 1.2.1 has too is replaced."""
+
+ADDED["1.4.0rc4"] = {
+    section: {
+        # Sections that the fake has no class of are any mapping.
+        **{name: {**each, "default": None} for name, each in FIELDS_OF_1_4.get(section, {}).items()},
+        **ADDED["1.3.0"].get(section, {}),
+    }
+    for section in {*ADDED["1.3.0"], *FIELDS_OF_1_4} - {"_provenance"}
+}
+
+GONE: dict[str, dict[str, frozenset[str]]] = {"1.4.0rc4": {"kv_cache_config": frozenset({"onboard_blocks"})}}
+"""Fields of 1.2.1 that a release has no more."""

@@ -261,6 +261,7 @@ class BaseLLM:
             sampling.return_perf_metrics or bool(getattr(self.args, "return_perf_metrics", False)),
         )
         salt = cache_salt or ""
+        second = executor.shape.block_names is not BlockNames.V1
         # What has tokens of its own is in the blocks that it touches, anything else in all of them.
         unplaced = () if placed else pictures
         digests = tuple(MediaKey(each.digest, 0, each.event_name) for each in unplaced)
@@ -291,10 +292,10 @@ class BaseLLM:
             lora_name=lora_request.lora_name if lora_request else "",
             lora_id=lora_request.lora_int_id if lora_request else None,
             tenant=Tenant(
-                salt_id(salt) if salt else None,
+                salt_id(salt, "sha256" if second else PROFILE.salt_hash) if salt else None,
                 lora_request.lora_int_id if lora_request else None,
                 digests if PROFILE.media_keys else (),
-                salt if executor.shape.block_names is not BlockNames.V1 else "",
+                salt if PROFILE.names_salts[second] else "",
             ),
             salt=identity,
             rank=scheduling_params.attention_dp_rank if scheduling_params else None,
@@ -516,8 +517,17 @@ class _LaterLLM(BaseLLM):
         )
 
 
+class _SleepingLLM(_LaterLLM):
+    """What came with 1.4."""
+
+    def release(self, tags: Sequence[str] | None = None) -> None:
+        """Let go of memory; the cache is lost without an event. The fake keeps it."""
+
+
 if TYPE_CHECKING:
     _Released = BaseLLM
+elif PROFILE.second_by_default:
+    _Released = _SleepingLLM
 else:
     _Released = _LaterLLM if PROFILE.request_priority else BaseLLM
 
@@ -558,10 +568,11 @@ def _shape(args: Any, behaviour: behaviours.Behaviour) -> EngineShape:
 
 
 def _block_names(kv_cache: Any) -> BlockNames:
-    if getattr(kv_cache, "use_kv_cache_manager_v2", False) is not True:
+    chosen = getattr(kv_cache, "use_kv_cache_manager_v2", False)
+    if not (PROFILE.second_by_default if chosen == "auto" else chosen):
         return BlockNames.V1
     algorithm = kv_cache.kv_cache_event_hash_algo
-    return BlockNames.V2_SHA256 if algorithm == "auto" else BlockNames(algorithm)
+    return BlockNames.V2_BLOCK_KEY if algorithm == "auto" else BlockNames(algorithm)
 
 
 def _stream(args: Any, kv_cache: Any) -> Any:

@@ -34,7 +34,7 @@ from pydantic import (
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import KV_EVENTS
 
 from .._fake.profile import PROFILE
-from .._fake.surface import ADDED, LATER_FIELDS, RUN_TIME
+from .._fake.surface import ADDED, GONE, LATER_FIELDS, RUN_TIME
 
 _FACTS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "contract_1_2_1.json").read_text(encoding="utf-8"))
 _REQUIRED = "<required>"
@@ -241,6 +241,8 @@ def _model(
     """Make a model of a section of the facts, as the pretended release has it; ``other`` fields are as given."""
     fields = dict(_facts_of(_FACTS[section] if facts is None else facts))
     fields |= ADDED[PROFILE.version].get(section, {})
+    for each in GONE.get(PROFILE.version, {}).get(section, ()):
+        del fields[each]
     definitions = {each: other.get(each) or _field(each, fact) for each, fact in fields.items()}
     made: type[BaseModel] = create_model(name, __base__=base, __module__=__name__, **definitions)  # type: ignore[call-overload]
     _NAMES[name] = made

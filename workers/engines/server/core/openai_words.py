@@ -265,7 +265,7 @@ _encode = msgspec.json.Encoder().encode
 def left_for(request: Generate, title: str, form: type[T]) -> T:
     """Return what the prefill leg left for a decode leg; raises ``RefusedError`` without it, ``BrokenError``."""
     if request.disaggregated_params is None:
-        raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is")
+        raise RefusedError("a decode leg comes without disaggregated_params: the place of its KV is unknown")
     try:
         return msgspec.json.decode(request.disaggregated_params, type=form)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -65,6 +65,8 @@ class ServerFacts:
     """Why the cache events of some rank cannot be followed, and what to set; empty = those of all ranks can be."""
     drained_events: str = ""
     """Path that hands its cache events out over HTTP, to one reader; empty = it has none."""
+    kept_events_max: int = 0
+    """That path hands out some of the engine's events, and keeps so many; 0 = it hands out all."""
     extra: Mapping[str, Any] | None = None
     """What only the server's dialect knows what to do with."""
 

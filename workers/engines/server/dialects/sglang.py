@@ -186,8 +186,8 @@ class SglangDialect:
         for name, value in (("cache_salt", request.routing.cache_salt), ("lora_name", request.routing.lora_name)):
             if value:
                 raise UnableError(
-                    f"{name} is set, and the cache events of {TITLE} do not say which blocks have one: they would be "
-                    "taken for everybody's. A worker with --no-follow-events takes such requests"
+                    f"{name} is set, and the cache events of {TITLE} do not mark which blocks have one: they would be "
+                    "shared between all tenants. A worker with --no-follow-events takes such requests"
                 )
 
 

@@ -12,12 +12,14 @@ Rules:
 5. A request's salt and priority have no field here, and an adapter would need its path: they are refused.
 
 It says of itself the model's name and its version only; the rest is said by options. Its cache events are drained over
-HTTP (``/kv_cache_events``): who reads them takes them away from everybody else. Settings of its cache are taken in a
-file of YAML only: somebody's own file is taken over, with what the worker needs.
+HTTP (``/kv_cache_events``): who reads them takes them away from everybody else. From 1.4 on the server gives out what
+routers need only, so its numbers have holes, and it keeps the newest ``FANOUT_EVENTS_MAX``. Settings of its cache are
+taken in a file of YAML only: somebody's own file is taken over, with what the worker needs.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -131,8 +133,8 @@ def _refuse(request: Generate) -> None:
     sampling, routing = request.sampling, request.routing
     if request.multimodal is not None:
         raise UnableError(
-            f"the request has media, and {COMPLETIONS} of {TITLE} takes none beside token ids: a worker with the "
-            "engine trtllm does"
+            f"the request has media, and {COMPLETIONS} of {TITLE} takes none together with token ids: a "
+            "worker with the engine trtllm does"
         )
     if routing.lora_name:
         raise UnableError(f"lora_name is {routing.lora_name!r}, {TITLE} would need the adapter's path with the request")
@@ -221,17 +223,28 @@ class _Reader:
 # -- what a server says of itself
 
 EVENTS_PATH = "/kv_cache_events"
+FANOUT_EVENTS_MAX = 1024
+"""Events that a server with a fan-out keeps for its reader over HTTP."""
+
 EVENTS_OPTION = "kv_cache_config: {event_buffer_max_size: 100000, enable_block_reuse: true} in its YAML"
 
 
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
     """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
-    return ServerFacts(version=await version_of(client), drained_events=EVENTS_PATH)
+    version = await version_of(client)
+    return ServerFacts(
+        version=version, drained_events=EVENTS_PATH, kept_events_max=FANOUT_EVENTS_MAX if _has_fanout(version) else 0
+    )
+
+
+def _has_fanout(version: str) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) >= (1, 4)
 
 
 async def pictures_missing(client: ServerClient) -> str:
     """Say that it takes no pictures beside token ids, and what does."""
-    return "its /v1/completions takes none beside token ids: a worker with --engine trtllm does"
+    return "its /v1/completions takes none together with token ids: a worker with --engine trtllm does"
 
 
 # -- starting

@@ -2,11 +2,12 @@
 
 The facts are data (``arguments_1_2_1.json``): each field's type, default and range. Types are written as Python writes
 them; ``object`` is a Python object, which cannot come from a file, and other names are sections, unions or enums of the
-data. ``later_arguments.json`` has what came after 1.2.1 and poolgrid knows what to do with: it passes here, and the
-installed version refuses it where it does not have it.
+data. ``later_arguments.json`` and ``arguments_1_4.json`` have what came after 1.2.1: it passes here, and the installed
+version refuses it where it does not have it. Where a later version is installed, its own source is the data instead
+(``installed``): what it has passes, what it has no more is a fault.
 
-Checks need neither the package nor a GPU. They are stricter than TensorRT-LLM's own: ``"16"`` is not an integer. An
-argument that is not known is a fault, because TensorRT-LLM refuses it too (``extra=forbid``).
+Checks need neither an import of the package nor a GPU. They are stricter than TensorRT-LLM's own: ``"16"`` is not an
+integer. An argument that is not known is a fault, because TensorRT-LLM refuses it too (``extra=forbid``).
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Posit
 from pydantic import Field as ModelField
 from pydantic_core import ErrorDetails
 
+from poolgrid.workers.engines.trtllm.arguments.installed import installed_facts
+
 KV_CACHE = "kv_cache_config"
 REQUIRED = "<required>"
 TOP = "llm_args"
 
 SUGGESTION_CUTOFF = 0.6
 """Least similarity (``difflib``) of a suggested name; below it a suggestion misleads more than it helps."""
+
+DEPTH_MAX = 6
+"""Sections within each other whose fields are known by path."""
 
 _ALLOWED = {
     "model_type": "a mapping",
@@ -100,6 +106,8 @@ class Contract:
         return {} if default.endswith("()") else default
 
     def _collect(self, section: str, path: str) -> None:
+        if path.count(".") >= DEPTH_MAX:
+            return  # a section that has itself among its fields
         variants = self._unions.get(section, {}).get("variants", {"": self._sections.get(section, {})})
         for fields in variants.values():
             for name, field in fields.items():
@@ -188,11 +196,32 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def contract() -> Contract:
     """Return the contract that poolgrid is written against."""
     files = resources.files(__package__)
-    facts, later = (
+    facts, *later = (
         json.loads(files.joinpath(name).read_text(encoding="utf-8"))
-        for name in ("arguments_1_2_1.json", "later_arguments.json")
+        for name in ("arguments_1_2_1.json", "later_arguments.json", "arguments_1_4.json")
     )
-    return Contract(facts, {name: fields for name, fields in later.items() if not name.startswith("_")})
+    sections: dict[str, dict[str, Any]] = {}
+    for each in later:
+        for name, fields in each.items():
+            if not name.startswith("_"):
+                sections[name] = {**sections.get(name, {}), **fields}
+    return Contract(facts, sections)
+
+
+@cache
+def installed_contract() -> Contract:
+    """Return the contract of the version that is installed, where it came after 1.2; else the one of ``contract``."""
+    facts = installed_facts()
+    found = re.match(r"(\d+)\.(\d+)", facts["version"]) if facts else None
+    if not (facts and found and (int(found[1]), int(found[2])) > (1, 2)):
+        return contract()
+    return contract_of(facts)
+
+
+def contract_of(facts: dict[str, Any]) -> Contract:
+    """Return the contract of a later version; what 1.2.1 had and it has no more is refused as such."""
+    gone = f"is no argument of TensorRT-LLM {facts['version']}; {contract().version} had it"
+    return Contract({**facts, "refusals": dict.fromkeys(contract().fields, gone)}, {})
 
 
 def look_up(arguments: Mapping[str, Any], path: str) -> Any:
@@ -240,6 +269,7 @@ def _model(
             options["min_length"] = 1
             if "> 0" in limit:
                 spelled = spelled.replace("list[int]", "list[Positive]")
+        options |= facts.get("limits", {})
         if field in aliases.values():
             others = [alias for alias, meant in aliases.items() if meant == field]
             options["validation_alias"] = AliasChoices(field, *others)

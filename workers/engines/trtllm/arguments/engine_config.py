@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, contract, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, installed_contract, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, balancer_faults, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import Mode, check_engine, check_pair
 from poolgrid.workers.engines.trtllm.core.model_facts import model_problem
@@ -50,7 +50,7 @@ def mode_of(name: str) -> Mode | None:
 
 def check_arguments(arguments: Mapping[str, Any], mode: Mode | None) -> list[ArgumentFault]:
     """Return every fault of one engine file's arguments; rules between fields only where the fields are right."""
-    return contract().check(arguments) or check_engine(arguments, mode or "prefill_and_decode")
+    return installed_contract().check(arguments) or check_engine(arguments, mode or "prefill_and_decode")
 
 
 def engine_files(paths: Iterable[Path]) -> list[Path]:
@@ -124,7 +124,7 @@ def check_command(paths: Iterable[Path], model: str = "") -> tuple[str, int]:
     lines = [str(fault) for fault in faults]
     wrong = len({each.file for each in faults if not each.fault.warning})
     checked = "1 file" if len(files) == 1 else f"{len(files):,} files"
-    lines.append(f"{checked} checked against TensorRT-LLM {contract().version}, {wrong:,} with faults")
+    lines.append(f"{checked} checked against TensorRT-LLM {installed_contract().version}, {wrong:,} with faults")
     return "\n".join(lines) + "\n", 1 if wrong else 0
 
 
@@ -139,4 +139,4 @@ def check_report(paths: Iterable[Path], model: str = "") -> tuple[dict[str, Any]
         fault = each.fault
         by_file[str(each.file)].append({"path": fault.path, "message": fault.message, "warning": fault.warning})
     wrong = any(not each.fault.warning for each in faults)
-    return {"tensorrt_llm": contract().version, "files": by_file}, 1 if wrong else 0
+    return {"tensorrt_llm": installed_contract().version, "files": by_file}, 1 if wrong else 0

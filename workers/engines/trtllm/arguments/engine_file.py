@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from poolgrid.wire.strict_json import read_strictly
-from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, contract, look_up, shown
+from poolgrid.workers.engines.trtllm.arguments.contract import ArgumentFault, installed_contract, look_up, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_experts
 
 FILE_BYTES_MAX = 1_048_576
@@ -134,7 +134,7 @@ def balancer_faults(arguments: Mapping[str, Any]) -> list[ArgumentFault]:
             )
         ]
     moe = {**(arguments.get("moe_config") or {}), "load_balancer": balancer}
-    faults = contract().check({"moe_config": moe})
+    faults = installed_contract().check({"moe_config": moe})
     faults = [fault for fault in faults if fault.path.startswith(BALANCER)] or check_experts(
         {**arguments, "moe_config": moe}
     )

@@ -1,18 +1,25 @@
-"""Which tenant the first block of a chain belongs to: events name neither the cache salt nor the adapter. Pure.
+"""Which tenant the first block of a chain of TensorRT-LLM belongs to. Pure.
 
-Both enter the engine's own hash, and the worker knows which requests it was given. So for each request with a salt or
-an adapter the engine's hash of its first block is computed and remembered with the wire's hash seed. A first block is
+The cache salt and the adapter enter the engine's own hash; few versions name the salt in an event, none the adapter.
+The worker knows which requests it was given. So for each request with a salt or an adapter the engine's hash of its
+first block is computed and remembered with the wire's hash seed. A first block is
 
 1. one of those, by its hash, or by the names of the media that touch it (``media_names``);
-2. of the salt that its event names, where the engine names salts and no request with an adapter began with its tokens;
-3. nobody's in particular, when no such request began with its tokens, or when its hash is that of the bare tokens;
-4. not known, else: an engine that hashes otherwise. It is told to nobody. Tenants never share a key by mistake.
+2. of the salt that its event names, where no request with an adapter began with its tokens;
+3. nobody's in particular, when its hash is that of the bare tokens;
+4. not known, when its hash is not that of the bare tokens and this engine's hash of bare tokens is known to be ours;
+5. not known, when a request with a salt or an adapter began with its tokens. An event without a salt says nothing,
+   unless this engine has named salts and no request with an adapter began with these tokens;
+6. nobody's in particular, else: an engine that hashes otherwise.
+
+What is not known is reported to no router. Tenants never share a key by mistake.
 
 Bounded: the oldest of ``ROOTS_MAX`` first blocks is forgotten; its events came long ago.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -34,14 +41,19 @@ class RootSeeds:
         self._tokens: OrderedDict[bytes, None] = OrderedDict()
         self._adapted: OrderedDict[bytes, None] = OrderedDict()
         """First blocks of requests with an adapter."""
+        self._names_salts = False
+        """This engine has named a salt."""
+        self._hash_is_known = False
+        """A first block of this engine had the hash of its bare tokens."""
 
     def note(self, token_ids: bytes, lora_name: str, lora_number: int | None, cache_salt: str) -> None:
         """Remember a request that the engine is about to get; its prompt in u32 little-endian."""
         if not (lora_name or cache_salt) or len(token_ids) < self._bytes:
             return
         first = token_ids[: self._bytes]
-        key = root_key(unpack_tokens(first), cache_salt, lora_number)
-        _remember(self._seeds, key, hash_seed(lora_name, cache_salt))
+        seed = hash_seed(lora_name, cache_salt)
+        for salt in salt_ids(cache_salt):
+            _remember(self._seeds, root_key(unpack_tokens(first), salt, lora_number), seed)
         _remember(self._tokens, first, None)
         if lora_name:
             _remember(self._adapted, first, None)
@@ -54,11 +66,19 @@ class RootSeeds:
         seed = self._seeds.get(block.block_hash)
         if seed is not None:
             return seed
-        if block.cache_salt is not None:
+        if block.cache_salt:
+            self._names_salts = True
             return None if block.tokens in self._adapted else hash_seed("", block.cache_salt)
-        if block.tokens not in self._tokens or root_key(unpack_tokens(block.tokens)) == block.block_hash:
+        if root_key(unpack_tokens(block.tokens)) == block.block_hash:
+            self._hash_is_known = True
             return BASE_SEED
-        return None
+        if block.tokens not in self._tokens:
+            return None if self._hash_is_known else BASE_SEED
+        return BASE_SEED if self._names_salts and block.tokens not in self._adapted else None
+
+    def of_tokens(self, tokens: bytes) -> int | None:
+        """Return the same where neither a hash of this engine nor a salt is known, only the tokens."""
+        return None if tokens in self._tokens else BASE_SEED
 
 
 def _remember(into: OrderedDict, key: object, value: object) -> None:  # type: ignore[type-arg]
@@ -73,19 +93,26 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN = 0x9E37_79B9
 
 
-def salt_id(cache_salt: str) -> int:
-    """Return the number that stands for a cache salt: the first 8 bytes, little-endian, of its BLAKE3 digest."""
-    return int.from_bytes(blake3(cache_salt.encode()).digest()[:8], "little")
+def salt_ids(cache_salt: str) -> tuple[int | None, ...]:
+    """Return the numbers that may stand for a cache salt in the engine's hash; none without a salt.
+
+    The second cache manager takes the first 8 bytes, little-endian, of its SHA-256 digest. Versions before 1.3 took
+    those of its BLAKE3 digest. The first cache manager of 1.3 has a hash of its C++ library, which nobody else knows.
+    """
+    if not cache_salt:
+        return (None,)
+    text = cache_salt.encode()
+    return tuple(int.from_bytes(each[:8], "little") for each in (hashlib.sha256(text).digest(), blake3(text).digest()))
 
 
-def root_key(token_ids: Sequence[int], cache_salt: str = "", lora_number: int | None = None) -> int:
+def root_key(token_ids: Sequence[int], salt_id: int | None = None, lora_number: int | None = None) -> int:
     """Return the engine's hash, "v1", of a first block.
 
-    Source: the collected facts (``docs/trtllm.md``). Arithmetic is modulo 2^64; the mix of a token wraps at 32 bits.
+    Arithmetic is modulo 2^64; the mix of a token wraps at 32 bits.
     """
     seed = len(token_ids)
-    if cache_salt:
-        seed = _mix_64(seed, salt_id(cache_salt))
+    if salt_id is not None:
+        seed = _mix_64(seed, salt_id)
     for token_id in token_ids:
         value = token_id & _U32
         value = ((value >> 16) ^ value) * 0x45D9_F3B & _U32

@@ -1,0 +1,379 @@
+"""The facts of TensorRT-LLM that poolgrid relies on, each compared with upstream's own code.
+
+A fact that upstream contradicts is *handled* where our code reads both sides; what says so is named. Facts about
+behaviour run upstream's code; facts about fields read its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from poolgrid.kv_events.cache_events import Cleared
+from poolgrid.kv_events.pub import EngineStored, decode_pub
+from poolgrid.kv_events.root_seeds import root_key, salt_ids
+from poolgrid.kv_events.trtllm import parse_event
+from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.workers.engines.server.dialects.trtllm_serve import FANOUT_EVENTS_MAX
+from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, Contract, contract, contract_of
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import KV_EVENTS, EventStreamEndpoints, stream_faults
+from poolgrid.workers.engines.trtllm.arguments.installed import TOP_CLASS, read_facts
+from tests.fakes import FAKES_PATH
+from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id, truncated
+from tests.fakes.tensorrt_llm.llmapi.llm import _block_names
+from tests.trtllm_upstream.files import (
+    ARGUMENTS,
+    COMMON,
+    DISAGGREGATED,
+    EVENTS,
+    FANOUT,
+    HASH,
+    PUBLISHER,
+    SAMPLING,
+    StoredInStream,
+    UpstreamFiles,
+)
+from tests.trtllm_upstream.tenants import ALGORITHMS, BLOCK, Engine, TenantsReport, as_json
+
+HELD, CONTRADICTED, ABSENT = "held", "contradicted", "absent"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact and what upstream says of it."""
+
+    name: str
+    status: str
+    ours: object = None
+    theirs: object = None
+    handled: str = ""
+    """Where our code reads both sides of a contradiction; empty = nowhere."""
+
+    def __str__(self) -> str:
+        if self.status == HELD:
+            return f"held          {self.name}: {_short(self.ours)}"
+        if self.status == ABSENT:
+            return f"absent        {self.name}: {self.theirs}"
+        handled = f"handled by {self.handled}" if self.handled else "NOT HANDLED"
+        return f"contradicted  {self.name}: ours {_short(self.ours)}, upstream {_short(self.theirs)}; {handled}"
+
+
+def check(files: UpstreamFiles) -> Iterator[Fact]:
+    """Yield every fact."""
+    for name, group in GROUPS.items():
+        if files.text(name) is None:
+            yield Fact(name, ABSENT, theirs="no such file in the folder")
+        else:
+            yield from group(files)
+
+
+def _compare(name: str, ours: object, theirs: object, handled: str = "") -> Fact:
+    return Fact(name, HELD if ours == theirs else CONTRADICTED, ours, theirs, handled)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@cache
+def _contract_facts() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FAKES_PATH / "contract_1_2_1.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+# -- hashes ------------------------------------------------------------------------------------------------------------
+
+
+def _hashes(files: UpstreamFiles) -> Iterator[Fact]:
+    theirs = files.load(HASH)
+    randomness = random.Random(0)
+    ours_at, theirs_at, root = [], [], []
+    for _ in range(500):
+        tokens = [randomness.getrandbits(32) for _ in range(randomness.randint(1, 40))]
+        parent = randomness.choice([0, randomness.getrandbits(64)])
+        lora, salt = (randomness.choice([None, randomness.getrandbits(bits)]) for bits in (31, 64))
+        ours_at.append(block_key_hash(tokens, parent, salt, lora))
+        theirs_at.append(theirs.hash_v1_block_key(tokens, parent, lora, salt))
+        if not parent:
+            root.append(root_key(tokens, salt, lora) == theirs_at[-1])
+    yield _compare("block_hash.v1 (500 random blocks, the fake's)", ours_at, theirs_at)
+    yield _compare("block_hash.v1 (first blocks, the worker's)", True, all(root))
+    vectors = [each for each in _contract_facts()["block_hash"]["vectors"] if isinstance(each["tokens"], str)]
+    for vector in vectors:
+        first, last = map(int, vector["tokens"].split(".."))
+        found = theirs.hash_v1_block_key(
+            range(first, last + 1), vector["parent"], vector.get("lora_task_id"), vector.get("cache_salt_id")
+        )
+        yield _compare(f"block_hash.vectors {vector['tokens']} on {vector['parent']}", vector["hash"], found)
+    salt_of = theirs.get_cache_salt_id("a tenant")
+    names = {salt_id("a tenant", algorithm): algorithm for algorithm in ("blake3", "sha256")}
+    handled = "root_seeds.salt_ids (both are computed)" if salt_of in salt_ids("a tenant") else ""
+    yield _compare("block_hash.cache_salt_id (1.2.1's facts)", "blake3", names.get(salt_of, "neither"), handled)
+    yield _compare("block_hash.cache_salt_id (the fake's second manager)", salt_id("a tenant"), salt_of)
+    digest = bytes(range(32))
+    yield _compare("block_hash.v2_sha256_64", truncated(digest), theirs.truncate_sha256_hash_to_int64(digest))
+    automatic = SimpleNamespace(use_kv_cache_manager_v2=True, kv_cache_event_hash_algo="auto")
+    effective = theirs.get_effective_kv_cache_event_hash_algo("auto", True)
+    yield _compare("block_hash.auto with the second manager (the fake's)", _block_names(automatic).value, effective)
+
+
+# -- the second cache manager's events ---------------------------------------------------------------------------------
+
+
+def _events(files: UpstreamFiles) -> Iterator[Fact]:
+    module = files.load(EVENTS, HASH, COMMON)
+    if files.text(HASH) is None:
+        yield Fact("events of the second manager", ABSENT, theirs=f"they need {HASH}")
+        return
+    fields = list(module.KVCacheEvent.__dataclass_fields__)
+    yield _compare("events.envelope", [*_ENVELOPE], fields)
+    block = list(module.KVCacheStoredBlockData.__dataclass_fields__)
+    yield _compare(
+        "events.stored_block fields",
+        ["block_hash", "tokens", "cache_level", "priority", "mm_keys"],
+        block,
+        "kv_events.trtllm._Block" if set(block) <= _BLOCK_FIELDS else "",
+    )
+    for algorithm in ALGORITHMS:
+        engine = Engine(files, algorithm, names_salts=False, salts_are_known=True)
+        engine.insert(list(range(12)), "a tenant", ("", None))
+        engine.insert(list(range(12)), "", ("", None))
+        engine.manager.flush_iteration_events()
+        made = engine.manager.get_latest_events(0)
+        stored = [event for event in made if type(event.data).__name__ == "KVCacheStoredData"]
+        named = any(getattr(block, "cache_salt", None) for event in stored for block in event.data.blocks)
+        yield _compare(f"events.salts are named ({algorithm})", True, named, "root_seeds, rule 5")
+        chained = [len(event.data.blocks) for event in stored]
+        yield _compare(f"events.stored blocks of a chain are one event ({algorithm})", [3, 3], chained)
+        ids = [event.event_id for event in made]
+        yield _compare(f"events.event_id has no holes ({algorithm})", list(range(ids[0], ids[0] + len(ids))), ids)
+        kinds = {type(parse_event(as_json(event)).blocks[0].block_hash) for event in stored}  # type: ignore[union-attr]
+        yield _compare(f"events.names are read as integers ({algorithm})", {int}, kinds)
+        report = TenantsReport()
+        for key in [block.key for block in reversed(engine.blocks.values())]:
+            engine.manager.add_removed_event(key)
+        engine.read(report)
+        yield _compare(
+            f"events.removed blocks are one event, and none stays ({algorithm})",
+            (1, 0),
+            (
+                report.events,
+                engine.translator.resident_blocks,
+            ),
+        )
+    manager = module.KVCacheEventManager(3, window_size=1)
+    for _ in range(5):
+        manager.add_created_event([1, 0])
+    manager.flush_iteration_events()
+    kept = [event.event_id for event in manager.get_latest_events(0)]
+    yield _compare("events.a full buffer drops the oldest", [2, 3, 4], kept)
+    yield _groups(module)
+
+
+def _groups(module: Any) -> Fact:
+    """Of groups with one window, the lowest counts: a block that another group loses is still told."""
+    manager = module.KVCacheEventManager(100, window_size=8, hash_algo="v1_block_key")
+    manager.add_created_event([9, 0], [0, 1])
+    page = SimpleNamespace(cache_level=0, priority=35)
+    root = SimpleNamespace(reuse_scope=None, ordinal=-1)
+    block = SimpleNamespace(key=b"k" * 32, tokens=[1, 2, 3, 4], prev=root, ordinal=0, storage=[lambda: page] * 2)
+    manager.add_stored_block_event_from_block(block)
+    translator = EventTranslator(BLOCK)
+    counts = []
+    for lost in (None, 1, 0):
+        if lost is not None:
+            manager.add_removed_life_cycle_event(block.key, lost)
+        manager.flush_iteration_events()
+        translator.translate([parse_event(as_json(event)) for event in manager.get_latest_events(0)])
+        counts.append(translator.resident_blocks)
+    return _compare("events.layer_group_id: the lowest group of the largest window counts", [1, 1, 0], counts)
+
+
+_ENVELOPE = ("event_id", "data", "window_size", "hash_algo", "attention_dp_rank", "layer_group_id")
+_BLOCK_FIELDS = {"block_hash", "tokens", "cache_level", "priority", "mm_keys", "cache_salt"}
+
+
+# -- the stream --------------------------------------------------------------------------------------------------------
+
+
+def _stream(files: UpstreamFiles) -> Iterator[Fact]:
+    module = files.load(PUBLISHER)
+    source = module._StreamingEventSource(block_size=4, max_entries=9, mm_token_id_offset=32_000)
+    key = (bytes(32), 0, "a name")
+    tokens: list[int | str] = [1, 2, 3, 4, "0" * 64, 32_001, 7, 8]
+    source.event_sink.events.append(StoredInStream([5, 6], None, tokens, None, [[], [key]]))
+    source.event_sink.events.append(StoredInStream([7], None, [1, 2, 3, 4], 9, [[]]))
+    batch = module.KVEventBatch(ts=1.0, events=[*source.drain_events(), module.AllBlocksCleared()])
+    read = decode_pub(msgspec.msgpack.encode(batch))
+    stored = [event for event in read.events if isinstance(event, EngineStored)]
+    yield _compare("stream.mm_keys: blocks from an image on are left out", [[5]], [event.hashes for event in stored])
+    yield _compare("stream.lora_id without a name is left out", 1, read.ignored)
+    yield _compare("stream.AllBlocksCleared", 2, len(read.events))
+    yield _compare("stream.end of replay", b"\xff" * 8, module.ZmqEventPublisher.END_SEQ)
+    endpoints = ["tcp://10.0.0.7:5557", "ipc:///run/events"]
+    yield _compare(
+        "stream.endpoint of a rank",
+        [EventStreamEndpoints(each).of_rank(rank)[0] for each, rank in product(endpoints, (0, 1, 7))],
+        [module.ZmqEventPublisher.offset_endpoint_port(each, rank) for each, rank in product(endpoints, (0, 1, 7))],
+    )
+    grid = product((1, 2), (1, 2), (5557, 65_530, 65_535), (None, 5556, 5560, 5565), (1, 4, 8))
+    ours, theirs = [], []
+    for pipeline, context, port, replay, ranks in grid:
+        config = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}
+        config |= {"replay_endpoint": f"tcp://*:{replay}"} if replay else {}
+        values = {
+            KV_CACHE: {KV_EVENTS: config, "use_kv_cache_manager_v2": True},
+            "pipeline_parallel_size": pipeline,
+            "context_parallel_size": context,
+        }
+        ours.append(not list(stream_faults(values, ranks)))
+        given = SimpleNamespace(endpoint=config["endpoint"], replay_endpoint=config.get("replay_endpoint"))
+        sizes = {"pp_size": pipeline, "cp_size": context, "ranks_per_host": ranks, "data_parallel_size": ranks}
+        theirs.append(_passes(module.validate_streaming_support, given, **sizes))
+    yield _compare(f"stream.limits of parallelism and ports ({len(ours)} configurations)", ours, theirs)
+
+
+def _passes(call: Callable[..., object], *given: object, **named: object) -> bool:
+    try:
+        call(*given, **named)
+    except ValueError:
+        return False
+    return True
+
+
+# -- trtllm-serve ------------------------------------------------------------------------------------------------------
+
+
+def _fanout(files: UpstreamFiles) -> Iterator[Fact]:
+    theirs = files.load(FANOUT).KvEventFanout(SimpleNamespace())
+    yield _compare("fan-out.events kept for HTTP", FANOUT_EVENTS_MAX, theirs.buffer_size)
+    made = [
+        {"type": "created", "num_blocks_per_cache_level": [9, 0]},
+        _stored_data(1, None),
+        {"type": "updated", "block_hash": 1, "cache_level": None, "priority": None},
+        _stored_data(2, 1),
+    ]
+    for at, data in enumerate(made):
+        theirs._publish({"event_id": at, "data": data, "window_size": 8})
+    passed = theirs.drain_http_buffer()
+    ids = [event["event_id"] for event in passed]
+    yield _compare(
+        "fan-out.event_id has no holes", list(range(len(ids))), ids, "EventTranslator.is_filtered (from 1.4)"
+    )
+    translator = EventTranslator(BLOCK, is_filtered=True)
+    translation = translator.translate([parse_event(event) for event in passed])
+    yield _compare("fan-out.its holes are no losses", (2, 0), (translator.resident_blocks, translation.lost))
+    queue: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
+    theirs._subscribers = {queue: frozenset()}
+    theirs._publish({"event_id": 9, "data": made[1], "window_size": 8})
+    yield _compare("fan-out.a gap is all_cleared, and read", Cleared, type(parse_event(queue.get_nowait()[1])))
+
+
+def _stored_data(name: int, parent: int | None) -> dict[str, Any]:
+    tokens = [{"type": "unique_token", "token_id": 4 * name + at, "token_extra_id": 0} for at in range(BLOCK)]
+    block = {"type": "stored_block", "block_hash": name, "tokens": tokens, "cache_level": 0, "priority": 35}
+    return {"type": "stored", "parent_hash": parent, "blocks": [block]}
+
+
+# -- fields ------------------------------------------------------------------------------------------------------------
+
+
+def _arguments(files: UpstreamFiles) -> Iterator[Fact]:
+    text = files.text(ARGUMENTS)
+    assert text is not None
+    facts = read_facts(text, files.version)
+    if facts is None:
+        yield Fact(f"{ARGUMENTS} {TOP_CLASS}", ABSENT, theirs="no such class")
+        return
+    theirs = contract_of(facts)
+    defaults = dict(_written_defaults(text))
+    for section, kind in SECTIONS.items():
+        known = facts["sections"].get(section if section == "llm_args" else kind)
+        if known is None:
+            yield Fact(f"{section} ({kind})", ABSENT, theirs="no such class")
+            continue
+        ours = {name.rpartition(".")[2] for name in contract().fields if _is_in(name, section)}
+        gone, new = sorted(ours - known.keys()), sorted(known.keys() - ours)
+        refused = [name for name in known if _faults(theirs, section, name, defaults.get((kind, name)))]
+        taken = [name for name in [*gone, f"{next(iter(known))}x"] if not _faults(theirs, section, name, None)]
+        yield _compare(f"{section}: valid arguments of {kind} refused ({len(known)} fields)", [], refused)
+        yield _compare(f"{section}: arguments that are gone, or unknown, accepted", [], taken)
+        handled = "installed_contract, where it is installed" if not taken else ""
+        yield _compare(f"{section}: arguments of ours that are gone", [], gone, handled)
+        handled = "installed_contract" if not refused else ""
+        yield _compare(f"{section}: arguments that ours do not name", [], new, handled)
+
+
+SECTIONS: Mapping[str, str] = {
+    "llm_args": TOP_CLASS,
+    "kv_cache_config": "KvCacheConfig",
+    "scheduler_config": "SchedulerConfig",
+    "cache_transceiver_config": "CacheTransceiverConfig",
+    "attention_dp_config": "AttentionDpConfig",
+    "peft_cache_config": "PeftCacheConfig",
+    "torch_compile_config": "TorchCompileConfig",
+    "kv_cache_config.kv_events_config": "KVEventsConfig",
+    "scheduler_config.dynamic_batch_config": "DynamicBatchConfig",
+}
+
+
+def _is_in(path: str, section: str) -> bool:
+    above = path.rpartition(".")[0]
+    return above == ("" if section == "llm_args" else section)
+
+
+def _faults(theirs: Contract, section: str, name: str, value: Any) -> list[str]:
+    """Return what a contract says of one argument with a value, or of its name where no value is known."""
+    path = name if section == "llm_args" else f"{section}.{name}"
+    nested: Any = value
+    for key in reversed(path.split(".")):
+        nested = {key: nested}
+    return [
+        fault.message
+        for fault in theirs.check(nested)
+        if fault.path == path and (value is not None or fault.message.startswith(("is not a known", "is no argument")))
+    ]
+
+
+def _written_defaults(text: str) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield each field's default that is written as a constant, by class and name: a valid value."""
+    classes = [found for found in ast.walk(ast.parse(text)) if isinstance(found, ast.ClassDef)]
+    for node, each in ((kind, line) for kind in classes for line in kind.body):
+        if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Call) and isinstance(each.target, ast.Name):
+            for given in each.value.keywords:
+                if given.arg == "default" and isinstance(given.value, ast.Constant):
+                    yield (node.name, each.target.id), given.value.value
+
+
+def _parameters(file: str, kind: str, section: str) -> Callable[[UpstreamFiles], Iterator[Fact]]:
+    def group(files: UpstreamFiles) -> Iterator[Fact]:
+        fields = files.fields(file, kind)
+        if fields is None:
+            yield Fact(f"{file} {kind}", ABSENT, theirs="no such class")
+            return
+        ours = [name for name in _contract_facts()[section] if not name.startswith("_")]
+        yield _compare(f"{section}: fields of ours that are gone", [], [name for name in ours if name not in fields])
+
+    return group
+
+
+GROUPS: Mapping[str, Callable[[UpstreamFiles], Iterator[Fact]]] = {
+    HASH: _hashes,
+    EVENTS: _events,
+    PUBLISHER: _stream,
+    FANOUT: _fanout,
+    ARGUMENTS: _arguments,
+    DISAGGREGATED: _parameters(DISAGGREGATED, "DisaggregatedParams", "disaggregated_params"),
+    SAMPLING: _parameters(SAMPLING, "SamplingParams", "sampling_params"),
+}
