@@ -86,7 +86,7 @@ schemathesis:  ## the HTTP API against its own description, CASES for each of so
 	POOLGRID_SCHEMATHESIS_CASES=$(CASES) $(PYTHON) -m pytest -n 2 tests/frontend/test_openapi.py
 
 ui:  ## the fleet page in Chromium: keyboard, phone, a large pool with frame times, pictures for docs/images
-	$(PYTHON) -m tests.ui
+	$(PYTHON) -m tests.ui --pictures
 
 CHECKS ?=
 

@@ -10,7 +10,7 @@ import pytest
 from lab.website import support_page
 from lab.website.build import llms_text, openapi_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
-from lab.website.plots import DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
+from lab.website.plots import DATE, DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
 from poolgrid.workers.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
@@ -80,10 +80,11 @@ def test_the_plot_of_front_ends_does_not_draw_streams_of_mock_servers_that_write
     assert [row[0].partition(",")[0] for row in table_rows(PAGE, "test")[:3]] == ["`short`", "`paced`", "`turns`"]
 
 
-def test_every_plot_has_a_title_and_its_method() -> None:
+def test_every_plot_has_a_title_its_method_and_a_date() -> None:
     for name in PLOTTED:
         drawn = (PLOTS / f"{name}.svg").read_text(encoding="utf-8")
         assert re.search(r">[^<]*(simulated: |measured|vLLM 0)[^<]*<", drawn), f"run: make plots {name}"
+        assert re.search(rf">[^<]*{DATE}[^<]*<", drawn), f"run: make plots {name}"
 
 
 def test_the_plot_of_event_planes_shows_the_numbers_of_its_table() -> None:

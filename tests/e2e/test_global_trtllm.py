@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -55,8 +57,12 @@ def test_the_pool_is_the_one_of_the_grid_and_the_text_that_of_one_worker(
 ) -> None:
     prompt = list(range(100 + length, 100 + 2 * length))
     targets = {"ttft_target": ttft_ms}
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
-    body |= {"extra_args": {"extra_args": targets}, "nvext": {"nvext": {"router": targets}}}.get(form, {})
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    forms: dict[str, dict[str, Any]] = {
+        "extra_args": {"extra_args": targets},
+        "nvext": {"nvext": {"router": targets}},
+    }
+    body |= forms.get(form, {})
     headers = {"x-ttft-target-ms": str(ttft_ms)} if form == "header" else {}
 
     answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=60)
@@ -68,7 +74,13 @@ def test_the_pool_is_the_one_of_the_grid_and_the_text_that_of_one_worker(
 
 
 def test_a_repeated_prompt_finds_its_blocks_and_nothing_is_kept(fleet: Process) -> None:
-    body = {"model": "tiny", "prompt": list(range(3000, 3320)), "max_tokens": 4, "temperature": 0, "seed": 3}
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": list(range(3000, 3320)),
+        "max_tokens": 4,
+        "temperature": 0,
+        "seed": 3,
+    }
     texts, cached = set(), []
     for _ in range(2):
         answer = httpx.post(f"{fleet.url}/v1/completions", json=body, timeout=60).json()
@@ -83,7 +95,11 @@ def test_a_repeated_prompt_finds_its_blocks_and_nothing_is_kept(fleet: Process) 
     for row in found.values():
         rows = httpx.get(f"{row['url']}/v1/workers").json()["data"]
         assert [each["engine"] for each in rows] == ["TensorRT-LLM 1.2.1"]
-        eventually("nothing is kept", lambda url=row["url"]: metric(url, "poolgrid_router_active_requests") == 0)
+        eventually("nothing is kept", partial(_is_idle, row["url"]))
+
+
+def _is_idle(url: str) -> bool:
+    return metric(url, "poolgrid_router_active_requests") == 0
 
 
 def test_logs_are_a_file_for_each_worker(fleet: Process, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -89,7 +89,8 @@ def test_a_field_that_is_not_served_is_refused_by_name(fields: dict[str, Any], p
 @pytest.mark.parametrize("nvext", ONLY_HINTS)
 def test_a_hint_that_is_not_used_leaves_the_request_as_it_is(nvext: dict[str, Any]) -> None:
     with_hint, without = FakeBackend(), FakeBackend()
-    for backend, fields in ((with_hint, {"nvext": nvext}), (without, {})):
+    given: tuple[tuple[FakeBackend, dict[str, Any]], ...] = ((with_hint, {"nvext": nvext}), (without, {}))
+    for backend, fields in given:
         assert post(backend, COMPLETIONS, prompt="hi", **fields).status_code == 200
     assert with_hint.requests[0].sampling == without.requests[0].sampling
     assert with_hint.requests[0].token_ids == without.requests[0].token_ids

@@ -11,6 +11,7 @@ import pytest
 
 from poolgrid.workers.engines.trtllm.arguments import contract as contracts
 from poolgrid.workers.engines.trtllm.arguments.installed import read_facts
+from tests.fakes import tensorrt_llm_of
 
 SOURCE = """
 class StrictBaseModel(BaseModel): ...
@@ -104,3 +105,10 @@ def test_a_package_without_readable_arguments_is_checked_by_the_facts_of_1_2_1()
 )
 def test_arguments_of_later_versions_pass_where_nothing_is_installed(given: dict[str, object]) -> None:
     assert not contracts.contract().check(given)
+
+
+def test_the_fake_of_1_4_has_its_arguments() -> None:
+    with tensorrt_llm_of("1.4") as package:
+        package.llmapi.KvCacheConfig(disk_cache_size=1, block_reuse_config={"policy": "per_conversation"})
+        with pytest.raises(ValueError, match="onboard_blocks"):
+            package.llmapi.KvCacheConfig(onboard_blocks=True)

@@ -30,7 +30,8 @@ def model_directory(model: str, *, weights: bool, fetch: bool = True) -> Path:
     try:
         source = parse_source(model)
         cache = ModelCache(default_directory(os.environ))
-        name, exclude = source.name, ()
+        name = source.name
+        exclude: tuple[str, ...] = ()
         if cache.manifest(name) is None and not weights:
             name, exclude = f"{name}-tokenizer", WEIGHTS
         if cache.manifest(name) is not None and not fetch:
