@@ -184,7 +184,7 @@ def in_our_words(command: str, words: Sequence[str], environment: Mapping[str, s
         at += 1
         meaning = OPTIONS.get(f"{command} {name}", OPTIONS.get(name))
         if name == "--model" and command == "worker" and engine == "simulated":
-            meaning = None  # an option of its own
+            meaning = None  # it was the served name, and is refused with the new one
         if meaning is None and name not in VALUES:
             ours.append(name + equals + value)
             continue
