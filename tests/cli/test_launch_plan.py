@@ -310,7 +310,7 @@ def test_the_same_topology_of_simulated_workers_has_the_limits_of_the_files() ->
         ["decode-0", "-"],
     ]
     assert "--max-batch-size=16" in commands
-    assert "--max-sequence-length=40960" in commands
+    assert "--max-seq-len=40960" in commands
 
 
 def test_a_plan_that_cannot_be_is_said_in_one_line_with_status_2() -> None:

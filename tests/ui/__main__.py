@@ -174,7 +174,9 @@ def several(pictures: Pictures) -> str:
         ingest = router.wait_ready().word("ingest")
         admin = router.word("admin").partition(",")[0]
         with (
-            Process("worker", "--worker-id", "w", "--model", "tiny", "--consolidator", ingest, *small).wait_ready(),
+            Process(
+                "worker", "--worker-id", "w", "--served-model-name", "tiny", "--consolidator", ingest, *small
+            ).wait_ready(),
             talking(admin, 8),
             Browser() as browser,
         ):

@@ -82,7 +82,7 @@ def busy_pool() -> Iterator[BusyPool]:
         front = stack.enter_context(Process(*router, "--data-dir", directory, "--log-level", "error"))
         front.wait_ready()
         simulated = (
-            "--model",
+            "--served-model-name",
             "tiny",
             "--max-batch-size",
             str(BATCH),
