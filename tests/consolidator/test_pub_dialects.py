@@ -351,5 +351,6 @@ def test_the_translator_has_a_bound() -> None:
 )
 def test_blocks_of_trtllm_are_text_as_far_as_no_medium_touches_them(tokens: list[Any], keys: Any, kept: int) -> None:
     (event,) = decode_pub(frame_of([{**block_stored("trtllm", [5, 6, 7], None, tokens), "mm_keys": keys}])).events
+    assert isinstance(event, EngineStored)
     assert event.hashes == [5, 6, 7][:kept]
     assert event.token_bytes == pack_tokens([*range(12)][: kept * BLOCK])
