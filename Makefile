@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm trtllm-upstream
+.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts slurm trtllm-upstream
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -38,9 +38,8 @@ boards:  ## write Grafana's dashboards in deploy/grafana from their code
 proof:  ## a live fleet, Prometheus and Alertmanager: every panel shows something, every alert fires in its drill
 	$(PYTHON) -m tests.observability_proof
 
-site:  ## the pages as HTML in build/site, which needs no network; needs the extra `docs`. Ends at the first bad link
-	$(PYTHON) -m sphinx -W -q -b html -d build/doctrees -c lab/website . build/site
-	@echo build/site/index.html
+site:  ## the pages as HTML in build/site, a folder per version, with search, the OpenAPI page and llms.txt; needs the extra `docs`
+	$(PYTHON) -m lab.website.build
 
 plots:  ## the plots in docs/plots, drawn anew; needs the extra `docs`
 	$(PYTHON) -m lab.website.plots
@@ -87,7 +86,7 @@ schemathesis:  ## the HTTP API against its own description, CASES for each of so
 	POOLGRID_SCHEMATHESIS_CASES=$(CASES) $(PYTHON) -m pytest -n 2 tests/frontend/test_openapi.py
 
 ui:  ## the fleet page in Chromium: keyboard, phone, a large pool with frame times, pictures for docs/images
-	$(PYTHON) -m tests.ui
+	$(PYTHON) -m tests.ui --pictures
 
 CHECKS ?=
 
@@ -110,9 +109,6 @@ SEED ?= 0
 
 hosts:  ## two pools and NATS on three network namespaces: each is cut off for 20 s, every process killed; SEED for the order
 	$(PYTHON) -m tests.hosts --seed $(SEED)
-
-retention:  ## the same requests with and without --retention learned on pools of simulated workers, whose reuse is compared
-	$(PYTHON) -m tests.retained_prompts
 
 slurm:  ## the job scripts on a real Slurm, this machine as three nodes; needs Debian's slurm-wlm and munge
 	$(PYTHON) -m tests.slurm

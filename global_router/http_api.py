@@ -147,7 +147,7 @@ def _model_row(model: ModelStatus) -> PoolModelRow:
     return msgspec.convert({**asdict(model), "roles": roles}, PoolModelRow)
 
 
-class StateCollector(Collector):
+class PoolStateCollector(Collector):
     """Reads the global router's state at a scrape."""
 
     def __init__(self, service: GlobalRouterService) -> None:
@@ -166,7 +166,7 @@ class StateCollector(Collector):
                 pools.add_metric([name, each.value], 1.0 if each is state else 0.0)
         dispatched = GaugeMetricFamily(
             "poolgrid_global_router_in_flight",
-            "Dispatches under way, by pool.",
+            "Dispatches in flight, by pool.",
             labels=["pool"],
         )
         for name, count in service.in_flight().items():
@@ -182,4 +182,4 @@ class StateCollector(Collector):
 
 def register_views(registry: CollectorRegistry, service: GlobalRouterService) -> None:
     """Have the state read at every scrape."""
-    registry.register(StateCollector(service))
+    registry.register(PoolStateCollector(service))

@@ -26,7 +26,7 @@ from poolgrid.serving.links import LinksOnDemand
 from poolgrid.serving.request_tracker import Placer, RequestTracker
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.selection import Reservation, WorkerRank
+from poolgrid.wire.selection import ALL_RANKS, Reservation, WorkerRank
 from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,11 @@ class GlobalRouterTracker(RequestTracker[Flight]):
         """Have a leg's worker excluded when its pool is asked again."""
         leg = routed.legs[avoid.dispatch.id]
         excluded = routed.unable if avoid.for_good else routed.excluded
-        excluded.setdefault(leg.pool.name, []).append(leg.reservation.worker)
+        workers = excluded.setdefault(leg.pool.name, [])
+        workers.append(leg.reservation.worker)
+        if avoid.for_good:
+            # What one rank cannot do, no rank of that engine can.
+            workers.append(WorkerRank(leg.reservation.worker.worker_id, ALL_RANKS))
 
     def worker_full(self, routed: Flight, full: WorkerFull) -> None:
         """Have a leg's worker excluded for every request, for the time that it reported."""

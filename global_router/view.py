@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.fallback import PoolStanding
@@ -12,6 +12,7 @@ from poolgrid.inference.ports import ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
+from poolgrid.wire.inabilities import Inability, common
 from poolgrid.wire.selection import ModelStatus
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,13 @@ class PoolsView:
         loras: dict[str, dict[str, None]] = {}
         aliases: dict[str, dict[str, None]] = {}
         media: dict[str, MediaSpec] = {}
+        inabilities: dict[str, list[Sequence[Inability]]] = {}
         for pool in self._pools.all():
             for served in pool.status.models if pool.status is not None else ():
                 lengths[served.model] = max(lengths.get(served.model, 0), served.max_sequence_length)
                 loras.setdefault(served.model, {}).update(dict.fromkeys(served.loras))
                 aliases.setdefault(served.model, {}).update(dict.fromkeys(served.aliases))
+                inabilities.setdefault(served.model, []).append(served.inabilities)
                 if served.media.kinds:
                     media.setdefault(served.model, served.media)
                 if served.chat != NO_CHAT_SPEC:
@@ -55,6 +58,7 @@ class PoolsView:
                 media.get(name, MediaSpec()),
                 chats.get(name, NO_CHAT_SPEC),
                 tuple(sorted(aliases[name])),
+                common(inabilities[name]),
             )
             for name, length in sorted(lengths.items())
         ]

@@ -3,5 +3,5 @@
 #   MODEL_PATH=/models/Qwen2.5-VL-7B-Instruct launch/agg_multimodal.sh
 : "${MODALITY:=multimodal}"
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-: "${AGG_ENGINE_ARGS:=$configs/qwen3/agg.yaml}"
+: "${AGG_ENGINE_ARGS:=$configs/qwen2.5-vl/agg.yaml}"
 up --workers 1 --policy kv "$@"

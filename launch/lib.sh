@@ -29,7 +29,7 @@ die() {
 
 case $ENGINE in
     trtllm)
-        : "${MODEL_PATH:?MODEL_PATH is not set: it names the directory of the model}"
+        : "${MODEL_PATH:?MODEL_PATH is not set: it names the directory of the model, or ORG/MODEL on a hub}"
         ;;
     fake)
         # The real chain (front end, consolidator, events, modes) over the contract fake of TensorRT-LLM.
@@ -39,7 +39,11 @@ case $ENGINE in
         ;;
     *) die "ENGINE is '$ENGINE', allowed are trtllm and fake" ;;
 esac
-: "${SERVED_MODEL_NAME:=$(basename "$MODEL_PATH")}"
+# A hub's name is what clients ask for; a directory is known by its last part.
+if [[ -z ${SERVED_MODEL_NAME:-} ]]; then
+    SERVED_MODEL_NAME=$(basename "$MODEL_PATH")
+    [[ -d $MODEL_PATH || ! $MODEL_PATH =~ ^[^/.~][^/]*/[^/]+$ ]] || SERVED_MODEL_NAME=${MODEL_PATH%@*}
+fi
 
 if [[ -n ${POOLGRID:-} ]]; then
     read -r -a poolgrid <<<"$POOLGRID"
@@ -68,7 +72,7 @@ overrides() {
 up() {
     local options=(--engine trtllm --host "$HOST" --port "$PORT" --log-level "$LOG_LEVEL" --log-dir "$LOG_DIR"
         --model-path "$MODEL_PATH" --served-model-name "$SERVED_MODEL_NAME" --modality "$MODALITY"
-        --start-timeout-s "$START_TIMEOUT_S")
+        --start-timeout-ms "$((START_TIMEOUT_S * 1000))")
     local rest=() each found kind
     for each in "$@"; do
         if [[ $each == --enable-otel ]]; then

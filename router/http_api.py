@@ -296,8 +296,8 @@ def add_drain_endpoint(app: FastAPI, service: RouterService) -> None:
             raise RequestError(
                 503,
                 "worker_unreachable",
-                f"worker {worker_id!r} cannot be told to drain: this router has no connection to it; "
-                "GET /v1/workers says why, and SIGTERM to its process does the same",
+                f"worker {worker_id!r} cannot be drained from here: this router has no connection to it; "
+                "GET /v1/workers shows why, and SIGTERM to its process does the same",
             )
         return DrainAnswer(worker_id=worker_id, timeout_ms=timeout_ms).to_json()
 

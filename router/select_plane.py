@@ -23,7 +23,7 @@ from poolgrid.process.tracing.record import SpanRecord
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.fleet import chat_of, media_of
+from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
@@ -39,6 +39,7 @@ from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.selection import (
+    ALL_RANKS,
     AskStatus,
     FromPool,
     ModelStatus,
@@ -160,7 +161,10 @@ class SelectPlane:
             )
         now_ms = self._clock.monotonic_ms()
         path = unpack_hashes(message.sequence_hashes)
+        whole = {rank.worker_id for rank in message.excluded if rank.dp_rank == ALL_RANKS}
         excluded = {_key(rank): EXCLUDED for rank in message.excluded}
+        if whole:
+            excluded |= {key: EXCLUDED for key in self._pool.projection.fleet.workers if key.worker_id in whole}
         decision = self._decide(
             message.request_id,
             message.model,
@@ -244,6 +248,7 @@ class SelectPlane:
                     tuple(sorted({alias for worker in workers for alias in worker.card.aliases}))[
                         :LORAS_PER_WORKER_MAX
                     ],
+                    inabilities_of(workers),
                 )
             )
         return PoolStatus(

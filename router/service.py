@@ -27,7 +27,7 @@ from poolgrid.process.figures import counted
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.fleet import chat_of, media_of
+from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
@@ -323,6 +323,7 @@ class RouterService:
                     media_of(workers),
                     chat_of(workers),
                     tuple(sorted({alias for worker in workers for alias in worker.card.aliases})),
+                    inabilities_of(workers),
                 )
                 for name, workers in fleet.models().items()
             ]

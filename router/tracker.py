@@ -155,7 +155,12 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state.release(Released(dispatch.worker, dispatch.id))
 
     def avoid(self, routed: LocalRequest, avoid: AvoidWorker) -> None:
-        (routed.unable if avoid.for_good else routed.tried)[avoid.dispatch.worker] = avoid.why
+        worker = avoid.dispatch.worker
+        (routed.unable if avoid.for_good else routed.tried)[worker] = avoid.why
+        if avoid.for_good:
+            # What one rank cannot do, no rank of that engine can.
+            ranks = (key for key in self._state.projection.fleet.workers if key.worker_id == worker.worker_id)
+            routed.unable.update(dict.fromkeys(ranks, avoid.why))
 
     def worker_full(self, routed: LocalRequest, full: WorkerFull) -> None:
         self._full.note(full.dispatch.worker, full.retry_after_ms)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lab.website import support_page
+from lab.website.build import llms_text, openapi_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
-from lab.website.plots import DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
+from lab.website.plots import DATE, DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
 from poolgrid.workers.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
@@ -79,10 +80,11 @@ def test_the_plot_of_front_ends_does_not_draw_streams_of_mock_servers_that_write
     assert [row[0].partition(",")[0] for row in table_rows(PAGE, "test")[:3]] == ["`short`", "`paced`", "`turns`"]
 
 
-def test_every_plot_has_a_title_and_its_method() -> None:
+def test_every_plot_has_a_title_its_method_and_a_date() -> None:
     for name in PLOTTED:
         drawn = (PLOTS / f"{name}.svg").read_text(encoding="utf-8")
         assert re.search(r">[^<]*(simulated: |measured|vLLM 0)[^<]*<", drawn), f"run: make plots {name}"
+        assert re.search(rf">[^<]*{DATE}[^<]*<", drawn), f"run: make plots {name}"
 
 
 def test_the_plot_of_event_planes_shows_the_numbers_of_its_table() -> None:
@@ -120,3 +122,22 @@ def test_versions_of_engines_are_in_the_support_matrix_and_on_benchmark_pages_al
             assert any(version in each for each in (*since, support_page.PROOFS["vllm"].real)), (
                 f"{name}: vLLM {version}"
             )
+
+
+def test_llms_txt_lists_every_page_with_its_first_sentence() -> None:
+    text = llms_text()
+
+    assert text.startswith("# poolgrid\n\n> ")
+    for pages in NAVIGATION.values():
+        for page in pages:
+            (line,) = re.findall(rf"^- \[.+\]\({re.escape(page)}\.html\): (.+)$", text, re.MULTILINE)
+            assert line.endswith("."), f"{page} has no first sentence"
+
+
+def test_the_openapi_page_shows_each_operation_and_escapes_what_it_shows() -> None:
+    operation = {"summary": "Chat <now>", "parameters": [{"name": "id"}], "responses": {"200": {"description": "ok"}}}
+    page = openapi_page({"info": {"title": "poolgrid", "version": "1"}, "paths": {"/v1/chat": {"post": operation}}})
+
+    assert "<code>POST /v1/chat</code> Chat &lt;now&gt;" in page
+    assert "<now>" not in page
+    assert "<h4>responses</h4>" in page

@@ -19,6 +19,8 @@ import msgspec
 
 from poolgrid.process.leash import leashed
 from poolgrid.process.tasks import owned
+from poolgrid.workers.model_cache.cache import default_directory
+from poolgrid.workers.model_cache.fetching import is_hub_name
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
 
@@ -63,7 +65,9 @@ async def cached_model(
     """
     source = settings.model_source
     if settings.model_cache_dir is None:
-        return settings
+        if not loads or not is_hub_name(loads):
+            return settings
+        settings = settings.model_copy(update={"model_cache_dir": default_directory(os.environ)})
     if loads is None or with_model is None:
         if source:
             raise ValueError(

@@ -122,7 +122,8 @@ class EventPublisher:
                     "this pool run?"
                 )
                 log.warning(
-                    "no consolidator has welcomed this worker %s It goes on asking, and serves nobody until then", where
+                    "no consolidator has accepted this worker %s It keeps asking, and serves no requests until then",
+                    where,
                 )
 
     def leave(self, reason: str) -> None:

@@ -217,7 +217,7 @@ class WorkerService:
         async def leave() -> None:
             await self._drain.over()
             if not await self._membership.say_goodbye("drained"):
-                log.warning("the consolidator did not acknowledge the end; the lease will tell it")
+                log.warning("the consolidator did not acknowledge the end; the lease will expire")
 
         engine = owned(self._engine.run(_guarded(self._deliver, self._fault)), "engine")
         ends = (engine, self._fault)
@@ -270,7 +270,7 @@ class WorkerService:
                 self._end_elsewhere(request_id, ending)
             self._membership.leave(reason)
         elif self._membership.is_away and not self._engine.unhealthy_reason and not self._drain.is_on:
-            log.warning("the engine is well again: joining the pool in another life")
+            log.warning("the engine is well again: joining the pool with a new epoch")
             self._membership.rejoin()
 
     # -- from routers --------------------------------------------------------------------------------------------------

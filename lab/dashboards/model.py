@@ -322,8 +322,8 @@ def _datasource() -> dict[str, Any]:
     }
 
 
-DOCS_URL = "http://localhost:8088"
-"""Where Docker Compose serves the pages; whoever imports a board elsewhere writes their own."""
+DOCS_URL = "https://poolgrid.github.io/poolgrid/latest"
+"""The project's pages; a constant of each dashboard, which an operator changes to a copy of their own."""
 
 
 def _docs() -> dict[str, Any]:

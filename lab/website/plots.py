@@ -7,6 +7,7 @@ read from the page, so that a plot and its table never differ.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ CACHE_TOKENS = (131_072, 262_144, 524_288, 1_048_576, 2_097_152)
 BLOCK_SIZE = 64
 PAGE = "benchmarks.md"
 GREY = "#777777"
-SIMULATED = "simulated: 1,000 requests of the conversation trace, 8 workers"
+DATE = "Nov 2026"
+ANY_MACHINE = f"{DATE}, the same on every machine"
+SIMULATED = f"simulated: 1,000 requests of the conversation trace, 8 workers, {ANY_MACHINE}"
+TESTS = {"short": "short requests", "paced": "paced streams", "turns": "conversations"}
 
 
 def simulated(policy: str, *, speed: float = 1.0, cache_tokens: int | None = None) -> dict[str, Any]:
@@ -155,10 +159,11 @@ def ratio_range(cell: str) -> tuple[float, float, float]:
     return float(found[1]), float(found[2]), float(found[3])
 
 
-def titled(axes: Any, title: str, method: str) -> None:
-    """Write the title, and below it how the figures were found."""
-    axes.set_title(f"{title}\n", loc="left", fontsize=11, fontweight="bold")
-    axes.text(0, 1.03, method, transform=axes.transAxes, fontsize=8, color="#555555")
+def titled(axes: Any, title: str, method: str, columns: int = 100) -> None:
+    """Write the title, and below it how the figures were found, in lines of so many characters."""
+    lines = textwrap.wrap(method, columns)
+    axes.set_title(title + "\n" * len(lines), loc="left", fontsize=11, fontweight="bold")
+    axes.text(0, 1.03, "\n".join(lines), transform=axes.transAxes, fontsize=8, color="#555555")
 
 
 def draw_load(axes: Any) -> None:
@@ -193,7 +198,11 @@ def draw_routers(axes: Any) -> None:
     bars = axes.bar(names, shares, color=[INK["round-robin"] if "separate" in name else INK["kv"] for name in names])
     axes.bar_label(bars, fmt="%.0f %%")
     axes.set(xlabel="routers", ylabel="cache hit rate, % of the ideal", ylim=(0, 110))
-    titled(axes, "Several routers of one pool", "simulated: 12,031 requests of the conversation trace, 8 workers")
+    titled(
+        axes,
+        "Several routers of one pool",
+        f"simulated: 12,031 requests of the conversation trace, 8 workers, {ANY_MACHINE}",
+    )
 
 
 def draw_pools(axes: Any) -> None:
@@ -207,7 +216,8 @@ def draw_pools(axes: Any) -> None:
     titled(
         axes,
         "Choosing a pool, fleets of equal cost",
-        "simulated: 12,031 requests of the conversation trace at 12 times its rate (41 requests/s)",
+        f"simulated: 12,031 requests of the conversation trace at 12 times its rate (41/s), {ANY_MACHINE}",
+        72,
     )
 
 
@@ -227,14 +237,16 @@ def draw_front_ends(axes: Any) -> None:
             axes.errorbar(places, medians, [below, above], linestyle="", color="#333333", linewidth=1, capsize=3)
         axes.bar_label(bars, [f"{median:.1f}" for median in medians], label_type="center", color="white")
     machines = [
-        f"{re.sub('`', '', row[0]).replace(', ', ' ')}\n{row[5]} machine{'s' * (row[5] != '1')}" for row in rows
+        f"{TESTS[name.strip('`')]}, {unit}\n{row[5]} machine{'s' * (row[5] != '1')}"
+        for row in rows
+        for name, _, unit in [row[0].partition(", ")]
     ]
     axes.set_xticks(range(len(rows)), machines)
-    axes.set(ylabel="CPU, times poolgrid's (less is better)", ylim=(0, None))
+    axes.set(ylabel="CPU, times poolgrid's (less is better)", ylim=(0, 4.2))
     titled(
         axes,
         "CPU of HTTP front ends",
-        "measured in November 2026: medians and ranges over machines, five rounds each",
+        f"measured, {DATE}: medians and ranges over machines, five rounds each, one core per front end",
     )
     axes.legend(frameon=False)
 
@@ -254,7 +266,8 @@ def draw_gpu(axes: Any) -> None:
     titled(
         axes,
         "TTFT of conversations on vLLM",
-        "3 vLLM 0.25.0 servers, one H200, Qwen3-4B shape, 168 requests, seed 11, Nov 2026",
+        f"3 vLLM 0.25.0 servers, one H200, Qwen3-4B shape, 168 requests, one run, seed 11, {DATE}",
+        72,
     )
     axes.legend(frameon=False, loc="center right")
 
@@ -268,7 +281,11 @@ def draw_event_plane(axes: Any) -> None:
     axes.axvline(10_000, color="#333333", linestyle=":", linewidth=1, label="1,000 workers, 10 records a second each")
     axes.invert_yaxis()
     axes.set(xlabel="records a second per core of the consolidator", ylabel="journal", xlim=(0, 1.3 * max(carried)))
-    titled(axes, "Capacity of one consolidator", "measured: 1,000 sources, two shared cores, 10 s")
+    titled(
+        axes,
+        "Capacity of one consolidator",
+        f"measured, {DATE}: 1,000 sources, 10 s per bar, two shared cores for all processes",
+    )
     axes.legend(frameon=False)
 
 

@@ -18,6 +18,7 @@ from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec, WorkerCard
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.feed import SourceStream
 from poolgrid.wire.identifiers import Role, WorkerKey
+from poolgrid.wire.inabilities import Inability, common
 
 
 @dataclass(slots=True)
@@ -95,6 +96,12 @@ def media_of(workers: Iterable[Worker]) -> MediaSpec:
         if not found.kinds and media.kinds and worker.card.role is not Role.ENCODE:
             found = media
     return found if found.item_bytes_max == largest else msgspec.structs.replace(found, item_bytes_max=largest)
+
+
+def inabilities_of(workers: Iterable[Worker]) -> tuple[Inability, ...]:
+    """Return what no worker of a model can do that makes tokens."""
+    cards = [worker.card.inabilities for worker in workers if worker.card.role is not Role.ENCODE]
+    return common(cards) if cards else ()
 
 
 def chat_of(workers: Iterable[Worker]) -> ChatSpec:

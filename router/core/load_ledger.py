@@ -6,7 +6,9 @@ Rules
        blocks, ``RequestFinished`` (or a release, or the worker's end) removes it.
     2. A worker's sums are always the sums over its entries; an entry that is never confirmed expires. Leases wait in
        the order of their ends, and those that need not end any more go as soon as they are the first.
-    3. Requests of other routers appear through the workers' events alone: so routers agree without talking to each
+    3. A worker may say that a request began after its router has taken it off, for events travel longer than a short
+       answer. Such a start is expected (``late_starts``): it makes no entry, and is no request of another router.
+    4. Requests of other routers appear through the workers' events alone: so routers agree without talking to each
        other, except for predictions in flight. ``others_share`` says how many there are of late; it is no part of what
        decisions depend on.
 
@@ -49,6 +51,10 @@ CROWDING_LEASE_MS: Final = 50.0
 OTHERS_STEP: Final = 0.02
 """What the latest request counts in the share of others: it is an average over some fifty requests. One whose client
 left before its worker said that it began looks like another router's, so a single one must not count much."""
+
+LATE_STARTS_MAX: Final = 1024
+"""How many starts may be outstanding of requests that this router has released: those of half a second at 2,000 a
+second. Of a dispatch that failed none ever comes; it is the oldest at last, and goes."""
 
 OTHERS: Final = "~others~"
 """Beginning of such entries' ids; no request has one like it (``poolgrid.wire.request_ids``: a name is never empty)."""
@@ -97,6 +103,10 @@ class LoadLedger:
         """Leases so far."""
         self._crowding: deque[float] = deque()
         """When what workers said of others runs out, in order, for all of it lasts the same; ``expire`` takes away."""
+        self.late_starts: dict[tuple[WorkerKey, str], None] = {}
+        """Requests released before their workers said that they began, oldest first."""
+        self.late_starts_max = LATE_STARTS_MAX
+        """0 in the replay of a router that did not know of them."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
         self.others_share = 0.0
@@ -184,7 +194,12 @@ class LoadLedger:
         self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
     ) -> None:
         """Replace the prediction (if any) by what the worker says."""
-        entry = self._entries.get((worker, request_id))
+        key = (worker, request_id)
+        entry = self._entries.get(key)
+        if entry is None and key in self.late_starts:
+            del self.late_starts[key]
+            self.others_share -= self.others_share * OTHERS_STEP
+            return
         self.others_share += ((entry is None) - self.others_share) * OTHERS_STEP
         if entry is None or entry.slot != slot:
             self._put(worker, request_id, LoadEntry(slot, prefill_tokens, active_blocks, True, now_ms))
@@ -242,11 +257,17 @@ class LoadLedger:
         entry = self._entries.get((worker, request_id))
         return None if entry is None else entry.active_blocks
 
-    def finished(self, worker: WorkerKey, request_id: str) -> bool:
-        """Forget a request that is over, or taken off a worker; return whether it was known."""
-        entry = self._entries.pop((worker, request_id), None)
+    def finished(self, worker: WorkerKey, request_id: str, is_released: bool = False) -> bool:
+        """Forget a request that is over, or that its router released; return whether it was known."""
+        key = (worker, request_id)
+        entry = self._entries.pop(key, None)
         if entry is None:
             return False
+        if is_released and not entry.confirmed and self.late_starts_max:
+            late = self.late_starts
+            if len(late) >= self.late_starts_max:
+                del late[next(iter(late))]
+            late[key] = None
         self._subtract(entry)
         of_worker = self._of_worker[worker]
         del of_worker[request_id]
@@ -302,10 +323,16 @@ class LoadLedger:
         self._leases.clear()
         self._odd_leases.clear()
         self._crowding.clear()
+        self.late_starts.clear()
 
-    def restore(self, entries: Iterable[tuple[WorkerKey, str, LoadEntry]]) -> None:
-        """Replace everything by the entries of another ledger at another time; their slots must be those of here."""
+    def restore(
+        self,
+        entries: Iterable[tuple[WorkerKey, str, LoadEntry]],
+        late_starts: Iterable[tuple[WorkerKey, str]] = (),
+    ) -> None:
+        """Replace everything by what another ledger had at another time; the entries' slots must be those of here."""
         self.clear()
+        self.late_starts.update(dict.fromkeys(late_starts))
         for worker, request_id, entry in entries:
             if self._put(worker, request_id, entry) and not entry.confirmed:
                 self._lease(worker, request_id, entry)

@@ -234,7 +234,7 @@ class Projection:
     def release(self, key: WorkerKey, request_id: str) -> bool:
         """Take a request that is over for this router off a worker; return whether it was known."""
         blocks = self.ledger.blocks_of(key, request_id) if self.observers else None
-        if not self.ledger.finished(key, request_id):
+        if not self.ledger.finished(key, request_id, is_released=True):
             return False
         for observer in self.observers:
             observer.on_released(key, request_id, blocks)

@@ -42,6 +42,7 @@ class Draft:
     untrusted: dict[WorkerKey, str] = field(default_factory=dict)
     observers: dict[str, Any] = field(default_factory=dict)
     """What observers know, by their names."""
+    late_starts: list[tuple[WorkerKey, str]] = field(default_factory=list)
 
     def checkpoint(self, max_believed_blocks: int) -> Checkpoint:
         """Return the entry."""
@@ -70,6 +71,7 @@ class Draft:
             self.observers.get(SPEEDS),
             None,
             {name: state for name, state in self.observers.items() if name != SPEEDS},
+            [(worker.worker_id, worker.dp_rank, request_id) for worker, request_id in self.late_starts],
         )
 
 
@@ -104,6 +106,7 @@ def draft_of(state: RouterState, now_ms: float, time_ms: int) -> Draft:
         beliefs,
         dict(trust.untrusted),
         {each.name: known for each in projection.observers if (known := each.checkpoint()) is not None},
+        list(projection.ledger.late_starts),
     )
 
 
@@ -116,7 +119,9 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
         key = WorkerKey(WorkerId(each.worker_id), each.dp_rank)
         kept = LoadEntry(index.slot(key), each.prefill_tokens, each.active_blocks, each.confirmed, each.due_ms)
         restored.append((key, each.request_id, kept))
-    projection.ledger.restore(restored)
+    projection.ledger.restore(
+        restored, [(WorkerKey(WorkerId(name), rank), request_id) for name, rank, request_id in checkpoint.late_starts]
+    )
     untrusted = beliefs.untrusted if beliefs is not None else []
     trust.restore(
         [

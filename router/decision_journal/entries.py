@@ -35,12 +35,15 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 4
+INPUTS_VERSION = 5
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
 on, or a trailing field that may be missing, is none.
 """
+
+LATE_STARTS_VERSION = 5
+"""From this on, a worker's word that a request began makes no entry when the router has released the request before."""
 
 _FEATURE_COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
 _MASK = 2**64 - 1
@@ -144,6 +147,8 @@ class Checkpoint(JournalEntry, frozen=True):
     """Written by versions that learned how long blocks should stay."""
     observers: dict[str, Any] = {}
     """What other observers know, by their names."""
+    late_starts: list[tuple[str, int, str]] = []
+    """Worker, rank and request of ``LoadLedger.late_starts``, oldest first."""
 
 
 class InputsLost(JournalEntry, frozen=True):

@@ -222,7 +222,7 @@ class InputReader:
         if not records or kept(arrived, None) != entry:
             raise StreamDiffers(
                 f"records {first} to {entry.to_offset - 1} of the pool's journal are not those that the router saw "
-                "(lost in a power failure and written anew, or the journal of another pool)"
+                "(lost in a power failure and written again, or the journal of another pool)"
             )
         return arrived
 

@@ -198,7 +198,7 @@ class DecisionRecorder:
 
     def _lose(self, items: Sequence[Kept], why: str) -> None:
         if not self._broken:
-            log.error("the decision journal is incomplete from now on: %s; a replay will say so", why)
+            log.error("the decision journal is incomplete from now on: %s; a replay will report it", why)
         self._broken = why
         decisions = sum(type(item) is Decided for item in items)
         self._lost += len(items)

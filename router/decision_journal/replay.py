@@ -30,6 +30,7 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.checkpoints import restore
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
+    LATE_STARTS_VERSION,
     Checkpoint,
     DecisionMade,
     InputsLost,
@@ -164,7 +165,10 @@ class DecisionReplay:
         """Return an empty state, by the rules in force."""
         noted = self._noted
         assert noted is not None, "a checkpoint without settings before it"
-        return make_state(settings_of(noted), self._make_policy(noted))
+        state = make_state(settings_of(noted), self._make_policy(noted))
+        if noted.inputs_version < LATE_STARTS_VERSION:
+            state.projection.ledger.late_starts_max = 0
+        return state
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         if self._refused:

@@ -67,7 +67,7 @@ def test_a_name_that_the_pool_does_not_know_drains_nobody(capsys: pytest.Capture
         assert drain_through(url, ["w1", "w7"], TOLD, False) == 1
 
     said = capsys.readouterr().err
-    assert "the pool has no worker w7, it has w0, w1; nobody is drained" in said
+    assert "the pool has no worker w7, it has w0, w1; no worker is drained" in said
 
 
 def test_a_global_router_and_a_router_that_is_away_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

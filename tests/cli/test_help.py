@@ -85,7 +85,7 @@ def test_every_report_is_printed_as_json_on_demand_and_files_are_written_where_o
 def test_help_says_defaults_environment_and_where_the_key_goes() -> None:
     router = " ".join(helped(("router",), "80").split())
 
-    assert "Port of the HTTP server; 0 takes any free one. [default: 8000]" in router
+    assert "Serve HTTP at this port; 0 = any free port. [default: 8000]" in router
     assert "Options are environment variables too (" in router
     assert "--settings-file is POOLGRID_SETTINGS_FILE" in router or "and so on" in router
     for path in (("top",), ("explain",), ("config", "rollback"), ("bench",)):

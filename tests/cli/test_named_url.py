@@ -24,7 +24,7 @@ COMMANDS = (
     ("explain", "r"),
     ("drain", "--all"),
     ("config", "rollback"),
-    ("bench", "--ready-timeout-s", "0.2"),
+    ("bench", "--start-timeout-ms", "200"),
 )
 
 
@@ -106,8 +106,8 @@ def test_without_names_a_name_is_refused_with_what_to_set(command: tuple[str, ..
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("dyn://green.router.http", "nobody has that name"),
-        ("dyn://blue.router.select", "tcp://127.0.0.1:3, which does not speak HTTP"),
+        ("dyn://green.router.http", "no process has that name"),
+        ("dyn://blue.router.select", "tcp://127.0.0.1:3, which is not HTTP"),
         ("dyn://blue.http", "is not of the form dyn://namespace.component.endpoint"),
     ],
 )

@@ -236,7 +236,7 @@ FURTHER = {"worker_id": "w", "source": "kvbm", "endpoint": "tcp://127.0.0.1:1"}
         ({"dp_rank": -1}, "entry 0: dp_rank is -1, allowed are 0 to 4294967295"),
         ({"dp_rank": True}, "entry 0: dp_rank is True, allowed is an integer"),
         ({"endpoint": "tcp://w"}, "entry 0: endpoint is 'tcp://w', which names no port"),
-        ({"card": {}}, "entry 0: has card beside source 'kvbm'"),
+        ({"card": {}}, "entry 0: has card and source 'kvbm'"),
         ({"epoch": 3}, "entry 0: has the unknown field 'epoch'; allowed are worker_id, endpoint"),
     ],
 )
@@ -254,14 +254,14 @@ def test_entries_that_are_wrong_beside_each_other_name_both(tmp_path: Path) -> N
     plain = {"worker_id": "w", "endpoint": "tcp://127.0.0.1:1"}
     for entries, reason in (
         ([FURTHER, FURTHER], "entry 1: source 'kvbm' of worker w is listed twice, entry 0 lists it already"),
-        ([FURTHER, engine], "entry 0: source 'kvbm' speaks about worker w, which entry 1 lists with a card"),
+        ([FURTHER, engine], "entry 0: source 'kvbm' reports on worker w, which entry 1 lists with a card"),
         ([engine, engine], "entry 1: worker w is listed twice, entry 0 lists it already"),
         (
             [{**FURTHER, "source": name} for name in "abcdefgh"],
             "entry 7: source 'h' is number 8 of worker w, allowed are at",
         ),
         ([plain], "entry 0: has neither card .* nor source"),
-        ([{**engine, "outlives_worker": True}], "entry 0: has outlives_worker True beside card"),
+        ([{**engine, "outlives_worker": True}], "entry 0: has outlives_worker True and card"),
         ([7], "entry 0: is 7, allowed is an object"),
     ):
         with pytest.raises(ValueError, match=reason):

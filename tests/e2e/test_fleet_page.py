@@ -9,7 +9,9 @@ from tests.e2e.processes import running_pool
 from tests.ui.browser import Browser, missing
 from tests.ui.checks import (
     everything_has_a_name,
+    figures_stand_beside_bars,
     fits_a_phone,
+    heading_is_complete,
     no_complaints,
     open_live,
     percentiles_are_right,
@@ -33,6 +35,8 @@ def test_the_page_shows_a_pool_live_and_works_by_keyboard_and_on_a_phone() -> No
             service_is_shown(browser)
             percentiles_are_right(browser)
             time_before_the_router_is_not_known(browser)
+            heading_is_complete(browser, "tiny", up.url)
+            figures_stand_beside_bars(browser)
             everything_has_a_name(browser)
             worker_grid_works_by_keyboard(browser)
             request_opens_by_keyboard(browser)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import ServedModel
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
@@ -492,6 +493,29 @@ def test_a_request_that_workers_were_lost_with_is_a_422_which_no_client_library_
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (422, "workers_lost", "invalid_request_error")
     assert "2 workers (a, b) were lost" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"seed": 3}, "seed"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "guided_json"),
+        ({"seed": 3, "temperature": 0}, ""),
+        ({"frequency_penalty": 0.0}, ""),
+        ({"n": 2}, ""),
+    ],
+)
+def test_what_no_worker_of_a_model_can_do_is_answered_at_once(fields: dict[str, Any], param: str) -> None:
+    unable = tuple((name, "and no engine does it") for name in ("guided_decoding", "seed", "frequency_penalty"))
+    backend = FakeBackend(served=[ServedModel("tiny", 1, 4096, inabilities=unable)])
+    response = post(backend, CHAT, messages=[{"role": "user", "content": "hi"}], **fields)
+    if param:
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_by_worker", param)
+        assert "no engine does it. The request was not run." in error["message"]
+    assert bool(backend.requests) is not bool(param)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -55,6 +55,24 @@ SERVED = [
 ]
 
 
+def test_health_has_the_form_that_dynamos_health_check_greps_for() -> None:
+    encode = EndpointRow(endpoint="ns.encode.generate", model="m", role="encode", workers=1, ready=1, instances=[])
+    own = EndpointRow(endpoint="ns.mine.generate", model="m", role="prefill", workers=1, ready=1, instances=[])
+    response = get("/health?form=dynamo", endpoints=lambda: [*SERVED, encode, own])
+    assert response.json() == {
+        "status": "healthy",
+        "endpoints": [
+            "dyn://poolgrid.decode.generate",
+            "dyn://poolgrid.tensorrt_llm.generate",
+            "dyn://ns.encode.generate",
+            "dyn://ns.tensorrt_llm_encode.generate",
+            "dyn://ns.mine.generate",
+        ],
+    }, "endpoints without a ready worker are left out"
+    missing = get("/health?form=dynamo", ready=lambda: "no worker has joined")
+    assert (missing.status_code, missing.json()["status"]) == (503, "unhealthy")
+
+
 def test_health_names_the_endpoints_of_every_role() -> None:
     health = get("/health", endpoints=lambda: SERVED).json()
     assert [(row["endpoint"], row["role"], row["ready"]) for row in health["endpoints"]] == [

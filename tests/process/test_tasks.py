@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from poolgrid.process import lifecycle
-from poolgrid.process.tasks import Restart, cancel_all, detached, owned, supervised, unless, wait_from_thread
+from poolgrid.process.tasks import (
+    Restart,
+    cancel_all,
+    detached,
+    keep_cancellation,
+    owned,
+    supervised,
+    unless,
+    wait_from_thread,
+)
 
 QUICK = Restart(limit=3, pause_s=0.0, pause_max_s=0.0)
 
@@ -194,7 +203,7 @@ async def test_a_thread_gets_what_it_waits_for_and_what_comes_too_late_is_logged
     await asyncio.sleep(0)  # it ends
     await asyncio.sleep(0)  # who waited in vain would hear of it
 
-    assert "task 'question' failed, after nobody waited" in caplog.text
+    assert "task 'question' failed, after its last waiter had left" in caplog.text
     assert "in fails_late" in caplog.text
 
 
@@ -207,3 +216,50 @@ def _forever(event: asyncio.Event) -> Callable[[], Coroutine[Any, Any, None]]:
         await event.wait()
 
     return wait
+
+
+@pytest.mark.parametrize("lost", ["answered", "refused"])
+async def test_a_cancellation_that_a_library_loses_ends_the_task(lost: str) -> None:
+    begun = asyncio.Event()
+
+    async def library() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if lost == "refused":
+                raise OSError("too many requests") from None
+
+    async def work() -> None:
+        while True:
+            with keep_cancellation():
+                await library()
+
+    task = owned(work(), "asking")
+    await begun.wait()
+    await cancel_all([task])
+
+    assert task.cancelled()
+
+
+async def test_what_is_asked_on_the_way_out_is_answered_though_the_task_was_cancelled() -> None:
+    told: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            with keep_cancellation():
+                await asyncio.sleep(0)
+            told.append("left")
+
+    task = owned(work(), "leaving")
+    await asyncio.sleep(0)
+    await cancel_all([task])
+
+    assert told == ["left"]
+
+
+async def test_an_error_without_a_cancellation_is_raised_as_it_is() -> None:
+    with pytest.raises(OSError, match="no route"), keep_cancellation():
+        raise OSError("no route")

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.process.settings import with_constants
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
@@ -75,10 +76,14 @@ class RecordedRouter:
         honesty: float = 0.9,
         churn: float = 1.0,
         scale: int = 1,
+        starts_late: bool = False,
         **given: object,
     ) -> None:
-        """``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once."""
-        self.settings = RouterSettings.model_validate({"reservation_ttl_ms": 500, **given})
+        """``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once.
+
+        ``starts_late``: a worker says that a request began after the router has released it.
+        """
+        self.settings = with_constants(RouterSettings, {"reservation_ttl_ms": 500, **given})
         self.clock = TurnedClock()
         self.pool_disk = FakeDisk()
         self.decisions_disk = FakeDisk()
@@ -99,6 +104,7 @@ class RecordedRouter:
         """Share of the requests that reuse what the index says."""
         self._scale = scale
         self._conversations, self._kv_blocks = (4, 1000) if scale == 1 else (24, 4000)
+        self._starts_late = starts_late
         self._churn = churn
         """How often workers come and go, as a share of the usual."""
         self.begin()
@@ -208,6 +214,10 @@ class RecordedRouter:
             if chance.random() < 0.5 and worker in self.joined:
                 self.say(worker, RequestFinished(request_id, "stop"))
             self.state.apply(Released(worker, request_id))
+            if self._starts_late and (
+                chance.random() < 0.3 or (worker, request_id) in self.projection.ledger.late_starts
+            ):
+                self.say(worker, RequestStarted(request_id, 100, 0, 7))
             self.recorder.ended(request_id, 10 + len(request_id))
         elif draw < 0.75 and self.open:
             worker, request_id = chance.choice(self.open)

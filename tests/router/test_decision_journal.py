@@ -103,6 +103,7 @@ MIDWAY: dict[str, dict[str, Any]] = {
     "a policy that counts": {"seed": 3, "policy": "round-robin"},
     "a policy that learns": {"seed": 3, "policy": "predicted"},
     "approximate mode": {"seed": 3, "policy": "approximate", "approximate_ttl_ms": 2000},
+    "late starts": {"seed": 3, "starts_late": True},
     "stale workers": {"seed": 5, "change": become_stale_and_heal},
     "suspect workers": {"seed": 5, "honesty": 0.1, "churn": 0.05},
 }

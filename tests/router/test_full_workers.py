@@ -13,6 +13,7 @@ from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.serving.admission_queue import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
 from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
 from tests.frontend.inference_requests import like
 from tests.router.test_service import AFTER, BEFORE, NEW, OLD, REQUEST, Routed, card, routed
@@ -152,6 +153,17 @@ async def test_what_workers_cannot_do_each_is_asked_once_and_the_client_gets_the
         last = await last_of(stream)
         assert sorted(router.sent) == [BEFORE, AFTER]
         assert (last.error, last.unsupported, last.unknown_model) == ("second says no", True, True)
+
+
+async def test_what_one_rank_cannot_do_no_other_rank_of_its_worker_is_asked() -> None:
+    async with routed() as router:
+        for key in (OLD, WorkerKey(OLD.worker_id, OLD.dp_rank + 1)):
+            router.feed.tell((key, WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        stream = await router.service.submit(REQUEST)
+        refuse(router, RefusalKind.CANNOT_DO, "no rank can")
+        last = await last_of(stream)
+        assert (last.error, last.unsupported, len(router.sent)) == ("no rank can", True, 1)
 
 
 async def test_requests_with_an_adapter_go_to_workers_that_list_it() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.load_ledger import LATE_STARTS_MAX, LoadLedger
 from tests.router.fleet_builder import worker_key
 
 W = worker_key("w")
@@ -63,6 +63,37 @@ def test_the_share_of_others_is_that_of_requests_which_were_not_reserved_here() 
     for number in range(200, 400):
         begin(number, others=False)
     assert ledger.others_share < 0.02
+
+
+def test_a_start_that_is_told_after_the_release_is_of_no_other_router() -> None:
+    ledger = ledger_with()
+    for number in range(100):
+        name = f"r{number}"
+        ledger.reserve(W, 0, name, 10, 1, 0.0)
+        assert ledger.finished(W, name, is_released=True)
+        ledger.started(W, 0, name, 10, 1, 0.0)
+        assert not len(ledger), "the request is over for its router"
+        assert not ledger.finished(W, name)
+    assert ledger.others_share == 0
+    assert not ledger.late_starts
+
+    ledger.started(W, 0, "r0", 10, 1, 0.0)
+    assert left(ledger) == ["r0"], "one start was late, a second is of somebody else"
+
+
+def test_late_starts_are_as_few_as_there_may_be() -> None:
+    ledger = ledger_with()
+    for number in range(LATE_STARTS_MAX + 1):
+        ledger.reserve(W, 0, f"r{number}", 10, 1, 0.0)
+        ledger.finished(W, f"r{number}", is_released=True)
+    assert len(ledger.late_starts) == LATE_STARTS_MAX
+    ledger.started(W, 0, "r0", 10, 1, 0.0)
+    assert left(ledger) == ["r0"], "the oldest is forgotten"
+
+    ledger.reserve(W, 0, "confirmed", 10, 1, 0.0)
+    ledger.started(W, 0, "confirmed", 10, 1, 0.0)
+    ledger.finished(W, "confirmed", is_released=True)
+    assert (W, "confirmed") not in ledger.late_starts, "its start is here"
 
 
 def test_leases_of_requests_that_are_over_take_no_memory_until_they_would_have_ended() -> None:

@@ -103,6 +103,7 @@ def told(state: RouterState) -> dict[str, Any]:
         "fleet": projection.fleet.workers,
         "ledger": {key: (e.prefill_tokens, e.active_blocks, e.confirmed, e.due_ms)
                    for key, e in projection.ledger.entries().items()},
+        "late starts": list(projection.ledger.late_starts),
         "blocks": {name: projection.index.held_blocks(worker_key(name)) for name in NAMES},
         "untrusted": projection.trust.untrusted,
         "windows": projection.trust.windows(),
@@ -122,7 +123,9 @@ def test_a_state_that_is_given_the_log_of_another_is_like_it_and_decides_alike(
     seed: int, steps: int, policy: str
 ) -> None:
     learning = {"scale": 20} if seed % 3 == 0 else {}
-    router, log = played(seed, steps, policy=policy, temperature=0.2 if seed % 2 else 0.0, **learning)
+    router, log = played(
+        seed, steps, policy=policy, temperature=0.2 if seed % 2 else 0.0, starts_late=seed % 5 == 0, **learning
+    )
     again = fresh(router)
 
     came_to = [again.apply(each) for each, _ in log]
@@ -259,6 +262,29 @@ def test_inputs_of_a_later_version_are_not_replayed_and_it_is_said_why(monkeypat
     (cause,) = outcome.causes
     assert f"inputs are of version {INPUTS_VERSION + 1}, written by poolgrid test" in cause
     assert f"knows versions up to {INPUTS_VERSION}" in cause
+
+
+@pytest.mark.parametrize(("version", "late_starts_max", "is_alike"), [(5, 1024, True), (4, 0, True), (5, 0, False)])
+def test_late_starts_are_replayed_as_the_recording_router_took_them(
+    monkeypatch: pytest.MonkeyPatch, version: int, late_starts_max: int, is_alike: bool
+) -> None:
+    monkeypatch.setattr(recorder, "INPUTS_VERSION", version)
+
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(seed=3, churn=0.0, starts_late=True)
+        router.projection.ledger.late_starts_max = late_starts_max
+        for name in NAMES:
+            router.join(name)
+        for _ in range(200):
+            router.step()
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    outcome = router.replay()
+
+    assert (outcome.difference is None) == is_alike
+    assert not is_alike or outcome.identical == router.made > 50
 
 
 def test_a_recording_with_a_setting_that_is_gone_is_not_replayed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

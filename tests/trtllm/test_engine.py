@@ -136,7 +136,7 @@ async def test_an_adapter_whose_directory_is_missing_ends_the_start(tmp_path: Pa
 
 
 async def test_the_tokenizer_is_not_needed_and_text_is_not_made() -> None:
-    async with running_engine() as told:
+    async with running_engine(guided_decoding_backend=None) as told:
         calls = hold(told)
         await told.finish(make_request("r", stop_token_ids=(9,)))
         sampling = calls[0]["sampling_params"]

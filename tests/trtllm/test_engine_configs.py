@@ -64,9 +64,10 @@ def test_all_configurations_that_were_asked_for_are_there() -> None:
         "llama4-maverick-eagle/prefill.yaml",
         *(f"llama4-scout/{side}.yaml" for side in ("agg", "decode", "prefill")),
         *(f"llava-v1.6-mistral-7b-hf/{side}.yaml" for side in ("decode", "encode", "prefill")),
+        *(f"qwen2.5-vl/{side}.yaml" for side in ("agg", "decode", "encode", "prefill")),
         *(f"qwen3/{side}.yaml" for side in ("agg", "decode", "prefill")),
     ]
-    assert len(PAIRS) == 10
+    assert len(PAIRS) == 11
 
 
 @pytest.mark.parametrize("file", FILES, ids=name)
@@ -88,6 +89,24 @@ def test_a_configuration_makes_a_run_in_its_mode(file: Path) -> None:
     TorchLlmArgs(**made.values)
     # Only what publishing needs may be undone.
     assert all("enable_block_reuse" in each or "event_buffer" in each for each in made.warnings), made.warnings
+
+
+@pytest.mark.parametrize("script", sorted((CONFIGS.parent / "launch").glob("*multimodal*.sh")), ids=str)
+def test_no_launch_script_takes_images_with_block_reuse(script: Path) -> None:
+    text = script.read_text() + (CONFIGS.parent / "launch" / "epd.sh").read_text()
+    folders = set(re.findall(r"\$configs/([\w.-]+)", text))
+    assert folders, script
+    for folder in folders:
+        for file in (CONFIGS / folder).glob("*.yaml"):
+            if file.stem != "encode":
+                assert read_yaml(file)["kv_cache_config"]["enable_block_reuse"] is False, file
+
+
+def test_images_with_block_reuse_are_warned_of() -> None:
+    for reuse in (True, False):
+        file = Layer("f", {"kv_cache_config": {"enable_block_reuse": reuse}})
+        warnings = resolve(TrtllmSettings(model_path="m", modality="multimodal"), file).warnings
+        assert any("two images" in each for each in warnings) is reuse
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids=name)

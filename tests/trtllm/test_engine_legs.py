@@ -174,7 +174,7 @@ async def test_params_that_are_damaged_are_the_requests_error(broken: bytes) -> 
         last = await decode.finish(decode_leg(make_request("r"), broken))
         assert (last.finish_reason, last.refusal) == ("error", None)
         assert "disaggregated" in (last.error or "")
-        with pytest.raises(RefusedError, match="nothing says where its KV is"):
+        with pytest.raises(RefusedError, match="the place of its KV is unknown"):
             decode.engine.submit(decode_leg(make_request("r"), None))
 
 

@@ -71,7 +71,7 @@ def test_each_guide_becomes_the_engines(given: dict[str, Any], guide: dict[str, 
     made = plan(**given).guide
     assert made == guide
     GuidedDecodingParams(**guide)
-    with pytest.raises(UnableError, match="guided_decoding_backend") as refused:
+    with pytest.raises(UnableError, match="--guided-decoding-backend") as refused:
         plan(backend=None, **given)
     assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker may have one"
 

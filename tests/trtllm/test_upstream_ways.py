@@ -23,10 +23,10 @@ from poolgrid.wire.requests import RefusalKind, Routing
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.core.vetting import UNLIKELY
 from poolgrid.workers.engines.trtllm import library
+from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
 from tests.fakes import tensorrt_llm_of
 from tests.trtllm.engines import (
     BLOCK,
-    HONEST_SAMPLER,
     RunningEngine,
     expected,
     fake_library,
@@ -99,15 +99,39 @@ async def test_log_probabilities_of_the_first_token_travel_to_the_decode_worker(
     ],
 )
 async def test_what_the_sampler_would_ignore_is_refused_by_name(given: dict[str, Any]) -> None:
-    async with running_engine(override_engine_args="") as told:
+    async with running_engine(override_engine_args='{"sampler_type": "TorchSampler"}') as told:
         with pytest.raises(RefusedError, match=f"{list(given)[-1]} is .* sampler_type TRTLLMSampler") as refused:
             told.engine.submit(make_request("r", **given))
         assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker's may honour it"
+        assert list(given)[-1] in dict(told.engine.inabilities), "and the card says it"
         neutral: dict[str, Any] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
         await told.finish(make_request("s", seed=None, **neutral))
         await told.finish(make_request("t", temperature=0.0))
-    async with running_engine(override_engine_args=HONEST_SAMPLER) as told:
+    async with running_engine(override_engine_args="") as told:
+        assert told.engine.inabilities == ()
         await told.finish(make_request("r", **given))
+
+
+async def test_a_guide_is_refused_where_the_engine_has_no_backend_for_it() -> None:
+    async with running_engine(guided_decoding_backend=None) as told:
+        assert [name for name, _ in told.engine.inabilities] == ["guided_decoding"]
+        with pytest.raises(RefusedError, match=r"guided_regex is set, .* --guided-decoding-backend xgrammar"):
+            told.engine.submit(make_request("r", guided_regex="a+"))
+
+
+@pytest.mark.parametrize(
+    ("version", "values", "sampler"),
+    [
+        ("1.2.1", {}, "TRTLLMSampler"),
+        ("1.2.1", {"sampler_type": "TorchSampler"}, None),
+        ("1.2.1", {"speculative_config": {"decoding_type": "MTP"}}, None),
+        ("1.3.0", {}, None),
+    ],
+)
+def test_the_default_sampler_is_one_that_honours_seeds(
+    version: str, values: dict[str, Any], sampler: str | None
+) -> None:
+    assert sampler_default(version, values).get("sampler_type") == sampler
 
 
 async def test_priorities_are_given_with_the_policy_that_honours_them(later: ModuleType) -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.ui                all parts
     python -m tests.ui pool large     some
-    python -m tests.ui --pictures     and write the pictures of the documentation, docs/images/fleet_page*.png
+    python -m tests.ui --pictures     and write the pictures of the documentation, docs/images/fleet_page*
 
 The exit status is 0 when all holds, 1 when something does not, 2 when there is no browser to try it with.
 """
@@ -10,12 +10,13 @@ The exit status is 0 when all holds, 1 when something does not, 2 when there is 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,20 @@ from tests.e2e import processes
 from tests.e2e.processes import Process, running_pool
 from tests.ui import checks
 from tests.ui.browser import Browser, missing
+from tests.ui.busy import (
+    DRAINED,
+    FLEET_TALKERS,
+    FRAME_S,
+    KILLED,
+    RECORDED_BEFORE_S,
+    RECORDED_S,
+    Recording,
+    busy_pool,
+    spilling_document,
+)
+from tests.ui.busy import (
+    WORKERS as BUSY_WORKERS,
+)
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -34,6 +49,11 @@ FLEET = ROOT / "pool_configs" / "aggregated_four_classes.json"
 
 READY_TIMEOUT_S = 300.0
 """A fleet of four pools starts slowly on a machine that has other work to do."""
+
+FULL_STRIP_S = 300.0
+"""How long a pool runs before its picture: the strip of times covers five minutes."""
+
+PHONE_HEIGHT = 1500
 
 WORKERS, RATE = 500, 60
 MEASURED_S = 30
@@ -63,26 +83,29 @@ class Pictures:
     """Where pictures go; nowhere unless they are wanted."""
 
     def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
 
-    def take(self, browser: Browser, name: str) -> None:
-        if not self._wanted:
+    def take(self, browser: Browser, name: str, part: str = "") -> None:
+        """Write what is to be seen, or a part of it."""
+        if not self.wanted:
             return
+        if not part:
+            browser.run("document.activeElement.blur(); scrollTo(0, 0)")
         settled(browser)
-        path = IMAGES / f"{name}.png"
-        browser.screenshot(path)
         # A page has few colours: a third of the bytes, and nobody sees the difference.
-        with Image.open(path) as picture:
+        with Image.open(io.BytesIO(browser.screenshot(part))) as picture:
             smaller = picture.convert("RGB").quantize(
                 256, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE
             )
-        smaller.save(path, optimize=True)
+        smaller.save(IMAGES / f"{name}.png", optimize=True)
 
 
 @contextmanager
 def talking(url: str, count: int, *more: str) -> Iterator[None]:
     """Have conversations while the block runs."""
-    process = subprocess.Popen([sys.executable, "-m", "tests.ui.talkers", url, str(count), *more], cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.ui.talkers", url, str(count), *more], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
     try:
         yield
     finally:
@@ -104,12 +127,6 @@ def pool(pictures: Pictures) -> str:
     with running_pool("--port", "0", workers=4, speedup=4.0) as up, talking(up.url, 12), Browser() as browser:
         checks.open_live(browser, up.url)
         enough_requests(browser, 120)
-        settled(browser)
-        pictures.take(browser, "fleet_page")
-        browser.scheme("dark")
-        settled(browser)
-        pictures.take(browser, "fleet_page_dark")
-        browser.scheme("light")
         checks.everything_has_a_name(browser)
         stops = checks.stops_of_tab(browser)
         for wanted in ("slider", "grid Workers", "row"):
@@ -118,19 +135,15 @@ def pool(pictures: Pictures) -> str:
         checks.request_opens_by_keyboard(browser)
         browser.run("scrollTo(0, 0); document.querySelectorAll('.requests .row:not(.head)')[6].click()")
         browser.wait("its legs are shown", "return !!document.querySelector('#sheet svg.timeline rect')")
-        pictures.take(browser, "fleet_page_request")
         browser.press(checks.ESCAPE)
         checks.plays_the_past_back(browser)
         browser.run("document.querySelector('#strip canvas').focus()")
         browser.press(*[checks.LEFT] * 8, checks.ENTER)
         browser.wait("the past", "scrollTo(0, 0); return document.getElementById('link').dataset.state === 'past'")
         settled(browser)
-        pictures.take(browser, "fleet_page_past")
         browser.press(checks.ESCAPE)
         browser.wait("it is now again", checks.LIVE)
         checks.fits_a_phone(browser)
-        browser.run("scrollTo(0, 0)")
-        pictures.take(browser, "fleet_page_phone")
         checks.no_complaints(browser)
     return f"{len(stops)} stops of Tab"
 
@@ -161,7 +174,9 @@ def several(pictures: Pictures) -> str:
         ingest = router.wait_ready().word("ingest")
         admin = router.word("admin").partition(",")[0]
         with (
-            Process("worker", "--worker-id", "w", "--model", "tiny", "--consolidator", ingest, *small).wait_ready(),
+            Process(
+                "worker", "--worker-id", "w", "--served-model-name", "tiny", "--consolidator", ingest, *small
+            ).wait_ready(),
             talking(admin, 8),
             Browser() as browser,
         ):
@@ -170,7 +185,6 @@ def several(pictures: Pictures) -> str:
             foot = "return document.getElementById('foot').textContent"
             assert "process 1 of 2" in browser.run(foot)
             queued = checks.request_that_was_queued(browser)
-            pictures.take(browser, "fleet_page_queued")
             browser.press(checks.ESCAPE)
             checks.no_complaints(browser)
     return queued
@@ -186,7 +200,6 @@ def keys(pictures: Pictures) -> str:
             browser.open(f"{router.url}/ui")
             shown = "return document.getElementById('key').open"
             browser.wait("it asks for a key", shown)
-            pictures.take(browser, "fleet_page_key")
             browser.press("pg-wrong", checks.ENTER)
             fault = "return document.getElementById('key-fault').textContent"
             assert "key" in browser.wait("a wrong key is told", fault)
@@ -201,29 +214,87 @@ def keys(pictures: Pictures) -> str:
     return "no key in any of its addresses"
 
 
+def busy(pictures: Pictures) -> str:
+    """A pool at 70 % load: one worker drains, one is killed, requests queue, and no stream breaks."""
+    with busy_pool() as pool, Browser(1600, 900) as browser:
+        checks.open_live(browser, pool.url)
+        enough_requests(browser, 100)
+        if pictures.wanted:
+            checks.time_passes(browser, FULL_STRIP_S)
+        pool.drain(DRAINED)
+        recording = Recording(browser)
+        before_s = RECORDED_BEFORE_S if pictures.wanted else FRAME_S
+        recording.run(before_s, f"{BUSY_WORKERS} workers under load; {DRAINED} drains")
+        pool.kill(KILLED)
+        checks.worker_has_state(browser, KILLED, "unreachable")
+        recording.run(1.0 if pictures.wanted else FRAME_S, f"kill -9 {KILLED}")
+        checks.worker_has_state(browser, DRAINED, "draining")
+        checks.requests_moved(browser)
+        after = f"kill -9 {KILLED}: its streams continue on other workers"
+        if pictures.wanted:
+            recording.run(RECORDED_S, after)
+        checks.requests_wait(browser)
+        checks.heading_is_complete(browser, "tiny", pool.url)
+        checks.figures_stand_beside_bars(browser)
+        pictures.take(browser, "fleet_page")
+        browser.scheme("dark")
+        pictures.take(browser, "fleet_page_dark")
+        browser.scheme("light")
+        if pictures.wanted:
+            recording.run(RECORDED_S, after)
+        checks.fits_a_phone(browser)
+        browser.size(390, PHONE_HEIGHT, mobile=True)
+        pictures.take(browser, "fleet_page_phone")
+        browser.size(1600, 900)
+        moved = checks.request_that_moved(browser, KILLED)
+        pictures.take(browser, "fleet_page_request", "#sheet")
+        browser.press(checks.ESCAPE)
+        checks.request_that_was_queued(browser)
+        pictures.take(browser, "fleet_page_queued", "#sheet")
+        browser.press(checks.ESCAPE)
+        browser.run("document.querySelector('#strip canvas').focus()")
+        browser.press(*[checks.LEFT] * 45, checks.ENTER)
+        browser.wait("the past", "scrollTo(0, 0); return document.getElementById('link').dataset.state === 'past'")
+        pictures.take(browser, "fleet_page_past")
+        browser.press(checks.ESCAPE)
+        browser.wait("it is now again", checks.LIVE)
+        checks.no_complaints(browser)
+        if pictures.wanted:
+            recording.write(IMAGES / "fleet_page_kill.webp")
+        broken = pool.broken()
+        assert not broken, broken
+    return moved
+
+
 def fleet(pictures: Pictures) -> str:
-    """A global router over four pools: cells, pools, a request with what its pool says."""
-    with Process("up", "--pools", str(FLEET), "--port", "0", "--speedup", "4") as up:
+    """A global router over four pools, one of them too slow: cells, pools, and a spill with its pool's decision."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        document = spilling_document(directory / "grid.json", FLEET)
+        up = stack.enter_context(Process("up", "--pools", str(document), "--port", "0"))
         up.wait_ready()
-        with talking(up.url, 14, "targets"), Browser() as browser:
+        with talking(up.url, FLEET_TALKERS, "busy-targets"), Browser(1600, 900) as browser:
             checks.open_live(browser, up.url)
             enough_requests(browser, 100)
-            settled(browser)
+            spilled = checks.request_that_spilled(browser)
+            if pictures.wanted:
+                checks.time_passes(browser, FULL_STRIP_S)
+            checks.request_that_spilled(browser)
+            pictures.take(browser, "fleet_page_global_request", "#sheet")
+            browser.press(checks.ESCAPE)
             pictures.take(browser, "fleet_page_global")
+            checks.heading_is_complete(browser, "tiny", up.url)
+            checks.figures_stand_beside_bars(browser)
             checks.everything_has_a_name(browser)
             browser.run("document.querySelector('.grid').focus()")
             browser.press(checks.RIGHT, checks.DOWN, checks.ENTER)
             browser.wait("the cell is open", "return document.getElementById('sheet').open")
             browser.press(checks.ESCAPE)
-            checks.request_opens_by_keyboard(browser)
-            browser.run("document.querySelectorAll('.requests .row:not(.head)')[6].click()")
-            browser.wait("the pool's own decision is shown", "return !!document.querySelector('#sheet .tree table')")
-            pictures.take(browser, "fleet_page_global_request")
-            browser.press(checks.ESCAPE)
+            checks.request_opens_by_keyboard(browser, 20)  # the newest have no pool yet
             checks.fits_a_phone(browser)
             checks.no_complaints(browser)
         assert up.stop()[0] == 0
-    return "four pools"
+    return spilled
 
 
 def large(pictures: Pictures) -> str:
@@ -246,7 +317,8 @@ def large(pictures: Pictures) -> str:
             after = browser.main_thread_s()
             main_thread = {name: (value - before[name]) / measured_s for name, value in after.items()}
             gaps.sort()
-            pictures.take(browser, "fleet_page_large")
+            browser.size(1600, 1300)
+            pictures.take(browser, "fleet_page_large", "#main-column .panel")
             checks.worker_grid_works_by_keyboard(browser)
             checks.plays_the_past_back(browser)
             checks.no_complaints(browser)
@@ -273,7 +345,7 @@ def large(pictures: Pictures) -> str:
 
 
 PARTS: dict[str, Callable[[Pictures], str]] = {
-    each.__name__: each for each in (pool, reconnect, several, keys, fleet, large)
+    each.__name__: each for each in (pool, busy, reconnect, several, keys, fleet, large)
 }
 
 
@@ -281,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Try the parts that are asked for."""
     parser = argparse.ArgumentParser("python -m tests.ui", description="The fleet page in Chromium.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--pictures", action="store_true", help="write docs/images/fleet_page*.png")
+    parser.add_argument("--pictures", action="store_true", help="write docs/images/fleet_page*")
     asked = parser.parse_args(arguments)
     unknown = [name for name in asked.parts if name not in PARTS]
     if unknown or missing():

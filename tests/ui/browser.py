@@ -8,7 +8,6 @@ import importlib.util
 import json
 import shutil
 import tempfile
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -86,6 +85,7 @@ class Browser:
         self.driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
         self.driver.set_page_load_timeout(WAIT_S)
         self.driver.set_script_timeout(WAIT_S)
+        self.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
         self.size(width, height)
 
     def size(self, width: int, height: int, mobile: bool = False) -> None:
@@ -142,15 +142,22 @@ class Browser:
         said = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
         return [str(entry["message"]) for entry in said if entry["level"] in ("SEVERE", "ERROR")]
 
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write what is to be seen as PNG; ``whole`` takes the page down to its end."""
-        asked: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
-        if whole:
-            size = self.run("return [document.documentElement.clientWidth, document.documentElement.scrollHeight]")
-            asked["clip"] = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
-        found = self.driver.execute_cdp_cmd("Page.captureScreenshot", asked)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+    def screenshot(self, part: str = "", fast: bool = False) -> bytes:
+        """Return what is to be seen: the page, or the part that a CSS selector names; as PNG, or ``fast`` as JPEG."""
+        asked: dict[str, Any] = {"format": "png", "captureBeyondViewport": False}
+        if fast:
+            asked |= {"format": "jpeg", "quality": 92, "optimizeForSpeed": True}
+        if part:
+            box = self.run(
+                "const part = document.querySelector(arguments[0]), box = part.getBoundingClientRect();"
+                "document.activeElement.blur();"
+                "const ends = [...part.querySelectorAll('*')].map((each) => each.getBoundingClientRect())"
+                ".filter((each) => each.height && each.height < box.height - 150).map((each) => each.bottom);"
+                "return [box.x, box.y, box.width, Math.min(box.height, innerHeight - box.y, Math.max(...ends) + 18)]",
+                part,
+            )
+            asked["clip"] = {**dict(zip(("x", "y", "width", "height"), box, strict=True)), "scale": 1}
+        return base64.b64decode(self.driver.execute_cdp_cmd("Page.captureScreenshot", asked)["data"])
 
     def record_frames(self) -> None:
         """Begin to record the time between frames, tasks of more than 50 ms, and what the main thread does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from poolgrid import __version__
 from tests.ui.browser import Browser
 
 LIVE = "return document.getElementById('link').dataset.state === 'live'"
@@ -94,12 +95,12 @@ def worker_grid_works_by_keyboard(browser: Browser) -> None:
     assert "Workers" in browser.focus(), "the focus is where it was"
 
 
-def request_opens_by_keyboard(browser: Browser) -> None:
+def request_opens_by_keyboard(browser: Browser, downwards: int = 1) -> None:
     """Enter on a row opens the request: its decision, its candidates, its legs as a timeline."""
     row = "document.querySelector('.requests .row[tabindex=\"0\"]:not([hidden])')"
     browser.wait("there are requests", f"return !!{row}")
     browser.run(f"{row}.focus()")
-    browser.press(DOWN, ENTER)
+    browser.press(*[DOWN] * downwards, ENTER)
     browser.wait("its decision is shown", "return !!document.querySelector('#sheet .tree details')")
     browser.wait("its legs are shown", "return !!document.querySelector('#sheet svg.timeline rect')")
     browser.press(ESCAPE)
@@ -120,18 +121,136 @@ def plays_the_past_back(browser: Browser) -> None:
     browser.wait("it is now again", LIVE)
 
 
+def open_requests(browser: Browser, what: str, holds: str) -> str:
+    """Open requests of the list until a script returns words of one that is loaded; return them, and leave it open."""
+    loaded = "return !!document.querySelector('#sheet .tree, #sheet .note.bad')"
+    for _ in range(4):
+        for number in range(24):
+            row = f"document.querySelectorAll('.requests .row:not(.head):not([hidden])')[{number}]"
+            browser.run(f"{row}?.click()")
+            browser.wait("its decision is shown", loaded)
+            if words := browser.run(holds):
+                return str(words)
+            browser.press(ESCAPE)
+            browser.wait("the sheet is closed", "return !document.getElementById('sheet').open")
+    raise AssertionError(f"no request {what}")
+
+
 def request_that_was_queued(browser: Browser) -> str:
-    """Open requests until one has waited for a worker with room; return what its timeline says of that."""
-    for number in range(24):
-        row = f"document.querySelectorAll('.requests .row:not(.head):not([hidden])')[{number}]"
-        browser.run(f"{row}.click()")
-        drawn = "return document.querySelector('#sheet svg.timeline')?.getAttribute('aria-label') ?? ''"
-        said = str(browser.wait("its legs are shown", drawn))
-        if "queued" in said:
-            return said
+    """Open a request that has waited for a worker with room; return what its timeline says of that."""
+    return open_requests(
+        browser,
+        "was queued",
+        "const words = document.querySelector('#sheet svg.timeline')?.getAttribute('aria-label') ?? '';"
+        " return words.includes('queued in the router') ? words : ''",
+    )
+
+
+def request_that_spilled(browser: Browser) -> str:
+    """Open a request that another pool took than that of its cell, because that one misses its target."""
+    rows = "[...document.querySelectorAll('.requests .row[tabindex]:not([hidden])')]"
+    row = f"{rows}.filter((row) => row.textContent.includes(', spill') && !row.textContent.includes('flight'))"
+    browser.wait("a request spills", f"const [row] = {row}.slice(-1); row?.click(); return !!row", timeout_s=300)
+    browser.wait("the pool's own decision is shown", "return !!document.querySelector('#sheet .tree table')")
+    words = str(browser.run("return document.querySelector('#sheet .tree details > summary').textContent"))
+    assert " by spill" in words, words
+    return words
+
+
+def request_that_moved(browser: Browser, worker: str) -> str:
+    """Open a request that ran on a worker that was killed and continued on another one."""
+    open_worker(browser, worker)
+    count = browser.wait("its last requests", "return document.querySelectorAll('#sheet li > a').length")
+    for number in range(count):
+        browser.run("document.querySelectorAll('#sheet li > a')[arguments[0]].click()", number)
+        browser.wait("its legs are shown", "return !!document.querySelector('#sheet .tree details')")
+        legs = browser.run("return document.querySelector('#sheet svg.timeline')?.getAttribute('aria-label') ?? ''")
+        if len(str(legs).split("; ")) > 1:
+            return str(legs)
         browser.press(ESCAPE)
-        browser.wait("the sheet is closed", "return !document.getElementById('sheet').open")
-    raise AssertionError("of 24 requests none was queued")
+        open_worker(browser, worker)
+    raise AssertionError(f"no request of {worker} continued on another worker")
+
+
+def open_worker(browser: Browser, worker: str) -> None:
+    """Open a worker by keyboard."""
+    browser.run("document.querySelector('.grid[aria-label=Workers]').focus()")
+    browser.press(HOME)
+    for _ in range(64):
+        if str(browser.run("return document.getElementById('worker-cell').textContent")).startswith(f"{worker},"):
+            browser.press(ENTER)
+            browser.wait("the worker's sheet is open", "return document.getElementById('sheet').open")
+            return
+        browser.press(RIGHT)
+    raise AssertionError(f"{worker} is not in the grid")
+
+
+def worker_has_state(browser: Browser, worker: str, state: str) -> None:
+    """The grid says of a worker that it drains, or is unreachable."""
+    browser.run("document.querySelector('.grid[aria-label=Workers]').focus()")
+    words = "document.getElementById('worker-cell').textContent"
+    for attempt in range(100):
+        browser.press(HOME if attempt % 8 == 0 else RIGHT)
+        if browser.run(f"return {words}.startsWith(arguments[0])", f"{worker}, {state}"):
+            browser.run("document.activeElement.blur()")
+            return
+    raise AssertionError(f"{worker} never is {state}")
+
+
+FIGURE = """
+const tile = [...document.querySelectorAll('.tile')]
+  .find((each) => each.firstChild.textContent.startsWith(arguments[0]));
+return Number(tile.querySelector('dd').firstChild.data.replaceAll(',', ''));
+"""
+
+
+def heading_is_complete(browser: Browser, model: str, url: str) -> None:
+    """The heading has the model, the address and the version."""
+    words = browser.wait("the model in the heading", "return document.getElementById('name').textContent")
+    for part in (model, url.partition("://")[2], f"version {__version__}"):
+        assert part in str(words), (part, words)
+
+
+BAR_OVERLAPS = """
+return [...document.querySelectorAll('.share')].filter((share) => share.offsetParent && share.querySelector('span'))
+  .filter((share) => {
+    const words = document.createRange();
+    words.selectNodeContents(share.querySelector('span'));
+    return share.querySelector('b').getBoundingClientRect().right > words.getBoundingClientRect().left;
+  }).map((share) => share.textContent);
+"""
+
+
+def figures_stand_beside_bars(browser: Browser) -> None:
+    """No bar reaches into the figure that belongs to it."""
+    overlaps = browser.run(BAR_OVERLAPS)
+    assert not overlaps, overlaps
+
+
+MOVES = """
+const tile = [...document.querySelectorAll('#served .tile')]
+  .find((each) => each.firstChild.textContent.startsWith('moves'));
+return Number.parseInt(tile.querySelector('p').textContent);
+"""
+"""Of five minutes: the figure above it covers ten seconds, which a busy machine takes to look."""
+
+
+def time_passes(browser: Browser, seconds: float) -> None:
+    """Let a pool run for so long."""
+    from_ms = browser.run("return performance.now()")
+    passed = "return performance.now() > arguments[0]"
+    browser.wait("time passes", passed, from_ms + 1000 * seconds, timeout_s=seconds + 60)
+
+
+def requests_moved(browser: Browser) -> None:
+    """Requests of a killed worker are counted as moves, and none as an error."""
+    browser.wait("moves", MOVES)
+    assert browser.run(FIGURE, "errors") == 0
+
+
+def requests_wait(browser: Browser) -> None:
+    """The queue has requests that wait for a worker with room."""
+    browser.wait("a queue", FIGURE, "queue")
 
 
 QUANTILES = """

@@ -104,6 +104,13 @@ class LargePool:
         """Have a worker store a path."""
         self.say(worker, [BlocksStored(None, pack_hashes(path))])
 
+    def fill(self) -> None:
+        """Have each worker hold blocks of earlier conversations: no pool in use has empty caches."""
+        for worker in self._held:
+            count = self._draw.randint(BLOCKS // 8, BLOCKS * 6 // 10)
+            self.hold(worker, range(self._hashes, self._hashes + count))
+            self._hashes += count
+
     def counts(self) -> tuple[int, int]:
         return sum(self._running.values()), 0
 
@@ -151,7 +158,7 @@ class LargePool:
             parent = grown[len(grown) - len(new) - 1] if len(new) < len(grown) else None
             events.append(BlocksStored(parent, pack_hashes(new)))
         self._after(0.05 + 0.001 * len(new), worker, events)
-        self._after(draw.uniform(0.5, 4.0), worker, [RequestFinished(name, "stop")])
+        self._after(draw.uniform(4.0, 10.0), worker, [RequestFinished(name, "stop")])
 
     def _after(self, seconds: float, worker: WorkerKey, events: list[AnyEvent]) -> None:
         self._hashes += 1
@@ -195,6 +202,7 @@ class LargePool:
 async def main(workers: int, rate: float) -> None:
     """Serve until somebody ends this process."""
     pool = LargePool(workers, rate)
+    pool.fill()
     app = application(FakeBackend())
     player = Player(None, pool.kept, BLOCKS_PER_WORKER_MAX)
     served = ServedSeconds(app.served, SystemClock())

@@ -150,6 +150,7 @@ FULL_CARD = WorkerCard(
     step_times=StepTimes(((1, 12.5), (8192, 220.75)), ((0.0, 7.5), (1.0, 21.25))),
     takes_retention=True,
     serving_endpoints=("10.0.0.7:8000",),
+    inabilities=(("seed", "which it ignores"),),
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 

@@ -567,6 +567,7 @@ from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+SimulatedWorkerSettings.first_token_id = 10  # a constant, so not among the settings
 settings = SimulatedWorkerSettings.model_validate_json(sys.argv[1])
 async def main(stop):
     await serve(settings, stop, lambda url: print("ready", url, flush=True))
@@ -681,7 +682,7 @@ async def test_a_worker_that_no_consolidator_welcomes_says_so_until_one_does(
         waiting = asyncio.create_task(publisher.until_registered())
         while not caplog.records:
             await asyncio.wait([waiting], timeout=0.01)
-        assert f"no consolidator has welcomed this worker at {endpoint}" in caplog.text
+        assert f"no consolidator has accepted this worker at {endpoint}" in caplog.text
         publisher.start()
         await asyncio.wait_for(waiting, 30)
         publisher.close(orderly=False)

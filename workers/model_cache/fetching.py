@@ -117,6 +117,11 @@ def parse_source(text: str) -> ModelSource:
     return ModelSource(f"{HUB_SCHEME}{named}", _plain(named), repository=repository, revision=revision)
 
 
+def is_hub_name(model: str) -> bool:
+    """Tell whether a model is named as on a hub, and no directory here."""
+    return "/" in model and _HUB_NAME.fullmatch(model.removeprefix(HUB_SCHEME)) is not None and not Path(model).exists()
+
+
 def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._@+-]", "_", text.strip("/").replace("/", "--")).lstrip("._@+-")[:NAME_CHARS_MAX]
 
@@ -138,6 +143,14 @@ class ModelFetch:
     check: bool = False
     """Read what is there, and fetch again what is not what it was."""
     pauses_s: Sequence[float] = PAUSES_S
+
+    def look_up(self) -> None:
+        """Ask the source whether it has the model, and fetch nothing; raises ``ModelCacheError``."""
+        if self.source.directory is None:
+            if _is_offline():
+                self._cached()
+            else:
+                self._listed()
 
     def run(self) -> Manifest:
         """Return the manifest of the model, which is whole then; raises ``ModelCacheError``."""

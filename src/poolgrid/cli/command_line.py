@@ -21,6 +21,7 @@ import click
 import msgspec
 from click.shell_completion import CompletionItem
 
+from poolgrid.cli.dynamo_options import in_our_words
 from poolgrid.cli.former_settings import former_setting
 from poolgrid.process import logs
 from poolgrid.process.log_lines import Field
@@ -54,10 +55,15 @@ class Command(click.Command):
         super().__init__(*declarations, **{"context_settings": HELP, **attributes})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments; ends with status 2 and a line on standard error for a former setting."""
-        if refusal := former_setting(str(self.name), args, os.environ):
-            click.echo(refusal, err=True)
-            raise SystemExit(2)
+        """Read the arguments; ends with status 2 and a line on standard error for a former setting, and for an option
+        of Dynamo that has none of ours."""
+        try:
+            args = in_our_words(str(self.name), args, os.environ)
+            if refusal := former_setting(str(self.name), args, os.environ):
+                raise ValueError(refusal)
+        except ValueError as error:
+            click.echo(error, err=True)
+            raise SystemExit(2) from None
         if self.has_basics:
             args = [f"--help={EVERY_PANEL}" if each == "--help-all" else each for each in args]
         return super().parse_args(ctx, args)

@@ -1,8 +1,9 @@
-"""`poolgrid up --pools FILE`: a whole simulated fleet on this machine, from one pool-grid document.
+"""`poolgrid up --pools FILE`: a whole fleet on this machine, from one pool-grid document.
 
 Rules
-    1. Each pool is a router with the consolidator inside, and the workers that the pool's ``simulate`` describes. The
-       global router is told where the pools' routers really are; the document's urls are for real deployments.
+    1. Each pool is a router with the consolidator inside, and the workers that the pool's ``simulate`` describes; with
+       a real engine they are as many, each with the mode of its stage and the engine file of its role. The global
+       router is told where the pools' routers really are; the document's urls are for real deployments.
     2. With an event plane on NATS each pool has its journal there under its own name, and consolidators of its own.
     3. Consolidators start first, then routers, then workers, then the global router; ``ready URL`` follows once every
        pool can be used.
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from poolgrid.cli.greeting import greeting
-from poolgrid.cli.local_pool import UpSettings, output_arguments
+from poolgrid.cli.launch_plan import PlannedWorker
+from poolgrid.cli.local_pool import UpSettings, first_given_up, output_arguments, worker_part
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.prompt_model import PromptModel
@@ -37,8 +40,17 @@ NATS_NAME_CHARS_MAX = 64
 class LocalFleet:
     """All parts of a fleet on this machine."""
 
-    def __init__(self, settings: UpSettings, path: Path, document: GridDocument, model: PromptModel) -> None:
+    def __init__(
+        self,
+        settings: UpSettings,
+        path: Path,
+        document: GridDocument,
+        model: PromptModel,
+        engines: Sequence[PlannedWorker] = (),
+    ) -> None:
+        """``engines`` are the workers with a real engine, by their names in ``worker_roles``."""
         self._settings = settings
+        self._engines = {each.name: each for each in engines}
         self._nats_names = nats_names(document) if settings.on_nats else {}
         self._path = path
         self._document = document
@@ -60,7 +72,7 @@ class LocalFleet:
         pools = [(stage, pool) for stage, found in self._document.stages.items() for pool in found.pools]
         level = settings.log_choice.arguments
         common = ["--host", self._host, *level]
-        model = ["--model-path", str(settings.model_path)]
+        model = ["--model-path", str(settings.model_path), "--served-model-name", settings.model_name]
         if settings.on_nats:
             for _, pool in pools:
                 self._plan_consolidators(pool, common)
@@ -77,9 +89,7 @@ class LocalFleet:
         await asyncio.gather(*(self._start_part(router) for router in self._routers.values()))
         for stage, pool in pools:
             for number in range((pool.simulate or PoolSimulation()).workers):
-                name = f"{pool.name}-{number}"
-                arguments = [*self._worker_arguments(stage, pool, name), *common]
-                self._workers.append(Part(name, arguments, self._environment))
+                self._workers.append(self._worker(stage, pool, f"{pool.name}-{number}", common))
         await asyncio.gather(*(self._start_part(worker) for worker in self._workers))
         # Complete before the global router looks at them for the first time, so that it begins with all of them.
         await asyncio.gather(*(self._until_complete(pool) for _, pool in pools))
@@ -108,16 +118,27 @@ class LocalFleet:
 
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
-        workers = counted(len(self._workers), "simulated worker")
+        workers = counted(len(self._workers), f"{self._settings.engine} worker")
         what = f"{counted(len(self._routers), 'pool')} with {workers} behind a global router"
         keyed = self._settings.api_keys is not None
-        return greeting(what, url, self._model.name, keyed, ": which pool, by which cell of the grid, which worker")
+        return greeting(
+            what, url, self._settings.model_name, keyed, ": which pool, by which cell of the grid, which worker"
+        )
+
+    def _worker(self, stage: StageName, pool: Pool, name: str, common: list[str]) -> Part:
+        planned = self._engines.get(name)
+        if planned is None:
+            return Part(name, [*self._worker_arguments(stage, pool, name), *common], self._environment)
+        on_nats = self._settings.on_nats
+        ingest = "" if on_nats else self._routers[pool.name].word("ingest")
+        plane = self._nats_names[pool.name] if on_nats else ""
+        return worker_part(self._settings, planned, ingest, self._environment, plane)
 
     def _worker_arguments(self, stage: StageName, pool: Pool, name: str) -> list[str]:
         simulate = pool.simulate or PoolSimulation()
         timing = ["--timing", self._settings.timing]
         if simulate.timing_table is not None:
-            timing = ["--timing-table", str(self._path.parent / simulate.timing_table)]
+            timing = ["--timing", str(self._path.parent / simulate.timing_table)]
         # Workers that know roles are given the one of their stage; those that do not serve every stage.
         role = [] if stage == "aggregated" or "role" not in SimulatedWorkerSettings.model_fields else ["--role", stage]
         if self._settings.on_nats:
@@ -125,11 +146,11 @@ class LocalFleet:
         else:
             pushes = ["--consolidator", self._routers[pool.name].word("ingest")]
         return [
-            *("worker", "--worker-id", name, "--model", self._model.name, *timing, *role, *pushes),
+            *("worker", "--worker-id", name, "--served-model-name", self._settings.model_name, *timing, *role, *pushes),
             *("--speedup", str(simulate.speedup * self._settings.speedup)),
-            *("--block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
+            *("--kv-block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
             *("--max-batch-size", str(simulate.max_batch_size), "--max-num-tokens", str(simulate.max_num_tokens)),
-            *("--max-sequence-length", str(simulate.max_sequence_length)),
+            *("--max-seq-len", str(simulate.max_sequence_length)),
             *output_arguments(self._settings, self._model),
             *("--drain-timeout-ms", "2000"),
             *self._settings.options_of("worker", stage),
@@ -140,9 +161,8 @@ class LocalFleet:
         part.watch()
 
     async def given_up(self) -> str:
-        """Wait for ever: parts of a fleet are started again without a bound."""
-        await asyncio.Event().wait()
-        return ""
+        """Wait until a worker with a real engine is not started again any more; return why."""
+        return await first_given_up(self._workers if self._engines else ())
 
     async def stop(self) -> None:
         """End everything in order."""
@@ -152,6 +172,16 @@ class LocalFleet:
         await stop_parts(self._consolidators)
         self._ports.close()
         self._front.close()
+
+
+def worker_roles(document: GridDocument) -> dict[str, str]:
+    """Return the role of every worker of a document, by its name."""
+    return {
+        f"{pool.name}-{number}": stage
+        for stage, found in document.stages.items()
+        for pool in found.pools
+        for number in range((pool.simulate or PoolSimulation()).workers)
+    }
 
 
 def nats_names(document: GridDocument) -> dict[str, str]:

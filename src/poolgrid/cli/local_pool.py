@@ -16,9 +16,8 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -30,7 +29,7 @@ from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import (
     ANY,
     INGEST,
-    Group,
+    LaunchGroup,
     PlannedPart,
     PlannedWorker,
     described_parts,
@@ -49,7 +48,7 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
-from poolgrid.workers.core.timing import PUBLISHED, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -81,9 +80,20 @@ ROLES = ("worker", "prefill", "decode", "encode")
 PARTS = ("router", "global-router", "consolidator", *ROLES)
 """What ``part_option`` names."""
 
-_OF_SIMULATED = ("speedup", "timing", "pools")
+_OF_SIMULATED = ("speedup", "timing")
 _OF_OWN_WORKERS = (
-    *("engine", "workers", "prefill", "decode", "encode", "modality", "pools", "dry_run", "block_size", "engine_args"),
+    *(
+        "engine",
+        "workers",
+        "prefill",
+        "decode",
+        "encode",
+        "modality",
+        "pools",
+        "dry_run",
+        "kv_block_size",
+        "engine_args",
+    ),
 )
 
 
@@ -110,7 +120,7 @@ class UpSettings(EventPlaneSettings):
         ),
     )
 
-    backend_url: tuple[Option, ...] = Field(
+    engine_url: tuple[Option, ...] = Field(
         (),
         max_length=256,
         description=(
@@ -129,7 +139,7 @@ class UpSettings(EventPlaneSettings):
     pools: InputFile | None = Field(
         None,
         description=(
-            "Run a whole fleet from this pool-grid document: a router and simulated workers per pool, and a "
+            "Run a whole fleet from this pool-grid document: a router and workers per pool, and a "
             "global router. Its urls are ignored."
         ),
     )
@@ -155,11 +165,12 @@ class UpSettings(EventPlaneSettings):
             "each pool's own factor."
         ),
     )
-    timing: TimingName = Field(
+    timing: Timing = Field(
         PUBLISHED,
+        examples=list(TIMINGS),
         description=(
-            "Choose the step times of the simulated engines: published formulas, or measured on an H100 or "
-            "H200 with Qwen3-8B."
+            "Choose the step times of the simulated engines: published (formulas), h100-qwen3-8b, h200-qwen3-8b "
+            "(measured), or your own JSON file."
         ),
     )
     data_dir: Path | None = Field(
@@ -193,10 +204,11 @@ class UpSettings(EventPlaneSettings):
     model_path: Path = Field(
         TINY_MODEL_PATH,
         description=(
-            "Read tokenizer and configuration from this Hugging Face style model directory. Weights are not needed."
+            "Load this Hugging Face style model directory, or ORG/MODEL of a hub, which is fetched first. Simulated "
+            "workers need no weights."
         ),
     )
-    block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
+    kv_block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
     log_level: str = Field("warning", description=LEVEL_HELP)
     log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
     served_model_name: str = Field(
@@ -243,11 +255,11 @@ class UpSettings(EventPlaneSettings):
             "standard error otherwise."
         ),
     )
-    start_timeout_s: float | None = Field(
+    start_timeout_ms: float | None = Field(
         None,
         gt=0,
-        le=86_400,
-        description=("Give up when a worker is not ready after this time. Unset = 60, or 1800 with trtllm."),
+        le=86_400_000,
+        description=("Give up when a worker is not ready after this time. Unset = 60,000, or 1,800,000 with trtllm."),
     )
 
     @model_validator(mode="after")
@@ -265,7 +277,7 @@ class UpSettings(EventPlaneSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_roles()
-        if self.backend_url:
+        if self.engine_url:
             return self._check_front()
         wrong = _OF_SIMULATED if self.real else ("gpus",)
         for name in wrong:
@@ -281,7 +293,7 @@ class UpSettings(EventPlaneSettings):
         if self.prefill and not self.decode:
             raise ValueError(f"prefill is {self.prefill} and decode is 0: prefill workers need a decode worker")
         if not self.whole_workers + self.decode:
-            raise ValueError("workers and decode are 0: nobody would generate tokens")
+            raise ValueError("workers and decode are 0: no worker would generate tokens")
         return self
 
     def _check_front(self) -> Self:
@@ -289,11 +301,11 @@ class UpSettings(EventPlaneSettings):
         for name in (*_OF_SIMULATED, "gpus", *_OF_OWN_WORKERS):
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r} with backend_url: the servers run already, and have theirs"
+                    f"{name} is {getattr(self, name)!r} with engine_url: the servers run already, and have theirs"
                 )
         given = self.backends()
         if given["prefill"] and not given["decode"]:
-            raise ValueError("backend_url names prefill servers and no decode=URL to continue their requests")
+            raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
         return self
 
     def _check_roles(self) -> None:
@@ -306,12 +318,12 @@ class UpSettings(EventPlaneSettings):
                     raise ValueError(
                         f"{name} is given {len(values)} times for {role or 'no role'}: give ROLE=VALUE, once for each"
                     )
-        if "encode" in by_role(self.backend_url):
-            raise ValueError("backend_url has encode=URL: servers in front of others are prefill and decode")
+        if "encode" in by_role(self.engine_url):
+            raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
 
     def backends(self) -> dict[str, list[str]]:
         """Return the URLs of servers that run already, by the role of their worker."""
-        given = by_role(self.backend_url)
+        given = by_role(self.engine_url)
         whole = [*given.get("", ()), *given.get("worker", ())]
         return {"aggregated": whole, "prefill": given.get("prefill", []), "decode": given.get("decode", [])}
 
@@ -319,6 +331,10 @@ class UpSettings(EventPlaneSettings):
         """Return the further options of parts as arguments; raises ``OptionProblem``."""
         found = (option.removeprefix("--").partition(".") for option in self.part_option)
         return options_as_arguments([option for part, _, option in found if part in parts])
+
+    def start_timeout_s(self, default: float) -> float:
+        """Return how long the start may take."""
+        return default if self.start_timeout_ms is None else self.start_timeout_ms / 1000
 
     @property
     def real(self) -> bool:
@@ -334,14 +350,14 @@ class UpSettings(EventPlaneSettings):
         """Return whether requests may carry media."""
         return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
 
-    def groups(self) -> list[Group]:
-        """Return the workers by kind, in the order in which they get GPUs."""
-        names = self.workers_by_name()
+    def groups(self, workers: Mapping[str, str] | None = None) -> list[LaunchGroup]:
+        """Return the workers by kind, in the order in which they get GPUs; ``workers`` are roles by name."""
+        names = self.workers_by_name() if workers is None else workers
         engine_args, gpus = by_role(self.engine_args), by_role(self.gpus)
         engine_args["worker"] = engine_args.get("worker") or engine_args.get("", [])
         kinds = {"aggregated": "worker", "prefill": "prefill", "decode": "decode", "encode": "encode"}
         return [
-            Group(
+            LaunchGroup(
                 tuple(name for name, each in names.items() if each == role),
                 "prefill_and_decode" if role == "aggregated" else role,
                 Path(engine_args[word][0]) if engine_args.get(word) else None,
@@ -413,16 +429,7 @@ def plan(
     workers take their vocabulary from.
     """
     if settings.real:
-        common = {
-            "host": settings.host,
-            "model-path": str(settings.model_path),
-            "served-model-name": settings.model_name,
-            "modality": "multimodal" if settings.multimodal else "text",
-        }
-        if "block_size" in settings.model_fields_set:
-            common["kv-block-size"] = str(settings.block_size)
-        planned = plan_real(settings.engine, settings.groups(), common, usable(settings.usable_gpus), os.environ)
-        return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
+        return plan_engines(settings, settings.groups(), usable)
     assert model is not None, "simulated workers have a model's vocabulary"
     roles = settings.workers_by_name()
     return [
@@ -432,7 +439,25 @@ def plan(
     ]
 
 
-def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, role: str, group: Group) -> list[str]:
+def plan_engines(
+    settings: UpSettings, groups: Sequence[LaunchGroup], usable: Callable[[str], Sequence[str]]
+) -> list[PlannedWorker]:
+    """Return workers with a real engine, with their GPUs; raises ``ValueError`` with what is wrong."""
+    common = {
+        "host": settings.host,
+        "model-path": str(settings.model_path),
+        "served-model-name": settings.model_name,
+        "modality": "multimodal" if settings.multimodal else "text",
+    }
+    if "kv_block_size" in settings.model_fields_set:
+        common["kv-block-size"] = str(settings.kv_block_size)
+    planned = plan_real(settings.engine, groups, common, usable(settings.usable_gpus), os.environ)
+    return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
+
+
+def simulated_arguments(
+    settings: UpSettings, model: PromptModel, name: str, role: str, group: LaunchGroup
+) -> list[str]:
     """Return the command of a simulated worker."""
     return [
         *(
@@ -443,14 +468,14 @@ def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, rol
             name,
             "--role",
             role,
-            "--model",
+            "--served-model-name",
             settings.model_name,
             "--host",
             settings.host,
         ),
         *("--modality", "multimodal" if settings.multimodal else "text"),
         *("--consolidator", INGEST, "--timing", settings.timing, "--speedup", str(settings.speedup)),
-        *("--block-size", str(settings.block_size)),
+        *("--kv-block-size", str(settings.kv_block_size)),
         *output_arguments(settings, model),
         *("--drain-timeout-ms", "2000", *settings.log_choice.arguments),
         # What the command line says last wins.
@@ -522,14 +547,7 @@ class LocalPool:
 
     async def given_up(self) -> str:
         """Wait until a worker is not started again any more; return why."""
-        waiting = [owned(worker.given_up(), f"bound of {worker.name}") for worker in self._workers]
-        if not waiting:
-            await asyncio.Event().wait()
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            await cancel_all(waiting)
+        return await first_given_up(self._workers)
 
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
@@ -539,20 +557,7 @@ class LocalPool:
         return greeting(self._what, url, settings.model_name, settings.api_keys is not None, shown)
 
     async def _start_worker(self, planned: PlannedWorker) -> Part:
-        settings = self._settings
-        log_dir = settings.log_dir or (DEFAULT_LOG_DIR if settings.real else None)
-        if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        real = settings.real
-        part = Part(
-            planned.name,
-            pushing(settings, planned.arguments, self._ingest),
-            {**self._environment, **planned.environment()},
-            REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S,
-            settings.start_timeout_s or (REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
-            None if log_dir is None else log_dir / f"{planned.name}.log",
-            REAL_RESTARTS_MAX if real else None,
-        )
+        part = worker_part(self._settings, planned, self._ingest, self._environment)
         self._workers.append(part)
         await part.start()
         part.watch()
@@ -583,9 +588,40 @@ class LocalPool:
         self._ports.close()
 
 
+def worker_part(
+    settings: UpSettings, planned: PlannedWorker, ingest: str, environment: Mapping[str, str], pool: str = ""
+) -> Part:
+    """Return the process of a worker that pushes its events to ``ingest``; with NATS to the journal of ``pool``."""
+    log_dir = settings.log_dir or (DEFAULT_LOG_DIR if settings.real else None)
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    real = settings.real
+    return Part(
+        planned.name,
+        pushing(settings, planned.arguments, ingest, pool),
+        {**environment, **planned.environment()},
+        REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S,
+        settings.start_timeout_s(REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
+        None if log_dir is None else log_dir / f"{planned.name}.log",
+        REAL_RESTARTS_MAX if real else None,
+    )
+
+
+async def first_given_up(workers: Sequence[Part]) -> str:
+    """Wait until a worker is not started again any more; return why."""
+    waiting = [owned(worker.given_up(), f"bound of {worker.name}") for worker in workers]
+    if not waiting:
+        await asyncio.Event().wait()
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        await cancel_all(waiting)
+
+
 def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[str]:
     """Return the command of the router, but for where the consolidator is."""
-    named = ["--model-name", settings.served_model_name] if settings.served_model_name else []
+    named = ["--served-model-name", settings.served_model_name] if settings.served_model_name else []
     return [
         *("router", "--host", settings.host, "--port", port),
         *("--select-port", select_port, "--model-path", str(settings.model_path), *named),
@@ -594,8 +630,8 @@ def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[
     ]
 
 
-def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str) -> list[str]:
-    """Return a worker's arguments with where it pushes its events."""
+def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str, pool: str = "") -> list[str]:
+    """Return a worker's arguments with where it pushes its events; ``pool`` as in ``event_plane_arguments``."""
     if not settings.on_nats:
         return [each.replace(INGEST, ingest) for each in arguments]
     kept: list[str] = []
@@ -604,7 +640,7 @@ def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str) -> list
             kept.pop()
         elif INGEST not in each:
             kept.append(each)
-    return [*kept, *settings.event_plane_arguments()]
+    return [*kept, *settings.event_plane_arguments(pool)]
 
 
 def planned_parts(settings: UpSettings, workers: Sequence[PlannedWorker]) -> list[PlannedPart]:
@@ -653,10 +689,7 @@ async def warm_up(url: str, settings: UpSettings) -> None:
 
 def output_arguments(settings: UpSettings, model: PromptModel) -> list[str]:
     """Return what simulated workers are told of their answers: which tokens there are, and how many come."""
-    added = model.tokenizer.get_added_tokens_decoder()
-    first = next(token_id for token_id in itertools.count() if token_id not in added)
-    end = ["--eos-token-id", str(model.eos_token_ids[0])] if model.eos_token_ids else []
     return [
-        *("--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first), *end),
-        *("--tokenizer-path", str(settings.model_path)),
+        *("--vocabulary-size", str(model.vocab_size)),
+        *("--model-path", str(settings.model_path)),
     ]

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import click
@@ -164,6 +164,11 @@ def _row(manifest: Manifest) -> dict[str, object]:
         "source": manifest.source,
         "revision": manifest.revision,
     }
+
+
+def reported(name: str) -> AbstractContextManager[Report]:
+    """Return what shows the progress of a fetch to people."""
+    return _bars(name)
 
 
 @contextmanager

@@ -167,8 +167,8 @@ class Part:
                 return
             if self._pace.is_loud:
                 log.error(
-                    "%s keeps dying, %d times now, the last time with status %s: it is started again in %.1f s, and so "
-                    "on; the other parts go on",
+                    "%s keeps dying, %d times now, the last time with status %s: it restarts in %.1f s, and so on; "
+                    "the other parts keep running",
                     self.name,
                     self._pace.deaths,
                     status,

@@ -44,7 +44,8 @@ async def until_workers_are_ready(endpoint: str, workers: int, timeout_s: float)
             for number in range(1, 1 << 62):
                 asking.send([codec.to_pool.encode(AskStatus(number))])
                 try:
-                    await asyncio.wait_for(complete.wait(), ASK_INTERVAL_S)
+                    async with asyncio.timeout(ASK_INTERVAL_S):
+                        await complete.wait()
                     return
                 except TimeoutError:
                     continue

@@ -125,9 +125,9 @@ async def _urls_of(url: str) -> list[str]:
         where = names.store.where
     found = registry.addresses(name)
     if not found:
-        raise ValueError(f"nobody has that name at {where}")
+        raise ValueError(f"no process has that name at {where}")
     if not found[0].startswith(("http://", "https://")):
-        raise ValueError(f"that is {found[0]}, which does not speak HTTP; the endpoint of a router is http")
+        raise ValueError(f"that is {found[0]}, which is not HTTP; the endpoint of a router is http")
     return found
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from poolgrid.cli.command_line import print_json
+from poolgrid.cli.hub_model import with_directory
 from poolgrid.cli.launch_plan import show, usable_on_this_machine
-from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, planned_parts
+from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, plan_engines, planned_parts
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import log_failure, say_ready, start_status
 from poolgrid.frontend.prompt_model import PromptModel
@@ -33,7 +34,8 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         return 2
     try:
         settings.log_choice.configure("up")
-        if settings.backend_url:
+        settings = with_directory(settings, "served_model_name", weights=settings.real, fetch=not settings.dry_run)
+        if settings.engine_url:
             return run_front(settings)
         # A plan with a real engine needs no model: it may be on another machine.
         model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path)
@@ -74,7 +76,7 @@ def run_front(settings: UpSettings) -> int:
 
 def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
     """Run the fleet of a pool-grid document; return the exit status."""
-    from poolgrid.cli.fleet import LocalFleet, nats_names
+    from poolgrid.cli.fleet import LocalFleet, nats_names, worker_roles
     from poolgrid.global_router.core.document.problems import GridDocumentError
     from poolgrid.global_router.document_file import read_document_file
 
@@ -89,7 +91,9 @@ def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
         except ValueError as error:
             sys.stderr.write(f"{path}: {error}\n")
             return 2
-    return _run(lambda _: LocalFleet(settings, path, document, model))
+    workers = settings.groups(worker_roles(document)) if settings.real else ()
+    engines = plan_engines(settings, workers, usable_on_this_machine) if workers else ()
+    return _run(lambda _: LocalFleet(settings, path, document, model, engines))
 
 
 class Local(Protocol):

@@ -241,7 +241,7 @@ class JournalWriter:
             try:
                 self._on_stored(item.turn, item.payloads)
             except Exception:
-                log.exception("what is in the journal could not be told: this is a bug")
+                log.exception("the state of the journal could not be reported: this is a bug")
         if self._full and self._waiting_bytes <= ROOM_SHARE * QUEUE_BYTES_MAX:
             self._full = False
             if not self._stopping:

@@ -209,7 +209,7 @@ class EngineShell(PubShell):
             self.refused = core.attach(self.key, effect.epoch, self._card, turn)
             if self.refused is not None and self.refused != before:
                 log.error("PUB engine %s is not taken into the pool: %s", self.name, self.refused)
-            log.info("PUB engine %s: new life, %s", self.name, effect.reason)
+            log.info("PUB engine %s: new epoch, %s", self.name, effect.reason)
         elif isinstance(effect, Leave):
             core.detach(self.key, effect.reason, turn)
         elif isinstance(effect, EventBatch) and self.refused is None:

@@ -119,15 +119,15 @@ def _source(entry: Any) -> PubSource | FurtherPub:
     if "source" in entry:
         if "card" in entry:
             raise ValueError(
-                f"has card beside source {_shown(entry['source'])}; a further source speaks about a worker that joins "
-                "by itself and brings its own card: leave one of the two out"
+                f"has card and source {_shown(entry['source'])}; a further source reports on a worker that joins "
+                "with its own card: remove one of the two"
             )
         source: PubSource | FurtherPub = FurtherPub(**entry)
     elif "card" in entry:
         if "outlives_worker" in entry:
             raise ValueError(
-                f"has outlives_worker {_shown(entry['outlives_worker'])} beside card; it is for entries with source, "
-                "which speak about another process"
+                f"has outlives_worker {_shown(entry['outlives_worker'])} and card; it is for entries with source, "
+                "which report on another process"
             )
         source = PubSource(**{**entry, "card": _card(entry["card"])})
     else:
@@ -193,7 +193,7 @@ def _check_together(sources: list[PubSource | FurtherPub]) -> None:
             continue
         if source.key in engines:
             raise ValueError(
-                f"entry {position}: source {source.source!r} speaks about worker {source.key}, which entry "
+                f"entry {position}: source {source.source!r} reports on worker {source.key}, which entry "
                 f"{engines[source.key]} lists with a card; allowed are workers that join by themselves"
             )
         first = named.setdefault((source.key, source.source), position)

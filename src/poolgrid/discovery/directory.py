@@ -4,7 +4,7 @@ Rules
     1. An entry is a file that is written beside and renamed into place, so nobody reads half of one. It is renewed by
        its time of modification; after ``kill -9`` it stays, and counts until its lease is over.
     2. Whoever may write into the directory may register: it belongs to the user of the processes, has mode 0700 when
-       it is made here, and one into which everybody may write is refused.
+       it is made here, and one into which any user may write is refused.
     3. What is read is bounded: regular files of at most ``ENTRY_BYTES_MAX`` bytes, no links, no pipes, at most
        ``FILES_MAX`` of them.
     4. Who renews its entry sweeps: files that nobody renewed for ``SWEEP_AFTER_S`` are removed, whoever left them.
@@ -54,8 +54,8 @@ class DirectoryRegistrations:
         mode = self._directory.stat().st_mode
         if mode & stat.S_IWOTH:
             raise ValueError(
-                f"names_dir is {self._directory}, into which everybody may write (mode {stat.S_IMODE(mode):04o}): who "
-                "may write there says where this pool's processes are. Give it mode 0700, or 0770 for a group"
+                f"names_dir is {self._directory}, into which any user may write (mode {stat.S_IMODE(mode):04o}) and "
+                "redirect this pool's processes. Give it mode 0700, or 0770 for a group"
             )
 
     async def look(self, scopes: Sequence[Scope]) -> list[Seen]:

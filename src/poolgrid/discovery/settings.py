@@ -53,12 +53,14 @@ class DiscoverySettings(NatsSettings):
             "host is 0.0.0.0 or ::."
         ),
     )
-    names_lease_s: int = Field(
-        10,
-        ge=1,
-        le=600,
+    names_lease_ms: int = Field(
+        10_000,
+        ge=1000,
+        le=600_000,
+        multiple_of=1000,
         description=(
-            "Remove a registration that was not renewed for this time. Processes renew it three times as often."
+            "Remove a registration that was not renewed for this time, in whole seconds. Processes "
+            "renew it three times as often."
         ),
     )
 
@@ -107,7 +109,7 @@ class DiscoverySettings(NatsSettings):
         if self.kubernetes_api.startswith("http:") and not self.kubernetes_namespace:
             raise ValueError(
                 f"kubernetes_api is {self.kubernetes_api} and kubernetes_namespace is not given: kubectl proxy has no "
-                "account that would say which"
+                "account that would name one"
             )
         return self
 
@@ -124,8 +126,8 @@ class DiscoverySettings(NatsSettings):
             registers = self.names != "kubernetes"
             if registers and host in EVERYWHERE and not self.advertise_host:
                 raise ValueError(
-                    f"host is {host!r}, to which nobody can connect, and names is {self.names}: set advertise_host to "
-                    "this machine's address"
+                    f"host is {host!r}, to which no process can connect, and names is {self.names}: set "
+                    "advertise_host to this machine's address"
                 )
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -56,6 +56,7 @@ from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.answers import EndpointRow
+from poolgrid.wire.names import SCHEME
 
 if TYPE_CHECKING:
     from poolgrid.frontend.shared_state import SharedState
@@ -460,9 +461,20 @@ def _add_health(
         return {"status": "not ready", "reason": missing}
 
     @app.get("/health", tags=["health"], responses={503: {"description": "Not ready"}})
-    async def health(response: Response) -> dict[str, Any]:
+    async def health(
+        response: Response,
+        form: Annotated[
+            Literal["poolgrid", "dynamo"],
+            Query(description="dynamo: as Dynamo's frontend answers."),
+        ] = "poolgrid",
+    ) -> dict[str, Any]:
         """Answer as ``/ready`` does, with the models that are served, who serves them, and what is wrong meanwhile."""
         missing = ready()
+        if form == "dynamo":
+            response.status_code = 200 if missing is None else 503
+            reason = {} if missing is None else {"message": missing}
+            status = "healthy" if missing is None else "unhealthy"
+            return {"status": status, **reason, "endpoints": dynamo_names(endpoints())}
         served = {
             "models": [served.name for served in backend.models()],
             "endpoints": [row.to_json() for row in endpoints()],
@@ -472,6 +484,22 @@ def _add_health(
             return {"status": "degraded" if wrong else "ok", **served, **({"troubles": wrong} if wrong else {})}
         response.status_code = 503
         return {"status": "not ready", "reason": missing, **served}
+
+
+DYNAMO_COMPONENTS = {"worker": "tensorrt_llm", "decode": "tensorrt_llm", "encode": "tensorrt_llm_encode"}
+"""Our default components by the names that Dynamo's TensorRT-LLM workers have by default."""
+
+
+def dynamo_names(rows: Iterable[EndpointRow]) -> list[str]:
+    """Return the ``dyn://`` names of endpoints with a ready worker; a default one by Dynamo's default name too."""
+    names: dict[str, None] = {}
+    for row in rows:
+        if row.ready:
+            namespace, _, rest = row.endpoint.partition(".")
+            component, dot, endpoint = rest.partition(".")
+            for each in (component, DYNAMO_COMPONENTS.get(component, component)):
+                names[SCHEME + (f"{namespace}.{each}.{endpoint}" if dot else row.endpoint)] = None
+    return list(names)
 
 
 def _without_worker(endpoints: Endpoints, role: str | None, model: str | None) -> str | None:

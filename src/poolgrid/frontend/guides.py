@@ -5,7 +5,7 @@
 | ``response_format`` | OpenAI: ``json_object``, ``json_schema``; others: ``regex``, ``ebnf``, ``structural_tag`` |
 | ``guided_json``, ``guided_regex``, ``guided_grammar``, ``guided_choice``, ``structural_tag`` | vLLM, Dynamo |
 | ``structured_outputs`` | vLLM: an object of the same without the prefix |
-| ``nvext.guided_decoding`` | Dynamo: likewise |
+| ``nvext.guided_decoding``, ``nvext.guided_json``, … | Dynamo: likewise |
 
 A request has one guide at most. Whether a guide can be kept to is for the worker to say, which refuses by name.
 """
@@ -104,9 +104,10 @@ def guide_of(body: Any, nvext: Any) -> tuple[Guide, str]:
     if body.response_format is not None:
         _found(found, "response_format", _response_format(body.response_format))
     for field, kind in _FIELDS.items():
-        value = getattr(body, field)
-        if value is not None:
-            _found(found, field, _KINDS[kind](value, field))
+        for prefix, holder in (("", body), ("nvext.", nvext)):
+            value = getattr(holder, field, None)
+            if value is not None:
+                _found(found, prefix + field, _KINDS[kind](value, prefix + field))
     for param, group in (
         ("structured_outputs", body.structured_outputs),
         ("nvext.guided_decoding", None if nvext is None else nvext.guided_decoding),

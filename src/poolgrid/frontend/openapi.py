@@ -228,4 +228,4 @@ def add_fleet_list(app: FastAPI, look: Callable[[], Awaitable[FleetList]]) -> No
         try:
             return (await look()).to_json()
         except OSError as error:
-            raise RequestError(503, "names_unavailable", f"looking who has a name: {error}") from None
+            raise RequestError(503, "names_unavailable", f"looking up the process with a name: {error}") from None

@@ -32,6 +32,7 @@ from poolgrid.frontend.schema import (
     parse,
     parse_inference,
     refuse,
+    settle_aliases,
 )
 from poolgrid.frontend.sequences import check_retention
 from poolgrid.frontend.settings import FrontendSettings
@@ -213,6 +214,7 @@ class Preparation:
                 "n", f"n is {choices} for {prompts} prompt(s): allowed are {CHOICES_MAX} sequences in one request"
             )
         if not is_plain:
+            settle_aliases(body)
             if body.stop_token_ids:
                 check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
             if body.logit_bias:

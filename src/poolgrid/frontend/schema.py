@@ -92,9 +92,22 @@ class KvCacheRetention(Struct, frozen=True):
     directory: Annotated[Any, allowed("null: operators say where KV is offloaded to")] = None
 
 
-class Nvext(Struct, frozen=True):
-    """Extensions by the name that the field's clients already send."""
+class LatencyTargets(Struct, frozen=True, forbid_unknown_fields=True):
+    """``extra_args``: latency targets in milliseconds, as Dynamo's global router takes them."""
 
+    ttft_target: Annotated[float, Meta(ge=0)] | None = None
+    itl_target: Annotated[float, Meta(ge=0)] | None = None
+
+
+class Nvext(Struct, frozen=True):
+    """Extensions by the name that the field's clients already send.
+
+    What only helps to route or to trace (``cache_control``, ``session_control``, ``agent_context``) is ignored.
+    """
+
+    ignore_eos: bool | None = None
+    top_k: TopK | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     agent_hints: AgentHints | None = None
     router: Annotated[Any, allowed("an object")] = None
     """Latency targets; read (and refused, if they are wrong) by the router that has a use for them."""
@@ -104,6 +117,18 @@ class Nvext(Struct, frozen=True):
     kv_cache_retention_config: Annotated[
         KvCacheRetention | None, allowed('an object such as {"decode_retention_priority": 20}')
     ] = None
+    guided_json: Annotated[Any, allowed("a JSON schema, an object")] = None
+    guided_regex: Annotated[Any, allowed("a regular expression")] = None
+    guided_choice: Annotated[Any, allowed("a list of strings that are not empty")] = None
+    guided_grammar: Annotated[Any, allowed("a grammar in EBNF")] = None
+    annotations: list[str] | None = None
+    """Those that ask for events next to the answer are ignored."""
+    guided_decoding_backend: Annotated[Any, refused("workers are started with one")] = None
+    guided_whitespace_pattern: Annotated[Any, refused("say it in guided_regex or guided_grammar")] = None
+    extra_fields: Annotated[
+        Any, refused("answers have no nvext; /v1/decisions/{id} has workers and times, logprobs the tokens", [])
+    ] = None
+    metadata_upload: Annotated[Any, refused("answers are sent to the client only")] = None
     use_raw_prompt: Annotated[Any, refused("use /v1/completions", False)] = None
     token_data: Annotated[Any, refused("use a token array as the prompt of /v1/completions")] = None
     backend_instance_id: Annotated[Any, refused("the router chooses the worker")] = None
@@ -145,6 +170,9 @@ class SamplingFields(Struct, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     nvext: Nvext | None = None
+    extra_args: Annotated[
+        LatencyTargets | None, allowed("an object with ttft_target and itl_target in milliseconds")
+    ] = None
 
 
 COPIED_TO_SAMPLING = (
@@ -316,6 +344,8 @@ class ChatBody(InferenceBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_args: dict[str, Any] | None = None
+    """Dynamo's name of ``chat_template_kwargs``."""
     chat_template: Annotated[Any, refused("the model's own template is used; no template is taken from requests")] = (
         None
     )
@@ -431,6 +461,27 @@ def _as_meant(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     return msgspec.convert(value, decoder.type, str_keys=True)
 
 
+NVEXT_ALIASES = ("ignore_eos", "top_k", "repetition_penalty")
+"""Fields of ``nvext`` that older clients send for those of the body."""
+
+
+def settle_aliases(body: SamplingFields) -> None:
+    """Fill in fields that a body gives by another name; raises ``RequestError`` where both names differ."""
+    nvext = body.nvext
+    for name in NVEXT_ALIASES if nvext is not None else ():
+        _settle(body, name, f"nvext.{name}", getattr(nvext, name))
+    _settle(body, "chat_template_kwargs", "chat_template_args", getattr(body, "chat_template_args", None))
+
+
+def _settle(body: SamplingFields, name: str, alias: str, value: Any) -> None:
+    if value is None:
+        return
+    known = getattr(body, name)
+    if known is not None and known != value:
+        raise invalid(alias, f"{alias} is {quoted(value)} and {name} is {quoted(known)}: they mean the same, give one")
+    setattr(body, name, value)
+
+
 @cache
 def refusals_of(body: type) -> Mapping[str, tuple[str, tuple[object, ...]]]:
     """Return the fields of a body that are refused: why, and the values that ask for nothing (``null`` always does)."""
@@ -448,6 +499,9 @@ def refuse(parsed: Struct, where: str = "") -> None:
     nvext = getattr(parsed, "nvext", None)
     if nvext is not None:
         refuse(nvext, "nvext.")
+        for each in nvext.annotations or ():
+            if each.startswith("query_instance_id"):
+                raise unsupported("nvext.annotations", f"ask POST /v1/route where it would go (got {quoted(each)})")
 
 
 def _asks_for_nothing(value: object, inert: tuple[object, ...]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.errors import invalid, quoted, unsupported
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompts import overflow, too_long
 from poolgrid.frontend.schema import (
@@ -17,10 +17,12 @@ from poolgrid.frontend.schema import (
     CompletionBody,
     InferenceBody,
     KvCacheRetention,
+    LatencyTargets,
     Nvext,
 )
 from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
+from poolgrid.wire.inabilities import unmet
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RetainedTokens, Sampling
@@ -34,9 +36,7 @@ def check_retention(asked: KvCacheRetention) -> KvRetention:
     for name in WHERE_KV_GOES:
         value = getattr(asked, name)
         if value is not None:
-            raise unsupported(
-                f"{PARAM}.{name}", f"where KV is offloaded to is for operators to say (got {quoted(value)})"
-            )
+            raise unsupported(f"{PARAM}.{name}", f"operators configure where KV is offloaded (got {quoted(value)})")
     ranges = sorted(asked.token_range_retention_configs or (), key=lambda each: each.token_start)
     made = KvRetention(
         tuple(RetainedTokens(each.token_start, each.token_end, each.priority, each.duration_ms) for each in ranges),
@@ -81,9 +81,10 @@ def sequences_of(
     stop_token_ids = _stop_token_ids(job)
     nvext = None if job.is_plain else body.nvext
     agent = nvext.agent_hints if nvext is not None else None
-    hints = _hints(nvext, headers)
+    hints = _hints(nvext, None if job.is_plain else body.extra_args, headers)
     seed = body.seed
-    if seed is None and len(request_ids) > 1:
+    unable = job.served.inabilities
+    if seed is None and len(request_ids) > 1 and all(name != "seed" for name, _ in unable):
         # Without a seed of their own the choices of one request could all be the same text.
         seed = stable_u64(name_of(request_ids[0])) & 0x7FFF_FFFF
     # As ``SequenceOutput`` collects: neither events, nor stop strings to look for, nor log probabilities.
@@ -91,6 +92,8 @@ def sequences_of(
     requests: list[InferenceRequest] = []
     for position, prompt in enumerate(prompts):
         sampling = _sampling(job, prompt)
+        if unable and (found := unmet(sampling, unable)) is not None:
+            raise RequestError(400, "unsupported_by_worker", f"{found[1]}. The request was not run.", param=found[0])
         retention = None if job.retention is None else for_prompt(job.retention, prompt.isl)
         for index in range(position * per_prompt, (position + 1) * per_prompt):
             requests.append(  # noqa: PERF401 - the seed is woven in step by step
@@ -175,13 +178,17 @@ def _sampling(job: PreparedRequest, prompt: Prompt) -> Sampling:
     )
 
 
-def _hints(nvext: Nvext | None, headers: Mapping[str, str] | None) -> Mapping[str, Any]:
-    """Return what the client asked of routing, for ``InferenceRequest.hints``."""
+def _hints(nvext: Nvext | None, targets: LatencyTargets | None, headers: Mapping[str, str] | None) -> Mapping[str, Any]:
+    """Return what the client asked of routing, for ``InferenceRequest.hints``; ``nvext.router`` wins over
+    ``extra_args``."""
     hints: dict[str, Any] = {}
-    if nvext is not None and (nvext.router is not None or nvext.agent_hints is not None):
-        agent = nvext.agent_hints
+    router, agent = (None, None) if nvext is None else (nvext.router, nvext.agent_hints)
+    if targets is not None and (router is None or isinstance(router, dict)):
+        given = {name: value for name, value in msgspec.structs.asdict(targets).items() if value is not None}
+        router = {**given, **(router or {})}
+    if router is not None or agent is not None:
         hints["nvext"] = {
-            "router": nvext.router,
+            "router": router,
             "agent_hints": None if agent is None else {"priority": agent.priority, "osl": agent.osl},
         }
     if headers:

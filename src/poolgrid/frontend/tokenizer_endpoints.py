@@ -52,6 +52,7 @@ class TokenizeBody(Struct, kw_only=True):
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_args: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True):

@@ -358,7 +358,7 @@ def beside_calls(own: Guide, param: str, use: ToolUse, output_format: OutputForm
         if schema is None:
             raise unsupported(
                 param,
-                f"this model writes calls as JSON, which beside tools goes together with a schema; {_ALTERNATIVES}",
+                f"this model writes calls as JSON, so only a schema can be combined with tools; {_ALTERNATIVES}",
             )
         return json_guide(any_of([json.loads(schema), *llama3_json(use.allowed)]), param)
     return tag_guide({"type": "structural_tag", "format": one_of([_part_of(own, param), calls])}, param)
@@ -379,7 +379,8 @@ def _part_of(own: Guide, param: str) -> Part:
             return dict(tag["format"])
     raise unsupported(
         param,
-        "beside tools that the model may call, a guide is a JSON schema, a choice or a structural tag with a format; "
+        "with tools that the model may call, the grammar must be a JSON schema, a choice or a structural "
+        "tag with a format; "
         f"{_ALTERNATIVES}",
     )
 

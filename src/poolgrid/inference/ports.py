@@ -13,6 +13,7 @@ from typing import Protocol
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
+from poolgrid.wire.inabilities import Inability
 
 HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
 """Request headers that are handed to the router; a router that has no use for them ignores them."""
@@ -93,6 +94,8 @@ class ServedModel:
     """How its chats are written and read, as far as its workers were told."""
     aliases: tuple[str, ...] = ()
     """Further names of it."""
+    inabilities: tuple[Inability, ...] = ()
+    """What none of its workers can do."""
 
 
 class InferenceBackend(Protocol):

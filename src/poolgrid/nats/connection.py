@@ -7,6 +7,7 @@ Rules
        is four minutes.
     3. While there is no connection nothing is sent, also not later: what was not sent is known not to be stored.
     4. Every question has ``timeout_s``. One that only reads is asked again within it when its answer falls silent.
+    5. Who is cancelled while a question stands gets no answer to it: the client may lose that (``keep_cancellation``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints
 from poolgrid.process.instruments import Counter
 from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
-from poolgrid.process.tasks import end_process
+from poolgrid.process.tasks import end_process, keep_cancellation
 
 log = logging.getLogger(__name__)
 
@@ -125,26 +126,25 @@ class NatsConnection:
         if context is not None:
             more["tls"] = context
         if settings.nats_credentials is not None:
-            settings.nats_credentials.read_bytes()  # a file that is not there is an error now, and not at each attempt
-            more["user_credentials"] = str(settings.nats_credentials)
-        if settings.nats_nkey is not None:
-            settings.nats_nkey.read_bytes()
-            more["nkeys_seed"] = str(settings.nats_nkey)
-        await client.connect(
-            servers=list(settings.nats_url),
-            name=self._name,
-            error_cb=self._complain,
-            disconnected_cb=self._disconnected,
-            reconnected_cb=self._reconnected,
-            closed_cb=self._closed,
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=RECONNECT_S,  # type: ignore[arg-type]
-            connect_timeout=CONNECT_TIMEOUT_S,
-            ping_interval=PING_S,
-            max_outstanding_pings=PINGS_MAX,
-            pending_size=0,
-            **more,
-        )
+            # A file that is not there is an error now, and not at each attempt.
+            is_seed = settings.nats_credentials.read_bytes().lstrip().startswith(b"SU")
+            more["nkeys_seed" if is_seed else "user_credentials"] = str(settings.nats_credentials)
+        with keep_cancellation():
+            await client.connect(
+                servers=list(settings.nats_url),
+                name=self._name,
+                error_cb=self._complain,
+                disconnected_cb=self._disconnected,
+                reconnected_cb=self._reconnected,
+                closed_cb=self._closed,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RECONNECT_S,  # type: ignore[arg-type]
+                connect_timeout=CONNECT_TIMEOUT_S,
+                ping_interval=PING_S,
+                max_outstanding_pings=PINGS_MAX,
+                pending_size=0,
+                **more,
+            )
         self._since_ms = 0.0
         version = client.connected_server_version
         if (version.major, version.minor) < OLDEST_SERVER:
@@ -226,7 +226,8 @@ class NatsConnection:
             raise
         try:
             async with asyncio.timeout(self.timeout_s * 2):
-                return await question
+                with keep_cancellation():
+                    return await question
         except nats.js.errors.NotFoundError:
             raise
         except (nats.errors.Error, TimeoutError, OSError) as error:
@@ -246,7 +247,8 @@ class NatsConnection:
         try:
             async with asyncio.timeout(self.timeout_s):
                 while True:
-                    found = await self._asked_once(what, f"$JS.API.DIRECT.GET.{stream}", body)
+                    with keep_cancellation():
+                        found = await self._asked_once(what, f"$JS.API.DIRECT.GET.{stream}", body)
                     if found is not None:
                         return found
         except (nats.errors.Error, TimeoutError) as error:
@@ -297,7 +299,8 @@ class NatsConnection:
 
         self.check()
         try:
-            message = await self.client.request(subject, body, timeout=self.timeout_s, headers=dict(headers))
+            with keep_cancellation():
+                message = await self.client.request(subject, body, timeout=self.timeout_s, headers=dict(headers))
         except nats.errors.NoRespondersError:
             return PublishAnswer(error="no stream takes it, or its servers have no leader")
         except (nats.errors.Error, TimeoutError) as error:
@@ -315,7 +318,7 @@ class NatsConnection:
     async def _disconnected(self) -> None:
         self._since_ms = self._clock.monotonic_ms()
         if not self._closing:
-            log.warning("the connection to NATS at %s is lost; it is tried again for ever", self._where())
+            log.warning("the connection to NATS at %s is lost; reconnecting until it works", self._where())
 
     async def _reconnected(self) -> None:
         self.reconnects += 1

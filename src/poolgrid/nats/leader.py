@@ -31,7 +31,7 @@ BUCKET = "poolgrid-{pool}"
 KEY = "leader"
 
 LEASE_S_MAX = 600
-"""Longest lease that a consolidator may have (``leader_lease_s``)."""
+"""Longest lease that a consolidator may have (``leader_lease_ms``)."""
 
 RENEWALS_PER_LEASE = 3
 
@@ -222,7 +222,7 @@ class LeaderWatch:
                 try:
                     self._note((await read_leader(self._connection))[1])
                 except NatsUnavailable as error:
-                    log.debug("asking who leads the pool failed: %s", error)
+                    log.debug("asking for the leader of the pool failed: %s", error)
             self._asks = False
             self._heard.clear()
             try:

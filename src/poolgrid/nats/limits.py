@@ -281,7 +281,7 @@ class LimitsOnNats:
         sign = _encode(_Sign(self._place))
         sequence = await self._bucket.write(f"{self._scope}.router.{self._life}", sign, ttl_s=3 * self._lease_s)
         if sequence <= self._seen:
-            log.warning("the bucket %s was made anew: limits are divided anew", BUCKET)
+            log.warning("the bucket %s was created again: limits are divided again", BUCKET)
             self._begin_anew()
         self._beat_ms = now_ms
 

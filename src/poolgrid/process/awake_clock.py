@@ -112,7 +112,9 @@ class AwakeClock:
     def _beat(self) -> None:
         paused_ms = self._time.beat(self._monotonic_ms())
         if paused_ms >= PAUSE_TOLD_MS:
-            log.warning("this process stood still for %.1f s; nobody is judged by that time", paused_ms / 1000)
+            log.warning(
+                "this process was suspended for %.1f s; that time counts against no other process", paused_ms / 1000
+            )
         self._timer = asyncio.get_running_loop().call_later(self._beat_ms / 1000, self._beat)
 
     def wall_ms(self) -> int:

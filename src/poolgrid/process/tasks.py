@@ -18,8 +18,9 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -107,6 +108,28 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
         _log_failure(task)
 
 
+@contextmanager
+def keep_cancellation() -> Iterator[None]:
+    """End the running task at the end of the block if it was cancelled within, also where a library lost that.
+
+    ``asyncio.wait_for`` does until Python 3.12 when what it waits for is there in the same turn: it returns that, and
+    who waits for the task's end waits for ever.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "only a task is cancelled"
+    before = task.cancelling()
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError from None
+        raise
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
 def wait_from_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], name: str, timeout_s: float) -> T:
     """Have work done on a loop and wait for it in this thread; raises what it raises.
 
@@ -130,7 +153,7 @@ def _log_failure(task: asyncio.Task[Any]) -> None:
 def _log_late_failure(name: str, future: Future[Any]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None:
-        log.error("task %r failed, after nobody waited for it any more", name, exc_info=error)
+        log.error("task %r failed, after its last waiter had left", name, exc_info=error)
 
 
 async def _supervise(work: Callable[[], Coroutine[Any, Any, None]], name: str, restart: Restart | None) -> None:

@@ -104,7 +104,7 @@ class Tls:
             self.context.load_cert_chain(self._certificate, self._key)
         except (TlsError, OSError, ssl.SSLError) as error:
             self.stale = True
-            log.error("reading a new certificate: %s. The one before stays in use: mend the files", error)
+            log.error("reading a new certificate: %s. The previous one stays in use: correct the files", error)
             return False
         self.stale = False
         self.expires_s = _expiry(self._certificate)
@@ -123,7 +123,7 @@ def _expiry(certificate: Path) -> float:
     try:
         return expires_at_s(certificate)
     except (OSError, ValueError) as error:
-        log.warning("reading until when %s is valid: %s; its metric says nothing", certificate, error)
+        log.warning("reading until when %s is valid: %s; its metric has no value", certificate, error)
         return nan
 
 

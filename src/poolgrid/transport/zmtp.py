@@ -175,7 +175,7 @@ class Session:
             # Two bytes say how long the peer waits; the rest is repeated.
             self.outgoing += command(b"PONG", body[2 : 2 + PING_CONTEXT_BYTES_MAX])
         elif name == b"ERROR":
-            raise ZmtpError(f"shaking hands: the peer refuses, and says {_shown(body[1:])}; the connection is closed")
+            raise ZmtpError(f"shaking hands: the peer refuses with {_shown(body[1:])}; the connection is closed")
         elif not self.is_ready:
             raise ZmtpError(
                 f"shaking hands: the peer said {_shown(name)} in the place of READY; the connection is closed"
@@ -196,7 +196,7 @@ def _check_greeting(greeting: bytes) -> None:
     mechanism = greeting[12:32].rstrip(b"\0")
     if major < GREETING[len(SIGNATURE)]:
         raise ZmtpError(
-            f"reading the greeting: the peer speaks ZMTP {major}; allowed is 3 and later; the connection is closed"
+            f"reading the greeting: the peer uses ZMTP {major}; allowed is 3 and later; the connection is closed"
         )
     if mechanism != b"NULL":
         raise ZmtpError(

@@ -15,6 +15,7 @@ from msgspec import Meta
 from poolgrid.wire.addresses import http_url_problem, ip_endpoint_problem, zmq_endpoint_problem
 from poolgrid.wire.hashing import HASH_SPEC, stable_u64
 from poolgrid.wire.identifiers import U32, Identifier, Role
+from poolgrid.wire.inabilities import Inabilities
 from poolgrid.wire.limits import (
     CHAT_TEMPLATE_CHARS_MAX,
     IMAGE_RESOLUTIONS_MAX,
@@ -48,9 +49,16 @@ REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
 TOOL_CALL_PARSERS: tuple[str, ...] = get_args(ToolCallParser)
 
 
+PARSERS_ELSEWHERE = {"gpt_oss": "harmony", "basic": "qwen3"}
+"""Names that Dynamo has for the same formats."""
+
+
 def parser_name(given: object) -> object:
-    """Return a parser's name as it is written here: others write the same ones with hyphens."""
-    return given.replace("-", "_") if isinstance(given, str) else given
+    """Return a parser's name as it is written here: others write the same ones with hyphens, or otherwise."""
+    if not isinstance(given, str):
+        return given
+    name = given.replace("-", "_")
+    return PARSERS_ELSEWHERE.get(name, name)
 
 
 Length = Annotated[int, Meta(ge=1, le=65_536)]
@@ -198,6 +206,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     for each data-parallel rank in their order, or one for all of them; empty = it has none, or that is not known."""
     aliases: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
     """Further names of the model, as clients may write them."""
+    inabilities: Inabilities = ()
+    """What requests may ask for and the engine cannot do, whatever the worker."""
 
 
 SHOWN_CHARS = 60

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
 from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
+from poolgrid.wire.inabilities import Inabilities
 from poolgrid.wire.limits import (
     LORAS_PER_WORKER_MAX,
     MEDIA_KINDS_MAX,
@@ -39,6 +40,10 @@ class WorkerRank(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     worker_id: Identifier
     dp_rank: U32 = 0
+
+
+ALL_RANKS = 2**32 - 1
+"""Stands for every rank of a worker among those that are excluded."""
 
 
 class Select(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -197,6 +202,8 @@ class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
     """How its chats are written and read, as its workers' cards say."""
     aliases: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
     """Further names of the model."""
+    inabilities: Inabilities = ()
+    """What none of its workers can do."""
 
 
 class PoolStatus(msgspec.Struct, array_like=True, frozen=True, tag=True):

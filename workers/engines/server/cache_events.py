@@ -130,7 +130,7 @@ class RankEvents:
             if isinstance(effect, EventBatch):
                 events += effect.events
             elif isinstance(effect, NewLife | Leave):
-                log.info("cache events of rank %d begin anew: %s", self._source.dp_rank, effect.reason)
+                log.info("cache events of rank %d begin again: %s", self._source.dp_rank, effect.reason)
                 events = [CacheCleared()] if events or self.told else []
         state, reason = self.health
         if state is StreamState.STALE and reason != self._said:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.settings import ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
@@ -24,7 +24,7 @@ TIMEOUT_MS_MAX = 86_400_000.0
 
 Argument = Annotated[str, StringConstraints(min_length=1, max_length=65_536)]
 
-OF_OWN_SERVERS = ("engine_argument", "engine_port", "engine_start_timeout_s")
+OF_OWN_SERVERS = ("engine_argument", "engine_port", "start_timeout_ms")
 """Settings that say nothing of a server that runs already."""
 
 OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "data_parallel_size")
@@ -47,10 +47,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     model_path: str = Field(
         "",
         max_length=4096,
-        description=(
-            "Start the engine's server with this model directory or hub name, without engine_url. Arguments "
-            "after -- go to the server."
-        ),
+        description=("Start the engine's server with this model; arguments after -- go to it."),
     )
     engine_command: str = Field(
         "",
@@ -65,14 +62,14 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     engine_port: int = Field(
         0, ge=0, le=65535, description=("Start the server at this port of the loopback interface; 0 = any free port.")
     )
-    engine_log_dir: Path = Field(
+    log_dir: Path = Field(
         Path("poolgrid-logs"),
         description=("Write the server's log into this directory, in a file with the worker's name."),
     )
-    engine_start_timeout_s: float = Field(
-        1800.0,
+    start_timeout_ms: float = Field(
+        1_800_000.0,
         gt=0,
-        le=86_400,
+        le=86_400_000,
         description=(
             "Give up when the server does not answer after this time. Large models may load for half an hour."
         ),
@@ -92,22 +89,23 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     served_model_name: str = Field(
         "",
         max_length=256,
-        description=("Serve this model of the server. Unset = its first model that is not an adapter."),
+        description=("Serve this model of the server. Unset = its first base model."),
     )
     role: Literal["aggregated", "prefill", "decode"] = Field(
         "aggregated",
         description=(
-            "Choose what the worker does: whole requests and any leg, prefill only, or decode and whole requests."
+            "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
+            "images (some engines)."
         ),
     )
     kv_block_size: int | None = Field(
-        None, ge=1, le=4096, description=("Set the number of tokens in a KV block. Unset = as the server reports.")
+        None, ge=1, le=4096, description=("Set the tokens in a KV block. Unset = as the server reports.")
     )
     max_batch_size: int = Field(
         256,
         ge=1,
         le=65_536,
-        description=("Assume this many requests per engine step of a rank if the server does not report it."),
+        description=("Assume this limit per rank if the server reports none."),
     )
     max_num_tokens: ClassVar[int] = 8192
     """Tokens in one engine step of a rank, where the server does not say."""
@@ -169,14 +167,14 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         120_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description=("Treat the server as silent when its requests make no progress for this time."),
+        description=("Treat the engine as hung when its requests make no progress for this time."),
     )
 
     @field_validator("engine_url")
     @classmethod
     def _check_url(cls, url: str) -> str:
         if url:
-            Target(url)
+            HttpTarget(url)
         return url
 
     @model_validator(mode="after")

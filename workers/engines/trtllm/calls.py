@@ -30,7 +30,6 @@ from poolgrid.wire.hashing import hash_seed, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, KvRetention
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
@@ -39,7 +38,7 @@ from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
 from poolgrid.workers.engines.trtllm.core.sampling import (
     SamplingPlan,
     engine_priority,
-    ignored_by_sampler,
+    inabilities,
     plan_sampling,
 )
 from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, orders_by_priority, parameters_of
@@ -89,7 +88,7 @@ class TrtllmCalls:
         self._vocabulary_size = facts.vocabulary_size
         self._measures = bool(arguments.values.get("enable_iter_perf_stats"))
         self._guide_backend: str | None = arguments.values.get("guided_decoding_backend") or None
-        self._ignores = ignored_by_sampler(library.version, str(look_up(arguments.values, "sampler_type")))
+        self.inabilities = inabilities(library.version, arguments.values)
         self._accepted = parameters_of(llm.generate_async)
         self._orders = "priority" in self._accepted and orders_by_priority(llm)
         self._dropped_fields: set[str] = set()
@@ -129,7 +128,7 @@ class TrtllmCalls:
                 "kv_cache_retention_config is given, and this TensorRT-LLM takes none: leave it out, or use 1.2"
             )
         seed = None if request.multimodal is None else self._name_media(request, salt)
-        sampling = plan_sampling(request, self._eos_token_ids, self._guide_backend, self._ignores)
+        sampling = plan_sampling(request, self._eos_token_ids, self._guide_backend, self.inabilities)
         plan = RequestPlan(sampling, adapter, salt, seed)
         self._processors.check(request)
         self.roots.note(request.token_ids, routing.lora_name, None if adapter is None else adapter.number, salt)
@@ -305,7 +304,7 @@ class TrtllmCalls:
         if self._far_handles == 1:
             log.warning(
                 "an encode worker on another machine made embeddings for a request of this worker: they cannot be "
-                "taken from there, and such requests begin anew with their pictures. Run the encode workers of a model "
+                "taken from there, and such requests start again with their images. Run the encode workers of a model "
                 "on the machines of those that compute its prompts, or start both with --tensor-transport zmq or nixl"
             )
 

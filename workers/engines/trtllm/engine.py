@@ -26,6 +26,7 @@ from poolgrid.wire.events import (
     LoadReported,
 )
 from poolgrid.wire.identifiers import Role, Tier
+from poolgrid.wire.inabilities import Inability
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, EngineHealth
@@ -163,6 +164,10 @@ class TrtllmEngine:
     def names_media(self) -> bool:
         """Whether the model's files say what stands for a picture among its tokens."""
         return self._takes_media and self._calls.media is not None
+
+    @property
+    def inabilities(self) -> tuple[Inability, ...]:
+        return self._calls.inabilities
 
     @property
     def takes_retention(self) -> bool:

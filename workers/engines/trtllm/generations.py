@@ -249,7 +249,7 @@ class Generations:
                 self._abort(leg)
                 raise UnableError(
                     f"the output has begun on another worker ({len(emitted) // 4} tokens), and behind media "
-                    "TensorRT-LLM takes text, which it reads as other tokens: it would not go on from there"
+                    "TensorRT-LLM takes text, which it reads as other tokens: it would not continue from there"
                 )
         except Exception as error:
             self._end(leg, error)

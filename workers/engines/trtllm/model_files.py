@@ -35,7 +35,7 @@ def read_model_facts(model: str) -> ModelFacts:
 def _read(model: str, name: str) -> dict[str, Any]:
     path = _find(model, name)
     if path is None:
-        log.info("model %s: no %s was found; what it would say is not on the worker's card", model, name)
+        log.info("model %s: no %s was found; the worker's card lacks its contents", model, name)
         return {}
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
@@ -44,7 +44,7 @@ def _read(model: str, name: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("reading %s: %s; what it says is not on the worker's card", path, error)
+        log.warning("reading %s: %s; the worker's card lacks its contents", path, error)
         return {}
     return value
 

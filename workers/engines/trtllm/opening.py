@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
 from poolgrid.workers.engines.trtllm.core.loras import adapters
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, abilities_of, model_problem
+from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
 from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
 from poolgrid.workers.engines.trtllm.library import load_library
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
@@ -132,6 +133,8 @@ async def load_engine(
     thread = EngineThread()
     try:
         library = await thread.call(load_library)
+        arguments = replace(arguments, values=values | sampler_default(library.version, values))
+        values = arguments.values
         log.info("starting TensorRT-LLM %s with %s", library.version, values.get("model"))
         try:
             llm = await start_engine(thread, lambda: library.make_engine(values, role is Role.ENCODE), _shut_down)
@@ -221,6 +224,7 @@ def make_card(
         media=_media(settings, loaded),
         endpoint_name=settings.endpoint_name,
         takes_retention=loaded.engine.takes_retention,
+        inabilities=() if settings.role is Role.ENCODE else loaded.engine.inabilities,
         step_times=settings.step_times(),
     )
 

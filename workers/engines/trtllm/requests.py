@@ -203,7 +203,7 @@ class EngineRequests:
         if stage is not Stage.ENCODE and sampling.max_tokens < 1:
             raise RefusedError("max_tokens is 0, allowed are integers from 1")
         if stage is Stage.DECODE and request.disaggregated_params is None:
-            raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is")
+            raise RefusedError("a decode leg comes without disaggregated_params: the place of its KV is unknown")
         if stage is Stage.DECODE and request.multimodal is not None:
             raise RefusedError("a decode leg comes with media, which its KV holds already")
         if stage is Stage.ENCODE and request.multimodal is None:

@@ -39,6 +39,9 @@ COMPONENTS: dict[str, str] = {
 }
 """Component of the default endpoint name, by disaggregation mode."""
 
+MODES_ELSEWHERE = {"agg": "prefill_and_decode", "pd": "prefill_and_decode"}
+"""What Dynamo calls the mode of workers that do the whole of a request."""
+
 ROLES: dict[str, Role] = {
     "prefill_and_decode": Role.AGGREGATED,
     "prefill": Role.PREFILL,
@@ -52,16 +55,14 @@ class TrtllmSettings(Settings):
 
     panel: ClassVar[str] = "TensorRT-LLM"
 
-    model_path: str = Field(
-        "", max_length=4096, description=("Load the model from this checkpoint directory or hub name. Required.")
-    )
+    model_path: str = Field("", max_length=4096, description=("Load this directory or hub name (required)."))
     served_model_name: Name = Field("", description=("Serve the model under this name. Unset = the model path."))
     tensor_parallel_size: int = Field(1, ge=1, le=4096, description="Share each layer among this many GPUs.")
     enable_attention_dp: bool = Field(
         False, description=("Run attention data parallel: each rank has its own KV cache and is routed to on its own.")
     )
     kv_block_size: int = Field(
-        32, ge=1, le=4096, description=("Set the number of tokens in a KV block; all workers of a pool must agree.")
+        32, ge=1, le=4096, description=("Set the tokens in a KV block, equal in all workers of a pool.")
     )
     free_gpu_memory_fraction: float = Field(
         0.9, ge=0.0, le=1.0, description=("Give the KV cache this share of the GPU memory that is free after loading.")
@@ -112,7 +113,7 @@ class TrtllmSettings(Settings):
         ),
     )
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
-        None, description=("Choose the library for structured output. Unset = such requests are refused.")
+        "xgrammar", description="Choose the library for structured output."
     )
     logits_processors: tuple[str, ...] = Field(
         (),
@@ -137,6 +138,11 @@ class TrtllmSettings(Settings):
         max_length=1_048_576,
         description=("Override TensorRT-LLM arguments with this JSON object; it wins over all else."),
     )
+
+    @field_validator("disaggregation_mode", mode="before")
+    @classmethod
+    def _mode_name(cls, mode: object) -> object:
+        return MODES_ELSEWHERE.get(mode, mode) if isinstance(mode, str) else mode
 
     @field_validator("modality")
     @classmethod
@@ -208,7 +214,7 @@ class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):
     tensor_transport: Literal["none", "zmq", "nixl"] = Field(
         "none",
         description=(
-            "Receive embeddings as handles on one machine (none), in messages (zmq), or read them with NIXL "
+            "Receive embeddings as handles on one machine (none, trtllm), in messages (zmq), or with NIXL "
             "(needs poolgrid[nixl])."
         ),
     )
@@ -221,17 +227,13 @@ class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):
     """Time between two one-token generations that prove an idle engine; a busy one proves itself."""
     health_timeout_ms: ClassVar[float] = 30_000.0
     """How long such a generation may take."""
-    answer_timeout_ms: float = Field(
-        5_000.0,
-        ge=10.0,
-        le=86_400_000.0,
-        description=("Leave the pool when a call of the engine takes longer than this; return when it answers."),
-    )
+    answer_timeout_ms: ClassVar[float] = 5_000.0
+    """A worker leaves the pool when a call of its engine takes longer, and returns when it answers: far above steps."""
     progress_timeout_ms: float = Field(
         60_000.0,
         ge=10.0,
         le=86_400_000.0,
-        description=("Report the worker as unhealthy when its requests make no progress for this time."),
+        description=("Treat the engine as hung when its requests make no progress for this time."),
     )
 
 

@@ -22,7 +22,7 @@ BASICS = (
     "api_keys",
     "tls_certificate",
     "tls_key",
-    "queue_limit",
+    "max_queue_requests",
     "http_workers",
 )
 
@@ -36,7 +36,10 @@ def global_router(
     log_choice: LogChoice,
 ) -> None:
     """Run a global router: the OpenAI HTTP API over several pools, chosen by a grid."""
+    from poolgrid.cli.hub_model import router_model
     from poolgrid.global_router.bootstrap import serve
+
+    frontend = router_model(frontend)
 
     async def main(stop: asyncio.Event) -> None:
         if settings.http_workers > 1:

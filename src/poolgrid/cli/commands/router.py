@@ -38,7 +38,10 @@ def router(
     log_choice: LogChoice,
 ) -> None:
     """Run a router with an OpenAI HTTP API; without --feed-endpoint, the consolidator runs inside it."""
+    from poolgrid.cli.hub_model import router_model
     from poolgrid.router.bootstrap import Endpoints, serve
+
+    frontend = router_model(frontend)
 
     def ready(endpoints: Endpoints) -> None:
         ingest = [f"ingest={endpoints.ingest}"] if endpoints.ingest else []

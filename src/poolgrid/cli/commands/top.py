@@ -417,7 +417,8 @@ async def _watch(
                     frame = await _elsewhere(client, frame, look, other)
                 live.update(view(frame), refresh=True)
                 try:
-                    await asyncio.wait_for(stop.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await stop.wait()
                 except TimeoutError:
                     pass  # time for the next look
 

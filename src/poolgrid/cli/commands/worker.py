@@ -13,13 +13,6 @@ from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
 from poolgrid.workers.settings import WorkerProcessSettings
 
-OF_ROUTERS = {"--allowed-local-media-path": "--allowed-local-media-path"}
-"""Options that workers of other systems have, each with the option of our routers that does it."""
-
-OTHER_NAMES = {"--custom-jinja-template": "--chat-template"}
-"""Options by the names that workers of other systems have for them."""
-
-
 OF_SERVERS = "--"
 """What stands after it is for the engine's own server."""
 
@@ -37,31 +30,18 @@ BASICS = (
     "served_model_name",
     "role",
     "disaggregation_mode",
-    "block_size",
+    "kv_block_size",
 )
 """On the first page of the help, after ``--engine``."""
 
 
 class WorkerCommand(Command):
-    """The command, which knows what its options are called elsewhere."""
+    """The command, which hands the words after ``--`` to the engine's own server."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Refuse options of routers by the name that they have there; read the others."""
+        """Read the options up to ``--``, and what follows as arguments of a server."""
         at = args.index(OF_SERVERS) if OF_SERVERS in args else len(args)
-        args, of_server = args[:at], args[at + 1 :]
-        words = []
-        for word in args:
-            name, equals, value = word.partition("=")
-            if name in OF_ROUTERS:
-                click.echo(
-                    f"{name}: it is the routers that read media, and which files of their machines are read is not "
-                    f"for workers to say: give {OF_ROUTERS[name]} to poolgrid router",
-                    err=True,
-                )
-                raise SystemExit(2)
-            words.append(OTHER_NAMES.get(name, name) + equals + value)
-        words += [f"--engine-argument={each}" for each in of_server]
-        return super().parse_args(ctx, words)
+        return super().parse_args(ctx, args[:at] + [f"--engine-argument={each}" for each in args[at + 1 :]])
 
 
 @click.command(cls=WorkerCommand)
@@ -102,13 +82,13 @@ def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSett
     """Return settings with the tokenizer of the model that ships, where its name is given and nothing else is said."""
     from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
-    if not isinstance(settings, SimulatedWorkerSettings) or settings.model != SHIPPED_MODEL:
+    if not isinstance(settings, SimulatedWorkerSettings) or settings.served_model_name != SHIPPED_MODEL:
         return settings
-    if {"tokenizer_path", "vocabulary_size"} & settings.model_fields_set:
+    if {"model_path", "vocabulary_size"} & settings.model_fields_set:
         return settings
     from poolgrid.frontend.models import TINY_MODEL_PATH
 
-    return settings.model_copy(update={"tokenizer_path": TINY_MODEL_PATH})
+    return settings.model_copy(update={"model_path": str(TINY_MODEL_PATH)})
 
 
 def check_template(path: Path) -> None:

@@ -112,7 +112,7 @@ def understand(payload: bytes, offset: int) -> Understood:
     except DecodeError as error:
         return _in_part(payload, offset, error)
     if record.offset != offset:
-        raise DecodeError("a journal record", f"it says that its offset is {record.offset}")
+        raise DecodeError("a journal record", f"its offset field is {record.offset}")
     return Understood(record)
 
 
@@ -137,7 +137,7 @@ def _in_part(payload: bytes, offset: int, error: DecodeError) -> Understood:
         raise error
     if isinstance(raw[0], str):
         if raw[1] != offset:
-            raise DecodeError("a journal record", f"a {raw[0]} says that its offset is {raw[1]}")
+            raise DecodeError("a journal record", f"a {raw[0]} has the offset field {raw[1]}")
         return Understood(JournalRecord(offset, "", 0, 0, 0, 0, 0, [], CONSOLIDATOR_SOURCE), (raw[0],))
     if len(raw) <= _EVENTS_AT or not isinstance(raw[_EVENTS_AT], list):
         raise error
@@ -155,7 +155,7 @@ def _in_part(payload: bytes, offset: int, error: DecodeError) -> Understood:
     raw[_EVENTS_AT] = known
     record = codec.journal_record.decode(msgspec.msgpack.encode(raw))
     if record.offset != offset:
-        raise DecodeError("a journal record", f"it says that its offset is {record.offset}")
+        raise DecodeError("a journal record", f"its offset field is {record.offset}")
     return Understood(record, tuple(unknown))
 
 

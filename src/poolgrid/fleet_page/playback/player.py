@@ -183,7 +183,7 @@ async def _all_of(pipe: asyncio.StreamReader) -> bytes:
     while part := await pipe.read(READ_BYTES):
         said += part
         if len(said) > ANSWER_BYTES_MAX:
-            raise OSError(f"it says more than {ANSWER_BYTES_MAX} bytes")
+            raise OSError(f"it contains more than {ANSWER_BYTES_MAX} bytes")
     return bytes(said)
 
 

@@ -11,9 +11,9 @@ export class ConversationList {
   constructor(openWorker) {
     this.openWorker = openWorker;
     this.count = el("span", { class: "count" });
-    this.body = el("div", { class: "rows conversations", role: "table", "aria-label": "Conversations and who holds them" });
-    this.empty = el("p", { class: "empty" }, "No conversation yet. Requests are turns of one conversation when each repeats the prompt before it; they are followed while this page is open.");
-    this.node = el("section", { class: "panel", "aria-labelledby": "conversations-title" }, el("div", { class: "bar" }, el("h2", { id: "conversations-title" }, "Conversations in the caches"), this.count), this.body, this.empty);
+    this.body = el("div", { class: "rows conversations", role: "table", "aria-label": "Conversations and the workers that cache them" });
+    this.empty = el("p", { class: "empty" }, "No conversation yet. Requests belong to one conversation when each repeats the previous prompt. They are tracked while this page is open.");
+    this.node = el("section", { class: "panel", "aria-labelledby": "conversations-title" }, el("div", { class: "bar" }, el("h2", { id: "conversations-title" }, "Cached conversations"), this.count), this.body, this.empty);
     this.last = "";
     this.body.addEventListener("keydown", (event) => this.onKey(event));
   }
@@ -54,7 +54,7 @@ export class ConversationList {
       el("span", { role: "columnheader" }, "name"),
       el("span", { role: "columnheader", class: "number" }, "turns"),
       el("span", { role: "columnheader", class: "number wide" }, "blocks"),
-      el("span", { role: "columnheader" }, "held by"),
+      el("span", { role: "columnheader" }, "cached on"),
       el("span", { role: "columnheader", class: "number wide" }, "last"),
     );
     this.body.replaceChildren(head, ...shown.map((each) => this.row(each)));
@@ -72,14 +72,14 @@ export class ConversationList {
       el("span", { role: "rowheader" }, chip, conversation.name),
       el("span", { role: "cell", class: "number" }, count(conversation.turns)),
       el("span", { role: "cell", class: "number wide" }, count(conversation.blocks)),
-      el("span", { role: "cell", class: "holders" }, holders, more > 0 ? el("span", { class: "quiet" }, `+${more}`) : null, holders.length ? null : el("span", { class: "quiet" }, "nobody")),
+      el("span", { role: "cell", class: "holders" }, holders, more > 0 ? el("span", { class: "quiet" }, `+${more}`) : null, holders.length ? null : el("span", { class: "quiet" }, "no worker")),
       el("span", { role: "cell", class: "number quiet wide" }, conversation.last_ms ? clock(conversation.last_ms) : ""),
     );
   }
 
   holder(conversation, [worker, blocks, lost], hue) {
     const share = conversation.blocks ? blocks / conversation.blocks : 0;
-    const words = `${worker} holds ${counted(blocks, "block")} of ${conversation.name}, ${percent(share)}${lost ? `; ${counted(lost, "block")} that it held are gone` : ""}`;
+    const words = `${worker} holds ${counted(blocks, "block")} of ${conversation.name}, ${percent(share)}${lost ? `; ${counted(lost, "block")} evicted` : ""}`;
     return el(
       "button",
       { type: "button", class: blocks ? "holder" : "holder lost", title: words, "aria-label": words, onclick: () => this.openWorker(worker) },

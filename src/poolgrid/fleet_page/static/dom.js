@@ -17,7 +17,12 @@ function fill(node, attributes, children) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "class") node.setAttribute("class", value);
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "style") Object.assign(node.style, value);
+    else if (name === "style") {
+      for (const [property, each] of Object.entries(value)) {
+        if (property.startsWith("--")) node.style.setProperty(property, each);
+        else node.style[property] = each;
+      }
+    }
     else node.setAttribute(name, value === true ? "" : value);
   }
   for (const child of children.flat(Infinity)) {

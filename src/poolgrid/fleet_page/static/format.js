@@ -32,11 +32,15 @@ export function rate(perSecond) {
 export const hue = (number) => (number * 137.508 + 205) % 360;
 export const hueOfName = (name) => hue(Number.parseInt(name.slice(1), 10) || 0);
 
+const STATUS_WORDS = { "": "sent", stop: "done", length: "max tokens", "under way": "in flight" };
+
+export const statusWords = (status) => STATUS_WORDS[status] ?? status;
+
 const FAILED = new Set(["error", "cancelled", "poison"]);
 
 export function tone(status) {
-  if (status === "stop") return "good";
-  if (status === "placed" || status === "prefill" || status === "output" || status === "under way") return "busy";
+  if (status === "stop" || status === "length") return "good";
+  if (status === "placed" || status === "prefill" || status === "output" || status === "in flight" || status === "under way") return "busy";
   if (FAILED.has(status) || status.startsWith("refused")) return "bad";
   return status === "migrated" ? "warn" : "";
 }
@@ -44,7 +48,7 @@ export function tone(status) {
 export const nameOf = (requestId) => requestId.split("~", 1)[0];
 
 // Ids of one router begin alike: their end is what tells them apart.
-export const shortId = (requestId, most = 8) => {
+export const shortId = (requestId, most = 11) => {
   const name = nameOf(requestId);
   return name.length > most ? `…${name.slice(1 - most)}` : name;
 };

@@ -44,7 +44,7 @@ class StageGrid {
     this.layers = stage.axes.slice(0, -2);
     this.layer = 0;
     this.perLayer = this.rowsAxis.resolution * this.columnsAxis.resolution;
-    this.tally = new Map(); // cell -> [requests, index of the pool that took the last one]
+    this.tally = new Map(); // cell -> [requests, index of the pool -> requests that it took]
     this.flashes = new Map();
     this.active = 0;
     this.canvas = el("canvas", { "aria-hidden": "true" });
@@ -64,7 +64,7 @@ class StageGrid {
     this.node = el(
       "section",
       { class: "panel", "aria-label": `Pools of the ${stage.stage} stage` },
-      el("div", { class: "bar" }, el("h2", {}, stage.stage === "aggregated" ? "Pool grid" : `Pool grid, ${stage.stage}`), el("span", { class: "count" }, `cells that requests fell into within the last minute`), this.layerChoice()),
+      el("div", { class: "bar" }, el("h2", {}, stage.stage === "aggregated" ? "Pool grid" : `Pool grid, ${stage.stage}`), el("span", { class: "count" }, "requests of the last minute, by cell"), this.layerChoice()),
       el("div", { class: "canvas-box" }, this.grid),
       el("div", { class: "legend" }, legend),
     );
@@ -135,8 +135,8 @@ class StageGrid {
       const index = this.stage.pools.findIndex((each) => each.name === pool);
       if (before) {
         before[0] += 1;
-        before[1] = index;
-      } else this.tally.set(at, [1, index]);
+        before[1].set(index, (before[1].get(index) ?? 0) + 1);
+      } else this.tally.set(at, [1, new Map([[index, 1]])]);
     }
     onNextFrame(this.draw);
     this.sayActive();
@@ -152,7 +152,7 @@ class StageGrid {
     if (!width) return;
     this.width = width;
     this.cellWidth = (width - LEFT) / this.columnsAxis.resolution;
-    this.cellHeight = Math.max(5, Math.min(96, Math.max(300 / this.rowsAxis.resolution, 14)));
+    this.cellHeight = Math.max(5, Math.min(60, Math.max(300 / this.rowsAxis.resolution, 14)));
     const height = this.cellHeight * this.rowsAxis.resolution + FOOT;
     const ratio = Math.min(2, devicePixelRatio || 1);
     this.canvas.width = Math.round(width * ratio);
@@ -193,7 +193,7 @@ class StageGrid {
     const at = this.flat(cell);
     const tally = this.tally.get(at);
     const where = cell.map((each, axis) => `${AXIS_WORDS[this.stage.axes[axis].name] ?? this.stage.axes[axis].name} ${range(this.stage.axes[axis], each)}`);
-    return `${where.join(", ")}: pool ${this.stage.pools[this.pools[at]].name}, ${tally ? counted(tally[0], "request") : "no request"}`;
+    return `${where.join(", ")}: pool ${this.stage.pools[this.pools[at]].name}, ${tally ? counted(tally[0], "request") : "no request"}${tally?.[1].size > 1 ? `, taken by ${[...tally[1]].map(([pool, taken]) => `${this.stage.pools[pool]?.name ?? "another pool"} ${taken}`).join(", ")}` : ""}`;
   }
 
   sayActive() {
@@ -240,14 +240,21 @@ class StageGrid {
     if (this.flashes.size) onFadeStep(this.draw);
   }
 
-  dot([requests, pool], x, y, most) {
+  // A dot has a sector for each pool that took requests of the cell.
+  dot([requests, pools], x, y, most) {
     const { context, cellWidth, cellHeight, stage } = this;
     const room = Math.min(34, cellWidth / 2, cellHeight / 2) - 2;
     const radius = Math.max(2, room * Math.sqrt(requests / most));
-    context.fillStyle = strong(poolHue(stage, stage.pools[pool]?.name));
-    context.beginPath();
-    context.arc(x, y, radius, 0, 7);
-    context.fill();
+    let from = -Math.PI / 2;
+    for (const [pool, taken] of [...pools].sort(([one], [other]) => one - other)) {
+      const to = from + (2 * Math.PI * taken) / requests;
+      context.fillStyle = strong(poolHue(stage, stage.pools[pool]?.name));
+      context.beginPath();
+      if (pools.size > 1) context.moveTo(x, y);
+      context.arc(x, y, radius, from, to);
+      context.fill();
+      from = to;
+    }
     if (radius >= 9) {
       context.fillStyle = colours.surface;
       context.font = `600 10.5px ${FONT}`;
@@ -332,14 +339,14 @@ export class PoolList {
     if (now === this.last || this.body.contains(document.activeElement)) return;
     this.last = now;
     const up = pools.filter((pool) => poolTone(pool) !== "bad").length;
-    setText(this.count, `${count(up)} of ${count(pools.length)} can be used`);
-    const head = ["pool", "state", "load", "in flight", "waiting", "its page"].map((name, at) => el("span", { role: "columnheader", class: `${at === 3 || at === 4 ? "number" : ""}${at === 3 || at === 4 ? " wide" : ""}` }, name));
+    setText(this.count, `${count(up)} of ${count(pools.length)} usable`);
+    const head = ["pool", "state", "load", "in flight", "waiting", "page"].map((name, at) => el("span", { role: "columnheader", class: `${at === 3 || at === 4 ? "number" : ""}${at === 3 || at === 4 ? " wide" : ""}` }, name));
     this.body.replaceChildren(el("div", { class: "row head", role: "row" }, head), ...pools.map((pool) => this.row(pool)));
   }
 
   row(pool) {
     const load = pool.capacity ? pool.requests / pool.capacity : 0;
-    const fill = el("b", { style: { width: `${Math.min(100, 100 * load)}%` } });
+    const fill = el("b", { style: { "--part": String(Math.min(1, load)) } });
     const page = webAddress(pool.url ?? "");
     const words = pool.breaker !== "closed" ? `breaker ${pool.breaker}` : pool.state;
     return el(
@@ -347,7 +354,7 @@ export class PoolList {
       { class: "row", role: "row", style: { cursor: "default" }, title: pool.reason || null },
       el("span", { role: "rowheader" }, pool.pool),
       el("span", { role: "cell" }, el("span", { class: "status", "data-tone": poolTone(pool) }, el("i", { "aria-hidden": "true" }), words)),
-      el("span", { role: "cell" }, el("span", { class: "share" }, fill, el("span", {}, pool.capacity ? `${count(pool.requests)} of ${count(pool.capacity)}` : percent(load)))),
+      el("span", { role: "cell" }, el("span", { class: "share load" }, fill, el("span", {}, pool.capacity ? `${count(pool.requests)} of ${count(pool.capacity)}` : percent(load)))),
       el("span", { role: "cell", class: "number wide" }, count(pool.in_flight)),
       el("span", { role: "cell", class: "number wide" }, count(pool.waiting)),
       el("span", { role: "cell" }, page ? el("a", { href: `${page.replace(/\/$/, "")}/ui`, target: "_blank", rel: "noreferrer" }, "open") : ""),

@@ -66,7 +66,7 @@ class Page {
       this.legend?.replaceChildren();
       this.renderSoon();
     });
-    byId("help").addEventListener("click", () => this.sheet.open("keys", "Keys of this page", "Everything here works without a mouse.", keysBody()));
+    byId("help").addEventListener("click", () => this.sheet.open("keys", "Keyboard", "Everything on this page works without a mouse.", keysBody()));
     byId("key-button").addEventListener("click", () => this.askForKey(""));
     byId("key-form").addEventListener("submit", (event) => this.onKeyForm(event));
     document.addEventListener("keydown", (event) => this.onKey(event));
@@ -155,7 +155,7 @@ class Page {
       return;
     }
     setAttribute(node, "data-state", this.linkState);
-    const seen = this.heardMs ? `; what you see is of ${clock(this.heardMs)}` : "";
+    const seen = this.heardMs ? `; last update ${clock(this.heardMs)}` : "";
     if (this.linkState === "live") setText(words, "live");
     else if (this.linkState === "lost") setText(words, `${this.linkWords}${seen}`);
     else setText(words, `connecting${seen}`);
@@ -201,7 +201,7 @@ class Page {
         el("button", { type: "button", "aria-pressed": String(name === this.sort), onclick: (event) => this.sortBy(name, event.target) }, words),
       );
       this.sorts = el("div", { class: "sorts", role: "group", "aria-label": "Order of the workers" }, sorts);
-      const panel = el("section", { class: "panel", "aria-labelledby": "workers-title" }, el("div", { class: "bar" }, el("h2", { id: "workers-title" }, "Workers and their caches"), this.workerCount, this.sorts), el("div", { class: "canvas-box" }, this.workers.node), this.noWorkers, this.legend);
+      const panel = el("section", { class: "panel", "aria-labelledby": "workers-title" }, el("div", { class: "bar" }, el("h2", { id: "workers-title" }, "Workers and caches"), this.workerCount, this.sorts), el("div", { class: "canvas-box" }, this.workers.node), this.noWorkers, this.legend);
       this.conversations = new ConversationList((key) => this.openWorker(key));
       main.replaceChildren(panel, this.conversations.node);
       side.replaceChildren(this.requests.node);
@@ -212,12 +212,12 @@ class Page {
       side.replaceChildren(this.requests.node);
       this.strip.plain = true;
     }
-    const legend = [["accent", "found in caches"], ["quiet", "not found"], ["cell", "not known"]].slice(this.kind === "router" ? 0 : 2);
+    const legend = this.kind === "router" ? [["accent", "cached"], ["quiet", "not cached"], ["cell", "not known"]] : [["quiet", "requests"], ["cell", "not known"]];
     byId("strip-legend").replaceChildren(...legend.map(([colour, words]) => el("span", {}, el("i", { style: { background: `var(--${colour})` } }), words)));
     document.title = `poolgrid ${about.name === "router" ? "fleet" : about.name}`;
     const processes = about.processes > 1 ? ` · process ${about.process + 1} of ${about.processes}, each has its page at its admin port` : "";
     this.heading(NONE);
-    setText(byId("foot"), `poolgrid ${about.version}${processes} · this page only shows, it changes nothing`);
+    setText(byId("foot"), `poolgrid ${about.version}${processes} · this page is read-only`);
     if (this.kind !== "router") setText(byId("strip-hint"), "click a moment to see the grid as it was then; each pool's own page plays its pool back");
     else if (about.no_playback) setText(byId("strip-hint"), about.no_playback);
   }
@@ -281,11 +281,11 @@ class Page {
     const requests = this.past ? this.pastRequests() : this.store.newest(64);
     this.requests.show(requests, this.past ? 0 : this.store.values.totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
     this.renderTiles(models, now);
-    this.heading([...new Set(models.map((worker) => worker.model))].sort(compare));
+    this.heading([...new Set(this.liveWorkers().map((worker) => worker.model))].sort(compare));
     const streams = new Map();
     for (const worker of models) streams.set(worker.stream, (streams.get(worker.stream) ?? 0) + 1);
     const others = [...streams].filter(([state]) => state !== "live").map(([state, number]) => `${count(number)} ${streamWords(state)}`);
-    setText(this.workerCount, `${counted(models.length, "worker")}, event streams ${others.length ? others.join(", ") : "all live"}`);
+    setText(this.workerCount, `${counted(models.length, "worker")}, event streams: ${others.length ? others.join(", ") : "all live"}`);
     const cards = models.length <= CARDS;
     if (!this.legend.firstChild || cards !== this.cards) {
       this.cards = cards;
@@ -296,7 +296,7 @@ class Page {
   legendParts() {
     return [
       ...legendOf(this.cards).map(([colour, words]) => el("span", {}, el("i", { style: { background: colour } }), words)),
-      this.cards ? el("span", {}, el("i", { style: { background: `linear-gradient(90deg, ${["c1", "c2", "c3"].map((name, at) => `${strong(hueOfName(name))} ${33 * at}% ${33 * (at + 1)}%`).join(", ")})` } }), "bars below: how much of each conversation it holds, in its colour") : "a number: the requests on it",
+      this.cards ? el("span", {}, el("i", { style: { background: `linear-gradient(90deg, ${["c1", "c2", "c3"].map((name, at) => `${strong(hueOfName(name))} ${33 * at}% ${33 * (at + 1)}%`).join(", ")})` } }), "bars: share of each recent conversation that is cached there") : "number: requests on the worker",
     ];
   }
 
@@ -341,12 +341,12 @@ class Page {
     const { active } = this.past;
     const lately = this.store.newest(64, (request) => request.time_ms <= at).map((request) => {
       const ended = request.ended_ms !== null && request.ended_ms <= at;
-      const status = ended ? request.status : request.prefilled_ms !== null && request.prefilled_ms <= at ? "output" : "under way";
+      const status = ended ? request.status : request.prefilled_ms !== null && request.prefilled_ms <= at ? "output" : "in flight";
       return active.has(request.key) || ended ? { ...request, status } : { ...request, status: request.ended_ms === null ? request.status : status };
     });
     const known = new Set(lately.map((request) => request.key));
     const others = [...active.values()].filter(([id]) => !known.has(id)).map(([id, worker, isl, reused]) => ({
-      key: id, request_id: id, worker, isl, reused_tokens: reused, found_tokens: reused, time_ms: at, stage: "whole", status: "under way", conversation: "",
+      key: id, request_id: id, worker, isl, reused_tokens: reused, found_tokens: reused, time_ms: at, stage: "whole", status: "in flight", conversation: "",
     }));
     return [...others, ...lately].slice(0, 64);
   }
@@ -368,14 +368,15 @@ class Page {
     const total = models.reduce((sum, worker) => sum + worker.total, 0);
     const lately = this.strip.lately(this.past ? this.past.frame.time_ms : now, LATELY_S);
     const bad = models.filter((worker) => toneOf(worker) === "bad").length;
+    const unreachable = models.filter((worker) => worker.state === "unreachable").length;
     const flow = this.past ? null : this.flowOfAll(models, now);
     this.tiles([
-      ["workers", count(ready), ` of ${count(models.length)} ready`, bad ? `${count(bad)} unreachable or not believed` : "", bad ? "bad" : ""],
-      ["running", count(running), "", waiting ? `${count(waiting)} wait in engines` : "none waits in an engine", ""],
-      ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
-      ["found in caches", percent(lately.share), "", "of the prompt tokens", ""],
+      ["workers", count(ready), ` of ${count(models.length)} ready`, [unreachable && `${count(unreachable)} unreachable`, bad > unreachable && `${count(bad - unreachable)} untrusted`].filter(Boolean).join(", "), bad ? "bad" : ""],
+      ["running", count(running), "", waiting ? `${count(waiting)} queued in engines` : "none queued in engines", ""],
+      ["requests", rate(lately.perSecond), " /s", `last ${LATELY_S} s`, ""],
+      ["cache hit rate", percent(lately.share), "", "of the prompt tokens", ""],
       ["caches", percent(total ? held / total : NaN), " full", flow ? `+${rate(flow.stored)}${flow.removed < 0.05 ? "" : ` −${rate(flow.removed)}`} blocks/s` : `${short(held)} blocks`, ""],
-      this.past ? ["journal", short(this.past.frame.offset), "", "records folded", ""] : queueTile(queue, totals),
+      this.past ? ["journal", short(this.past.frame.offset), "", "records applied", ""] : queueTile(queue),
     ]);
   }
 
@@ -413,23 +414,24 @@ class Page {
     const pools = [...this.store.table("pools").values()];
     this.pools.show(pools);
     this.requests.show(this.past ? [...within].reverse() : this.store.newest(64), this.past ? 0 : totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
+    this.heading([...new Set(this.store.newest(64).map((request) => request.model))].sort(compare));
     const lately = this.strip.lately(atMs, LATELY_S);
     const spilled = within.filter((request) => request.places.some((place) => place[4] !== "grid")).length;
     const up = pools.filter((pool) => pool.state === "available" || pool.state === "saturated").length;
     this.tiles([
       ["pools", count(up), ` of ${count(pools.length)} up`, `document revision ${count(grids.revision)}`, ""],
-      ["under way", count(totals?.active), "", `${count(totals?.waiting)} wait for a pool with room`, totals?.waiting ? "warn" : ""],
-      ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
-      ["prompt tokens", rate(lately.tokensPerSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
-      ["not by the grid", percent(within.length ? spilled / within.length : NaN), "", "spill, override, fallback", ""],
-      queueTile(queue, totals),
+      ["in flight", count(totals?.active), "", `${count(totals?.waiting)} waiting for a pool`, totals?.waiting ? "warn" : ""],
+      ["requests", rate(lately.perSecond), " /s", `last ${LATELY_S} s`, ""],
+      ["prompt tokens", rate(lately.tokensPerSecond), " /s", `last ${LATELY_S} s`, ""],
+      ["outside their pool", percent(within.length ? spilled / within.length : NaN), "", "spill, override, fallback; last minute", ""],
+      queueTile(queue),
     ]);
   }
 
   openCell(stage, cell) {
     const found = this.store.newest(40, (request) => request.places.some((place) => place[0] === stage.stage && place[5].join() === cell.join()));
     const rows = found.map((request) => el("li", {}, el("a", { href: "#", onclick: (event) => (event.preventDefault(), this.openRequest(request)) }, nameOf(request.request_id)), ` · ${clock(request.time_ms, true)} · ${counted(request.isl, "token")} · TTFT ${milliseconds(request.ttft_ms)} · ${request.places.map((place) => `${place[2]} by ${place[4]}`).join(", ")}`));
-    this.sheet.open(`cell ${cell.join()}`, `Cell [${cell.join("][")}] of the ${stage.stage} grid`, rows.length ? "its last requests, newest first" : "", rows.length ? el("ul", { class: "tree" }, rows) : el("p", { class: "quiet" }, "No request fell into this cell lately. Its lengths and targets are on the axes."));
+    this.sheet.open(`cell ${cell.join()}`, `Cell [${cell.join("][")}] of the ${stage.stage} grid`, rows.length ? "last requests, newest first" : "", rows.length ? el("ul", { class: "tree" }, rows) : el("p", { class: "quiet" }, "No recent request in this cell."));
   }
 
   // -- sheets ----------------------------------------------------------------------------------------------------------
@@ -437,7 +439,7 @@ class Page {
   async openRequest(request) {
     const { sheet } = this;
     const key = `request ${request.key}`;
-    sheet.open(key, nameOf(request.request_id), request.key === nameOf(request.request_id) ? "" : request.key, waitingBody("asking the router…"));
+    sheet.open(key, nameOf(request.request_id), request.key === nameOf(request.request_id) ? "" : request.key, waitingBody("loading…"));
     const signal = sheet.signal();
     try {
       const found = await ask(`v1/fleet/requests/${encodeURIComponent(request.request_id)}`, signal);
@@ -520,10 +522,10 @@ class Page {
   }
 }
 
-function queueTile(queue, totals) {
+function queueTile(queue) {
   const full = queue.requests_max > 0 && queue.requests >= queue.requests_max;
   const refused = Object.values(queue.refused).reduce((sum, each) => sum + each, 0);
-  const under = refused ? `${count(refused)} refused so far` : totals?.waiting ? "wait for a worker with room" : "none waiting or refused";
+  const under = refused ? `${count(refused)} refused so far` : queue.requests ? "waiting for a worker" : "none waiting or refused";
   return ["queue", count(queue.requests), ` of ${short(queue.requests_max)}`, under, full ? "bad" : refused ? "warn" : ""];
 }
 

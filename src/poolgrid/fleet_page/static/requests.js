@@ -3,17 +3,13 @@
 
 import { strong } from "./colours.js";
 import { el, setAttribute, setText } from "./dom.js";
-import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, short, shortId, tone } from "./format.js";
+import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, short, shortId, statusWords, tone } from "./format.js";
 
 const ROWS = 32;
 
 const ROUTER = ["time", "request", "worker", "tokens", "cached", "status"];
 const GLOBAL = ["time", "request", "pool", "tokens", "TTFT", "status"];
 const WIDE = [1, 3]; // not on a phone
-
-const WORDS = { "": "sent", stop: "done", length: "at limit" };
-
-export const statusWords = (status) => WORDS[status] ?? status;
 
 export class RequestList {
   constructor(kind, open) {
@@ -36,7 +32,7 @@ export class RequestList {
     this.body = el("div", { role: "rowgroup" }, this.rows.map((row) => row.node));
     this.grid = el("div", { class: `rows requests ${kind}`, role: "grid", "aria-label": "Last requests", "aria-readonly": "true" }, el("div", { role: "rowgroup" }, head), this.body);
     this.hint = el("span", {}, "No request yet. Send one, for instance: ", el("code", {}, "poolgrid bench --url " + location.origin));
-    this.empty = el("p", { class: "empty" }, this.hint, el("span", { hidden: true }, "No request that this page knows of had come by then."));
+    this.empty = el("p", { class: "empty" }, this.hint, el("span", { hidden: true }, "No known request at this moment."));
     this.node = el("section", { class: "panel", "aria-labelledby": "requests-title" }, el("div", { class: "bar" }, el("h2", { id: "requests-title" }, "Requests"), this.count), this.grid, this.empty);
     this.body.addEventListener("pointerenter", () => this.hold(true));
     this.body.addEventListener("pointerleave", () => this.hold(this.grid.contains(document.activeElement) && this.byKeyboard));
@@ -100,8 +96,8 @@ export class RequestList {
   sayCount() {
     const words = [];
     if (this.total) words.push(`${count(this.total)} so far`);
-    if (this.missed) words.push(`${count(this.missed)} not seen while away`);
-    if (this.held) words.push(this.fresh ? `held still, ${count(this.fresh)} new` : "held still");
+    if (this.missed) words.push(`${count(this.missed)} missed while disconnected`);
+    if (this.held) words.push(this.fresh ? `paused, ${count(this.fresh)} new` : "paused");
     setText(this.count, words.join(" · "));
   }
 
@@ -128,14 +124,15 @@ export class RequestList {
     const found = request.reused_tokens ?? request.found_tokens;
     const share = request.isl ? found / request.isl : 0;
     setText(row.cells[2], request.worker);
-    row.share.style.width = `${Math.min(100, 100 * share)}%`;
+    row.share.style.setProperty("--part", String(Math.min(1, share)));
     setText(row.words, request.stage === "decode" ? "decode" : percent(share));
     row.chip.style.background = request.conversation ? strong(hueOfName(request.conversation)) : "transparent";
-    setAttribute(row.node, "aria-label", `${nameOf(request.request_id)}, ${request.worker}, ${counted(request.isl, "token")}, ${percent(share)} found in its cache, ${statusWords(request.status)}`);
+    setAttribute(row.node, "aria-label", `${nameOf(request.request_id)}, ${request.worker}, ${counted(request.isl, "token")}, ${percent(share)} cached, ${statusWords(request.status)}`);
   }
 
   writeGlobal(row, request) {
-    const pools = [...new Set(request.places.map((place) => place[2]))].join(" → ");
+    const hows = new Map(request.places.map(([, , pool, , how]) => [pool, how]));
+    const pools = [...hows].map(([pool, how]) => (how === "grid" || how === "same-pool" ? pool : `${pool}, ${how}`)).join(" → ");
     setText(row.cells[2], pools || "–");
     setText(row.fifth, milliseconds(request.ttft_ms));
     setAttribute(row.node, "aria-label", `${nameOf(request.request_id)}, pool ${pools || "none"}, ${counted(request.isl, "token")}, ${statusWords(request.status)}`);

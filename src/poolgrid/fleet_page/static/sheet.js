@@ -3,11 +3,11 @@
 import { colours, strong } from "./colours.js";
 import { gauge } from "./conversations.js";
 import { byId, el, webAddress } from "./dom.js";
-import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, rate, tone } from "./format.js";
-import { statusWords } from "./requests.js";
+import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, rate, statusWords, tone } from "./format.js";
 import { timeline } from "./timeline.js";
 
 const CANDIDATES = 32;
+const REASON_WORDS = { only: "only candidate" };
 
 export class Sheet {
   constructor() {
@@ -68,39 +68,45 @@ export function requestBody(found, row, nowMs, openWorker) {
   const arrivedMs = first.time_ms - (isGlobal ? 0 : (legs[0]?.queued_ms ?? 0)); // a decision is timed, and the wait before it
   const firstToken = Math.min(...legs.map((leg) => leg.prefilled_ms ?? Infinity));
   const pairs = [
-    ["status", statusMark(row?.status ?? (isGlobal ? explanation.outcome : legs.at(-1)?.end ?? ""))],
+    ["status", statusMark(statusOf(row, legs, isGlobal ? explanation.outcome : ""))],
     ["arrived", clock(arrivedMs, true)],
     ["prompt", counted(first.isl, "token")],
     reused !== null && ["reused", `${count(reused)} tokens, ${percent(first.isl ? reused / first.isl : NaN)}`],
     isGlobal && ["output", counted(explanation.output_tokens, "token")],
     isGlobal ? ["TTFT", milliseconds(explanation.ttft_ms)] : Number.isFinite(firstToken) && ["first token after", milliseconds(firstToken - arrivedMs)],
     isGlobal && ["ITL", milliseconds(explanation.itl_ms)],
-    ["waited for room", queuedMs ? milliseconds(queuedMs) : "not at all"],
+    ["queued in the router", queuedMs ? milliseconds(queuedMs) : "no"],
     row?.conversation && ["conversation", el("span", {}, el("i", { class: "chip", style: { background: strong(hueOfName(row.conversation)) } }), row.conversation)],
   ];
   return [
-    section("In short", facts(pairs)),
-    section(legs.length > 1 ? `Steps of the request: ${legs.length} legs` : "Steps of the request", timeline(legs, nowMs), el("p", { class: "quiet" }, legsNote(found.legs_from))),
-    section("Why it went there", isGlobal ? placements(explanation, found.pools ?? {}, openWorker) : attempts(explanation.attempts, openWorker)),
+    section("Summary", facts(pairs)),
+    section(legs.length > 1 ? `Timeline: ${legs.length} legs` : "Timeline", timeline(legs, nowMs), el("p", { class: "quiet" }, legsNote(found.legs_from))),
+    section("Routing decision", isGlobal ? placements(explanation, found.pools ?? {}, openWorker) : attempts(explanation.attempts, openWorker)),
   ];
 }
 
+// The last leg of several says what became of the request; its row in the list may be that of an earlier one.
+function statusOf(row, legs, outcome) {
+  const last = legs.at(-1)?.end ?? "";
+  return (legs.length > 1 && last) || (row?.status ?? (outcome || last));
+}
+
 function legsNote(source) {
-  if (source === "journal") return "Read in the pool's journal. The choice is timed by the router's clock, the rest by the worker's.";
-  if (source === "unknown") return "Nobody looked when it ran, and there is no journal to read here.";
-  return "The choice is timed by the router's clock, the rest by the worker's.";
+  if (source === "journal") return "From the pool's journal. The choice uses the router's clock, the rest the worker's.";
+  if (source === "unknown") return "No times: the page was closed when it ran, and this router has no journal.";
+  return "The choice uses the router's clock, the rest the worker's.";
 }
 
 function placements(explanation, pools, openWorker) {
   const items = explanation.placements.map((placement) => {
     const inside = [
       el("li", {}, folded("grid", placement.selection)),
-      placement.spill ? el("li", {}, `closed loop: ${percent(placement.spill.share)} of the cell spills to ${placement.spill.pool}`) : null,
+      placement.spill ? el("li", {}, `spill: ${percent(placement.spill.share)} of the cell goes to ${placement.spill.pool}`) : null,
       el("li", {}, folded("fallback", placement.fallback)),
       ...placement.refusals.map((refusal) => el("li", {}, el("span", { class: "mark" }, `refused by ${refusal.pool}`), `: ${refusal.state}, ${refusal.message}`)),
       el("li", {}, `reserved in ${milliseconds(placement.select_ms)}: ${placement.pool_reason}, overlap ${counted(placement.overlap_blocks, "block")} of ${counted(placement.block_size, "token")}`),
     ];
-    const told = pools[placement.dispatch_id];
+    const ofPool = pools[placement.dispatch_id];
     return el(
       "li",
       {},
@@ -108,7 +114,7 @@ function placements(explanation, pools, openWorker) {
         "details",
         { open: true },
         el("summary", {}, `${placement.work} (${placement.cause}): pool ${placement.pool} by ${placement.how}, worker ${placement.worker}`),
-        el("ul", {}, inside, told ? el("li", {}, `what the router of ${placement.pool} says`, attempts(told.attempts, openWorker)) : null),
+        el("ul", {}, inside, ofPool ? el("li", {}, `decision of the router of pool ${placement.pool}`, attempts(ofPool.attempts, openWorker)) : null),
       ),
     );
   });
@@ -139,7 +145,7 @@ function mapping(values) {
         return el("li", {}, name, el("ul", {}, value.map((each) => el("li", {}, oneLine(each)))));
       }
       if (typeof value === "object" && !Array.isArray(value)) return el("li", {}, name, mapping(value));
-      return el("li", {}, `${name}: ${Array.isArray(value) ? value.join(", ") : value}`);
+      return el("li", {}, `${name.replaceAll("_", " ")}: ${Array.isArray(value) ? value.join(", ") : value}`);
     }),
   );
 }
@@ -153,16 +159,16 @@ function attempts(list, openWorker) {
 function attemptItem(attempt, openWorker) {
   const reused = attempt.realised_cached_tokens;
   const inside = [
-    el("li", {}, `${counted(attempt.isl, "prompt token")} = ${counted(attempt.isl_blocks, "block")}; ${count(attempt.overlap_blocks)} believed to be there, ${reused === null ? "not known yet how much was reused" : `${counted(reused, "token")} reused`}`),
-    attempt.media ? el("li", {}, `${counted(attempt.media.items, "medium", "media")}: ${count(attempt.media.compared_blocks)} of ${counted(Math.floor(attempt.isl / attempt.block_size), "whole block")} compared with what workers hold${attempt.media.compared_blocks >= Math.floor(attempt.isl / attempt.block_size) ? "" : "; the rest is output, or stands behind a medium of which the workers do not say how many tokens it becomes"}`) : null,
+    el("li", {}, `${counted(attempt.isl, "prompt token")} = ${counted(attempt.isl_blocks, "block")}; ${count(attempt.overlap_blocks)} expected in cache, ${reused === null ? "reuse not known yet" : `${counted(reused, "token")} reused`}`),
+    attempt.media ? el("li", {}, `${counted(attempt.media.items, "medium", "media")}: ${count(attempt.media.compared_blocks)} of ${counted(Math.floor(attempt.isl / attempt.block_size), "whole block")} compared with the workers' caches${attempt.media.compared_blocks >= Math.floor(attempt.isl / attempt.block_size) ? "" : "; the rest is output, or follows a medium whose token count the workers do not report"}`) : null,
     attempt.behind_records ? el("li", {}, el("span", { class: "mark" }, "the router was catching up"), `: ${counted(attempt.behind_records, "record")} or more of the journal were not applied yet`) : null,
     attempt.expected_ttft_ms !== null
-      ? el("li", {}, `TTFT of ${number(attempt.expected_ttft_ms)} ms expected, ${attempt.realised_ttft_ms === null ? "not known yet what it was" : `it was ${number(attempt.realised_ttft_ms)} ms`}`)
+      ? el("li", {}, `TTFT: expected ${number(attempt.expected_ttft_ms)} ms, ${attempt.realised_ttft_ms === null ? "not measured yet" : `measured ${number(attempt.realised_ttft_ms)} ms`}`)
       : null,
-    attempt.margin !== null ? el("li", {}, `the runner-up, ${attempt.runner_up ?? "not named"}, would have cost ${number(attempt.margin)} more`) : null,
+    attempt.margin !== null ? el("li", {}, `runner-up: ${attempt.runner_up ?? "not named"}, cost ${number(attempt.margin)} higher`) : null,
     el("li", {}, candidates(attempt, openWorker)),
     ...Object.entries(attempt.filtered).map(([worker, why]) => el("li", {}, el("span", { class: "mark" }, `not ${worker}`), `: ${why}`)),
-    ...Object.entries(attempt.untrusted).map(([worker, why]) => el("li", {}, el("span", { class: "mark" }, `overlap of ${worker} predicted by the router's own choices`), `: ${why}`)),
+    ...Object.entries(attempt.untrusted).map(([worker, why]) => el("li", {}, el("span", { class: "mark" }, `overlap of ${worker} estimated from the router's own choices`), `: ${why}`)),
   ];
   return el(
     "li",
@@ -170,7 +176,7 @@ function attemptItem(attempt, openWorker) {
     el(
       "details",
       { open: true },
-      el("summary", {}, `${attempt.stage === "whole" ? "" : `${attempt.stage}: `}${attempt.worker}, ${attempt.reason} by policy ${attempt.policy}`),
+      el("summary", {}, `${attempt.stage === "whole" ? "" : `${attempt.stage}: `}${attempt.worker}: ${REASON_WORDS[attempt.reason] ?? attempt.reason}, policy ${attempt.policy}`),
       el("ul", {}, inside, el("li", { class: "quiet" }, `attempt ${attempt.attempt}, decided at journal record ${count(attempt.offset)} · ${nameOf(attempt.request_id)}`)),
     ),
   );
@@ -196,13 +202,13 @@ function candidates(attempt, openWorker) {
       el("td", { class: "cost" }, row.cost === null ? "–" : [el("i", { "aria-hidden": "true" }, el("b", { style: { width: `${(100 * Math.max(0, row.cost)) / most}%` } })), number(row.cost)]),
     ),
   );
-  const head = ["candidate", "found blocks", "prefill tokens", "active blocks", "requests", ...terms.map((name) => name.replaceAll("_", " ")), "cost"];
+  const head = ["candidate", "cached blocks", "prefill tokens", "active blocks", "requests", ...terms.map((name) => name.replaceAll("_", " ")), "cost"];
   const rest = ordered.length - shown.length;
   return el(
     "div",
     { class: "scroll" },
     el("table", {}, el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)),
-    rest > 0 ? el("p", { class: "quiet" }, `and ${counted(rest, "more candidate")}, at a higher cost`) : null,
+    rest > 0 ? el("p", { class: "quiet" }, `and ${counted(rest, "more candidate")}, with a higher cost`) : null,
   );
 }
 
@@ -220,7 +226,7 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, past,
     ["role", worker.role],
     worker.model && ["model", worker.model],
     ["requests", `${count(worker.running)} running, ${count(worker.waiting)} waiting`],
-    worker.prefill_tokens !== undefined && ["still to prefill", counted(worker.prefill_tokens, "token")],
+    worker.prefill_tokens !== undefined && ["tokens to prefill", counted(worker.prefill_tokens, "token")],
     ["cache", `${count(worker.held)} of ${counted(worker.total, "block")}, ${percent(full)}`],
     ["stored", `${rate(flow.stored)} blocks/s`],
     ["evicted", `${rate(flow.removed)} blocks/s`],
@@ -243,50 +249,50 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, past,
     );
   });
   return [
-    section("Now", facts(pairs), past ? el("p", { class: "quiet" }, "As it was at the moment that is shown.") : null),
+    section("Now", facts(pairs), past ? el("p", { class: "quiet" }, "At the moment shown.") : null),
     past
       ? null
       : section(
-          "Its event stream",
+          "Event stream",
           facts([
             ["state", worker.stream],
-            ["believed", worker.trusted ? "yes" : "no: its cache is what the router's own choices predict"],
+            ["trusted", worker.trusted ? "yes" : "no: its cache is estimated from the router's own choices"],
             ["lag", worker.lag_ms === null ? "–" : milliseconds(worker.lag_ms)],
-            ["last heard", worker.recorded_ms ? `${milliseconds(Math.max(0, nowMs - worker.recorded_ms))} ago` : "not yet"],
+            ["last event", worker.recorded_ms ? `${milliseconds(Math.max(0, nowMs - worker.recorded_ms))} ago` : "not yet"],
           ]),
           worker.note ? el("p", { class: "note" }, worker.note) : null,
           worker.sources?.length ? el("ul", { class: "tree" }, worker.sources.map(([name, state, why]) => el("li", {}, `source ${name}: ${state}${why ? `, ${why}` : ""}`))) : null,
         ),
     section(
-      "What it holds of the latest conversations",
+      "Latest conversations in its cache",
       rows.length
-        ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["conversation", "share", "blocks", "lost again"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)))
-        : el("p", { class: "quiet" }, "Nothing of the conversations that came since this page was opened."),
+        ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["conversation", "share", "blocks", "evicted"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)))
+        : el("p", { class: "quiet" }, "None since this page was opened."),
     ),
     section(
-      "Its last requests",
+      "Last requests",
       requests.length
         ? el(
             "ul",
             { class: "tree" },
             requests.map((request) => el("li", {}, el("a", { href: "#", onclick: (event) => follow(event, () => openRequest(request)) }, nameOf(request.request_id)), ` · ${clock(request.time_ms, true)} · ${counted(request.isl, "token")} · `, statusMark(request.status))),
           )
-        : el("p", { class: "quiet" }, "None of the last requests went there."),
+        : el("p", { class: "quiet" }, "None."),
     ),
-    address && !past ? section("The worker itself", el("p", {}, el("a", { href: address, target: "_blank", rel: "noreferrer" }, address))) : null,
+    address && !past ? section("Worker address", el("p", {}, el("a", { href: address, target: "_blank", rel: "noreferrer" }, address))) : null,
   ].filter(Boolean);
 }
 
 // -- keys --------------------------------------------------------------------------------------------------------------
 
 const KEYS = [
-  ["Tab", "from one part of the page to the next"],
+  ["Tab", "next part of the page"],
   ["← ↑ → ↓", "from worker to worker, request to request, cell to cell, second to second"],
-  ["Home  End", "to the first, to the last"],
-  ["Enter", "open what is marked; on the strip of times: the pool at that moment"],
-  ["Space", "while playing back: go on, or pause"],
-  [",  .", "while playing back: one frame back, one frame on"],
-  ["Escape", "close what is open; then back to now"],
+  ["Home  End", "first, last"],
+  ["Enter", "open the marked item; on the time strip: the pool at that moment"],
+  ["Space", "during playback: continue or pause"],
+  [",  .", "during playback: one frame back, one frame forward"],
+  ["Escape", "close the open part; then back to now"],
 ];
 
 export function keysBody() {
@@ -303,6 +309,6 @@ export function faultBody(words) {
 
 export const legendOf = (cards) => [
   [cards ? colours.accent : colours.fill, "cache in use"],
-  [colours.warn, "draining, or its stream is catching up"],
-  [colours.bad, "unreachable, or not believed"],
+  [colours.warn, "draining, or its event stream is catching up"],
+  [colours.bad, "unreachable, or untrusted"],
 ];

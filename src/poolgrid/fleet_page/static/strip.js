@@ -136,11 +136,11 @@ export class Strip {
   }
 
   words(slot, second) {
-    if (!slot && this.isUnknown(Math.floor(second))) return "not known, the router was not counting yet";
+    if (!slot && this.isUnknown(Math.floor(second))) return "not known: before the router started";
     if (slot && this.plain) return counted(slot[0], "request");
     if (!slot) return "no requests";
     const moved = slot[3] ? `, ${counted(slot[3], "move")} to another worker` : "";
-    return `${counted(slot[0], "request")}, ${percent(slot[1] ? slot[2] / slot[1] : NaN)} of their tokens found in caches${moved}`;
+    return `${counted(slot[0], "request")}, ${percent(slot[1] ? slot[2] / slot[1] : NaN)} of prompt tokens cached${moved}`;
   }
 
   onKey(event) {

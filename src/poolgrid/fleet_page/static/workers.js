@@ -15,10 +15,10 @@ const FLASH_MS = 900;
 const TICKS = 12;
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif";
 
-export const STATE_WORDS = { ready: "ready", draining: "draining", unreachable: "unreachable", restating: "restating its cache" };
+export const STATE_WORDS = { ready: "ready", draining: "draining", unreachable: "unreachable", restating: "resyncing its cache" };
 
 // One that has said nothing since it joined is well.
-export const streamWords = (state) => (state === "syncing" ? "not begun" : state);
+export const streamWords = (state) => (state === "syncing" ? "not started" : state);
 
 export function toneOf(worker) {
   if (worker.state === "unreachable") return "bad";
@@ -33,7 +33,7 @@ export function describe(worker) {
   parts.push(`${count(worker.running)} running, ${count(worker.waiting)} waiting`);
   parts.push(`cache ${percent(worker.total ? worker.held / worker.total : 0)} full, ${counted(worker.held, "block")}`);
   if (worker.stream !== "live") parts.push(`event stream ${streamWords(worker.stream)}`);
-  if (worker.trusted === false) parts.push("its reports are not trusted");
+  if (worker.trusted === false) parts.push("its events are not trusted");
   if (worker.note) parts.push(worker.note);
   return parts.join(", ");
 }
@@ -122,7 +122,9 @@ export class WorkerGrid {
     const width = Math.floor(this.node.clientWidth);
     if (!width) return;
     const size = SIZES.find((each) => this.workers.length <= each.upTo);
-    const columns = Math.max(1, Math.floor((width + size.gap) / (size.width + size.gap)));
+    const most = Math.max(1, Math.floor((width + size.gap) / (size.width + size.gap)));
+    // Rows of equal length, so that no card stands alone in the last one.
+    const columns = this.workers.length > most ? Math.ceil(this.workers.length / Math.ceil(this.workers.length / most)) : most;
     this.size = size;
     this.columns = columns;
     this.width = width;
@@ -227,7 +229,7 @@ export class WorkerGrid {
     if (flash) {
       const left = Math.max(0, 1 - (now - flash.began) / FLASH_MS);
       // The background, not the edge: a coloured edge means trouble.
-      context.globalAlpha = 0.3 * left;
+      context.globalAlpha = 0.2 * left;
       box(context, x, y, this.cellWidth, this.size.height, radius, colours.accent);
       context.globalAlpha = 1;
     }
@@ -242,20 +244,27 @@ export class WorkerGrid {
     context.beginPath();
     context.arc(x + 13, y + 16, 4, 0, 7);
     context.fill();
-    context.font = `600 12.5px ${FONT}`;
-    context.fillStyle = colours.ink;
-    context.fillText(fitted(context, worker.key, width - 88), x + 22, y + 20.5);
     context.font = `11.5px ${FONT}`;
     context.fillStyle = colours.quiet;
     context.textAlign = "right";
     const role = worker.role === "aggregated" ? "" : worker.role;
-    context.fillText(worker.state === "ready" ? role : worker.state, x + width - 10, y + 20.5);
+    const state = worker.state === "ready" ? role : worker.state;
+    let stateRoom = state ? context.measureText(state).width + 8 : 0;
+    // Without room for both, the name keeps the first line.
+    context.font = `600 12.5px ${FONT}`;
+    const below = stateRoom > 0 && context.measureText(worker.key).width > width - 32 - stateRoom;
+    context.font = `11.5px ${FONT}`;
+    if (below) stateRoom = 0;
+    else context.fillText(state, x + width - 10, y + 20.5);
     const full = worker.total ? worker.held / worker.total : 0;
     context.fillText(percent(full), x + width - 10, y + 40);
+    const fullRoom = context.measureText(percent(full)).width + 8;
     context.textAlign = "left";
-    const waits = worker.waiting ? `, ${worker.waiting} wait` : "";
     context.fillStyle = worker.running || worker.waiting ? colours.ink : colours.quiet;
-    context.fillText(`${worker.running} running${waits}`, x + 10, y + 40);
+    context.fillText(work(context, worker, width - 20 - fullRoom, below ? state : ""), x + 10, y + 40);
+    context.font = `600 12.5px ${FONT}`;
+    context.fillStyle = colours.ink;
+    context.fillText(fitted(context, worker.key, width - 32 - stateRoom), x + 22, y + 20.5);
     bar(context, x + 10, y + 47, width - 20, 6, full);
     this.ticks(worker, x + 10, y + 60, width - 20, 14);
   }
@@ -324,6 +333,13 @@ function signature(worker) {
   let ticks = "";
   for (const tick of worker.ticks) ticks += `${tick.hue | 0}:${Math.round(tick.share * 16)},`;
   return `${worker.key}|${worker.state}|${worker.role}|${worker.running}|${worker.waiting}|${Math.round(worker.total ? (worker.held / worker.total) * 200 : 0)}|${toneOf(worker)}|${ticks}`;
+}
+
+// What a worker has to do, as long as there is room for it; its state first where that has no other place.
+function work(context, { running, waiting }, room, state) {
+  if (state) return running + waiting ? `${state}, ${running + waiting}` : state;
+  const words = waiting ? [`${running} running, ${waiting} queued`, `${running} + ${waiting} queued`] : [`${running} running`];
+  return words.find((each) => context.measureText(each).width <= room) ?? String(running + waiting);
 }
 
 function box(context, x, y, width, height, radius, colour) {

@@ -328,7 +328,7 @@ class WatchedKeyFile:
             document = key_file.read(self._path).divided(self._processes)
         except (OSError, KeyFileError) as error:
             self.stale = True
-            log.error("reading API keys: %s. What was in force stays in force: mend the file", error)
+            log.error("reading API keys: %s. The previous keys stay in force: correct the file", error)
             self._on_reload("refused")
             return
         self.stale = False

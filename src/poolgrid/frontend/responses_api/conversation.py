@@ -126,6 +126,7 @@ def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
         max_completion_tokens=body.max_output_tokens,
         stop=body.stop,
         chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_args=body.chat_template_args,
         **shared_fields(body),
     )
 

@@ -297,7 +297,7 @@ def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Cal
             404,
             "not_found",
             f"POST {COMPACT_PATH}: conversations are not compacted here; ask the model for a summary with "
-            "/v1/responses and go on from that",
+            "/v1/responses and continue from it",
         )
 
 

@@ -64,6 +64,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     # Beyond OpenAI's, as in chat.
     stop: str | list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_args: dict[str, Any] | None = None
     # Known elsewhere, refused here when they ask for something.
     conversation: Annotated[
         Any, refused("no conversations are kept; send previous_response_id, or the whole conversation as input")

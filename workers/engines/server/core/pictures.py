@@ -47,7 +47,7 @@ def prompt_with_pictures(title: str, request: Generate) -> tuple[list[int], list
     if request.sampling.prompt_logprobs is not None:
         raise UnableError(
             f"prompt_logprobs are set and the request has pictures: {title} would give them for tokens that it puts "
-            "in the place of a picture, which nobody else knows"
+            "in the place of an image, which no other process knows"
         )
     try:
         items = codec.multimodal.decode(request.multimodal).items

@@ -207,6 +207,7 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
     if settings.disaggregation_mode == "encode":
         # MultimodalEncoder has a default of its own (16384), larger than LLM's.
         defaults.pop("max_num_tokens", None)
+        defaults.pop("guided_decoding_backend", None)  # it makes no tokens
     if settings.publish_events_and_metrics and settings.disaggregation_mode != "encode":
         _put(defaults, "kv_cache_config.event_buffer_max_size", EVENT_BUFFER_MAX_SIZE)
     return Layer(DEFAULT, defaults), Layer(COMMAND_LINE, given)
@@ -222,6 +223,12 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     _raise(faults, merged)
     warnings = _overridden(layers[1].values, merged)
     merged, publishes = _require(settings, merged, warnings)
+    encodes = settings.modality == "multimodal" and settings.disaggregation_mode in ("prefill_and_decode", "prefill")
+    if encodes and look_up(merged.values, "kv_cache_config.enable_block_reuse"):
+        warnings.append(
+            "kv_cache_config.enable_block_reuse is true with images: block hashes of TensorRT-LLM 1.2 may not tell two "
+            "images apart; set it to false, or use a later release"
+        )
     faults = check_engine(merged.values, settings.disaggregation_mode)
     _raise([*faults, *stream_faults(merged.values, merged.attention_dp_size)], merged)
     stream = event_stream(merged.values) if publishes else None

@@ -53,7 +53,7 @@ def adapters(arguments: Mapping[str, Any]) -> dict[str, Adapter]:
         if name in found:
             raise ValueError(
                 f"reading lora_config.lora_dir: {directory} and {found[name].path} are both called {name!r}; "
-                "adapters are told apart by the last part of their path"
+                "adapters are distinguished by the last part of their path"
             )
         number = adapter_number(name)
         if number in numbers:

@@ -15,12 +15,13 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.structured_output.structural_tags import lark_grammar, newer_form
 from poolgrid.wire.hashing import stable_u64
+from poolgrid.wire.inabilities import GUIDED_DECODING, Inability, is_greedy, unmet
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import Generate, Sampling
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
@@ -34,10 +35,16 @@ SEED_MASK = (1 << 63) - 1
 """Seeds go through signed 64-bit integers on their way to the GPU."""
 
 
-IGNORED_BY_TORCH_SAMPLER = frozenset({"seed", "frequency_penalty", "presence_penalty", "repetition_penalty"})
+IGNORED_BY_TORCH_SAMPLER = ("frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
 
-NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-"""Values that ask for nothing."""
+IGNORED = (
+    "which the sampler of this worker's TensorRT-LLM takes and ignores: leave it out, or start the worker with "
+    "sampler_type TRTLLMSampler (--override-engine-args)"
+)
+UNGUIDED = (
+    "and this worker's engine was started without guided decoding: leave it out, or start the worker with "
+    "--guided-decoding-backend xgrammar or llguidance"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +59,44 @@ class SamplingPlan:
     """To become the ``embedding_bias`` tensor."""
 
 
-def ignored_by_sampler(version: str, sampler_type: str) -> frozenset[str]:
-    """Return which fields a release's sampler takes and does nothing with.
+def sampler_default(version: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampler that honours penalties and seeds, where a release's own default ignores them.
 
-    No field or signature tells, so this goes by the version: the PyTorch sampler of 1.2 knows neither penalties nor
-    seeds (upstream's issues 16485 and 9442; seeds came with 17172), and ``TRTLLMSampler`` knows both.
+    One with drafts has a sampler of its own.
     """
-    if sampler_type.rpartition(".")[2] == "TRTLLMSampler" or not version.startswith("1.2."):
-        return frozenset()
-    return IGNORED_BY_TORCH_SAMPLER
+    if not version.startswith("1.2.") or values.get("sampler_type") or values.get("speculative_config"):
+        return {}
+    return {"sampler_type": "TRTLLMSampler"}
+
+
+def inabilities(version: str, values: Mapping[str, Any]) -> tuple[Inability, ...]:
+    """Return what an engine with these arguments cannot do, as its worker's card says it.
+
+    No field or signature tells what a sampler takes and does nothing with, so this goes by the version: the PyTorch
+    sampler of 1.2 knows neither penalties nor seeds (upstream's issues 16485 and 9442; seeds came with 17172), and
+    ``TRTLLMSampler`` knows both.
+    """
+    found = [] if values.get("guided_decoding_backend") else [(GUIDED_DECODING, UNGUIDED)]
+    sampler = str(values.get("sampler_type")).rpartition(".")[2]
+    if version.startswith("1.2.") and (sampler != "TRTLLMSampler" or values.get("speculative_config")):
+        found += [(name, IGNORED) for name in IGNORED_BY_TORCH_SAMPLER]
+    return tuple(found)
 
 
 def plan_sampling(
-    request: Generate, eos_token_ids: Collection[int], guide_backend: str | None, ignored: Collection[str] = ()
+    request: Generate,
+    eos_token_ids: Collection[int],
+    guide_backend: str | None,
+    unable: Sequence[Inability] = (),
 ) -> SamplingPlan:
     """Return what to sample with; raise ``RefusedError`` for what the engine cannot do.
 
     ``eos_token_ids`` are the model's, as far as known; ``guide_backend`` is the library of the engine that keeps to
-    guides, ``None`` = it has none; ``ignored`` are the fields that it would take and not follow.
+    guides, ``None`` = it has none; ``unable`` is what it cannot do.
     """
     sampling = request.sampling
-    _refuse_ignored(sampling, ignored)
+    if (found := unmet(sampling, unable)) is not None:
+        raise UnableError(found[1])
     if sampling.guide and request.routing.emitted_tokens:
         # Another engine may be able to.
         raise UnableError(
@@ -89,7 +113,7 @@ def plan_sampling(
         "n": 1,
         "temperature": temperature,
         "top_p": top_p,
-        "seed": _seed(request, greedy=_is_greedy(sampling)),
+        "seed": _seed(request, greedy=is_greedy(sampling)),
         "ignore_eos": sampling.ignore_eos,
         "include_stop_str_in_output": True,
         "detokenize": False,
@@ -150,32 +174,13 @@ def plan_guide(sampling: Sampling, backend: str | None) -> dict[str, Any] | None
             f"{len(guides)} guides are given ({', '.join(guides)}), TensorRT-LLM follows at most one per request"
         )
     if backend is None:
-        raise UnableError(
-            "guided decoding is asked for, and this worker's engine was started without it: set "
-            "guided_decoding_backend to xgrammar or llguidance"
-        )
+        raise UnableError(f"{sampling.guide} is set, {UNGUIDED}")
     return guides
 
 
 def engine_priority(priority: int) -> float:
     """Return a request's priority in the engine's range: 0 to 1 (both excluded), 0.5 = usual, higher first."""
     return 0.5 + 0.5 * priority / (1 + abs(priority))
-
-
-def _refuse_ignored(sampling: Sampling, ignored: Collection[str]) -> None:
-    """Refuse what the engine would take and not follow, unless it makes no difference."""
-    for name in sorted(ignored):
-        value = getattr(sampling, name)
-        if value is None or value == NEUTRAL.get(name) or (name == "seed" and _is_greedy(sampling)):
-            continue
-        raise UnableError(
-            f"{name} is {value}, which the sampler of this worker's TensorRT-LLM takes and ignores: leave it out, or "
-            "start the worker with sampler_type TRTLLMSampler (--override-engine-args)"
-        )
-
-
-def _is_greedy(sampling: Sampling) -> bool:
-    return sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1
 
 
 def _seed(request: Generate, greedy: bool) -> int:
