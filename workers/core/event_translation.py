@@ -136,8 +136,7 @@ class EventTranslator:
         self._facts = CacheFacts()
         self._next_event_id = 0
         self._window = 0
-        self._group: int | None = None
-        """Group of layers that counts; ``None`` = no event has named one."""
+        self._group: int | None = None  # the group of layers that counts, where an event has named one
         self._window_sizes: set[int] = set()
         self._windows_known = False
         self._capacity = 0
@@ -190,12 +189,8 @@ class EventTranslator:
                 self._next_event_id = expected if event_id < 0 else event_id + 1
                 continue
             self._next_event_id = event_id + 1
-            if (
-                event_id == expected
-                and event.window_size == self._window
-                and event.layer_group_id == self._group
-                and self._windows_known
-            ):
+            is_usual = event_id == expected and event.window_size == self._window and self._windows_known
+            if is_usual and event.layer_group_id == self._group:
                 # The usual case. What follows this comes to the same, by more questions.
                 if type(event) is Stored:
                     if len(event.blocks) != 1 or self._incomplete or not self._store_one(event):
@@ -267,18 +262,8 @@ class EventTranslator:
 
     def restate(self) -> list[BlocksStored]:
         """Return everything that is resident as ``BlocksStored``, parents before children, tier by tier."""
-        events: list[BlocksStored] = []
-        for tier in TIER_OF_LEVEL:
-            present = self._present[tier]
-            if not present:
-                continue
-            links: dict[int, int | None] = {}
-            for block in self._blocks.values():
-                if block.tier is tier:
-                    links.setdefault(block.sequence_hash, block.parent)
-            for parent, hashes in chains(links.items()):
-                events += stored_chain(parent, hashes, tier)
-        return events
+        tiers = [tier for tier in TIER_OF_LEVEL if self._present[tier]]
+        return [event for tier in tiers for event in _chains_on(tier, self._blocks.values())]
 
     def _lose(self) -> None:
         remembered = self._remembered
@@ -515,6 +500,14 @@ class EventTranslator:
                 return False
         self._present[block.tier].discard(block.sequence_hash)
         return True
+
+
+def _chains_on(tier: Tier, blocks: Iterable[_Block]) -> list[BlocksStored]:
+    links: dict[int, int | None] = {}
+    for block in blocks:
+        if block.tier is tier:
+            links.setdefault(block.sequence_hash, block.parent)
+    return [event for parent, hashes in chains(links.items()) for event in stored_chain(parent, hashes, tier)]
 
 
 def _tier(cache_level: int) -> Tier:
