@@ -8,7 +8,7 @@ Each run starts a router of its own, so what a policy learns it learns anew; ask
 and then plays conversations: each begins with a system prompt that every fourth has in common, and each turn sends the
 turns before again, with other tokens in the place of the answers. Who asks how much and when is drawn from the seed,
 the same for each router. Prompts are token ids, drawn anew for each run, for engines may still hold those of the run
-before. ``policy/0`` is a policy with ``--hold-limit-ms 0``. With ``--servers``, the vLLM servers behind the workers,
+before. With ``--servers``, the vLLM servers behind the workers,
 their caches are emptied before each run (``POST /reset_prefix_cache``), and two more ways can be compared, without a
 router: ``direct`` sends requests to the servers round robin, ``sticky`` each conversation to one server.
 
@@ -85,12 +85,9 @@ class Said(NamedTuple):
 
 async def started(policy: str, options: argparse.Namespace, logs: Path) -> Service:
     """Return a router of a policy before the pool, which is ready; raises ``PoolFailed`` when it does not start."""
-    name, _, hold_limit_ms = policy.partition("/")
-    command = ["router", "--port", "0", "--log-level", "warning", "--policy", name]
+    command = ["router", "--port", "0", "--log-level", "warning", "--policy", policy]
     command += ["--feed-endpoint", options.feed_endpoint, "--query-endpoint", options.query_endpoint]
-    command += ["--model-path", str(options.model_path), "--model-name", options.model_name]
-    if hold_limit_ms:
-        command += ["--hold-limit-ms", hold_limit_ms]
+    command += ["--model-path", str(options.model_path), "--served-model-name", options.model_name]
     router = await Service.start("router", command, logs)
     try:
         await router.wait_ready()

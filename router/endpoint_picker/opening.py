@@ -45,7 +45,7 @@ async def open_endpoint_picker(
     assert settings.ext_proc_port is not None, "nobody asks for a picker without a port"
     metrics = PickerMetrics(registry)
     limits = replace(
-        settings.http_limits(), connections=settings.ext_proc_streams, unfinished_bytes=settings.ext_proc_body_bytes
+        settings.http_limits(), connections=settings.max_ext_proc_streams, unfinished_bytes=settings.ext_proc_body_bytes
     )
     table = StreamTable(limits, frontend.max_body_bytes)
     metrics.body_bytes.set_function(lambda: float(table.used_bytes))

@@ -108,7 +108,8 @@ class EndpointPickerServer:
             self._ended.labels("refused").inc()
             most = self._table.limits.connections
             await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} requests have an endpoint, the limit (ext_proc_streams)"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{most} requests have an endpoint, the limit (max_ext_proc_streams)",
             )
         stream = _Stream(context, exchange, self._table)
         try:

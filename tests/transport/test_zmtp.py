@@ -77,7 +77,7 @@ def test_a_heartbeat_is_answered_with_its_context() -> None:
 BROKEN = {
     "SSH-2.0-OpenSSH_9.2p1\r\n": b"SSH-2.0-OpenSSH_9.2p1\r\n",
     "a signature that does not end": b"\xff" + bytes(8) + b"\x01",
-    "speaks ZMTP 1": GREETING[:10] + b"\x01\x00" + GREETING[12:],
+    "uses ZMTP 1": GREETING[:10] + b"\x01\x00" + GREETING[12:],
     "security is CURVE": GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:],
     "peer is a PUB": GREETING + ready(b"PUB"),
     "socket of no type": GREETING + command(b"READY", b""),

@@ -130,7 +130,7 @@ def test_priorities_ranks_salts_and_adapters_go_where_the_server_reads_them() ->
 
 @pytest.mark.parametrize("routing", [Routing(cache_salt="s"), Routing(lora_name="poet")])
 def test_what_its_events_cannot_tell_apart_is_refused_while_they_are_followed(routing: Routing) -> None:
-    with pytest.raises(RefusedError, match="taken for everybody's"):
+    with pytest.raises(RefusedError, match="shared between all tenants"):
         asked(routing=routing)
 
 

@@ -64,7 +64,7 @@ async def until_ready(target: HttpTarget, settings: BenchSettings) -> None:
     One without ``/ready`` (404) counts as ready.
     """
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + settings.ready_timeout_s
+    deadline_s = loop.time() + settings.start_timeout_ms / 1000
     url = f"{target.url}/ready"
     async with _http() as client:
         while True:
@@ -77,8 +77,8 @@ async def until_ready(target: HttpTarget, settings: BenchSettings) -> None:
                 why = str(error)
             if loop.time() >= deadline_s:
                 raise BenchError(
-                    f"asking {url} for {settings.ready_timeout_s:g} s: {why}; is the endpoint running, and is --url "
-                    "right? --ready-timeout-s waits longer"
+                    f"asking {url} for {settings.start_timeout_ms / 1000:g} s: {why}; is the endpoint running, and "
+                    "is --url right? --start-timeout-ms waits longer"
                 )
             await asyncio.sleep(READY_INTERVAL_S)
 
@@ -154,7 +154,7 @@ def _conversation_shape(settings: BenchSettings) -> ConversationShape:
         settings.prompt_tokens,
         settings.output_tokens,
         settings.shared_prefix,
-        settings.shared_prefixes,
+        1,
         settings.think_time_s,
     )
 
@@ -381,8 +381,8 @@ def measure(
     it cannot start.
     """
     logs = None
-    if settings.logs is not None:
-        logs = RunLogs(settings.logs, settings.model_dump_json(indent=2).encode() + b"\n")
+    if settings.directory is not None:
+        logs = RunLogs(settings.directory, settings.model_dump_json(indent=2).encode() + b"\n")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -436,7 +436,7 @@ def bench(settings: BenchSettings) -> None:
 def run_bench(settings: BenchSettings) -> int:
     """Run ``poolgrid bench`` and return its exit code: 0, or 1 when the run could not start or nothing succeeded."""
     errors = Console(stderr=True, highlight=False)
-    if fault := cannot_write(settings.out):
+    if settings.directory is None and (fault := cannot_write(settings.out)):
         errors.print(f"poolgrid bench: --out: {fault}; nothing was sent", markup=False, soft_wrap=True)
         return 2
     try:
@@ -462,10 +462,9 @@ def run_bench(settings: BenchSettings) -> int:
 
 def _write(settings: BenchSettings, shown: RenderableType, content: str) -> None:
     """Write what the settings ask for; raises ``OSError``."""
-    if settings.out is not None:
+    if settings.out is not None and settings.directory is None:
         _write_file(settings.out, content)
-    if settings.logs is not None:
-        logs = settings.logs
+    if (logs := settings.directory) is not None:
         _write_file(logs / "report.json", content)
         with (logs / "report.txt").open("w", encoding="utf-8") as file:
             terminal(file).print(shown)

@@ -37,8 +37,8 @@ def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatemen
         facts.kind if settings.engine == "auto" else settings.engine,
         facts.model,
         facts.version,
-        settings.block_size or facts.block_size,
-        max(facts.ranks, len(settings.events)),
+        settings.kv_block_size or facts.block_size,
+        max(facts.ranks, len(settings.kv_events_endpoint)),
         True if listed else False if facts.events_missing else None,
         kind.events_option if (kind := server_kinds().get(facts.kind)) is not None else "",
     )
@@ -46,16 +46,16 @@ def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatemen
 
 def sources_of(facts: ServerFacts, settings: EngineCheckSettings) -> list[Source]:
     """Return where to listen: as the options say, else as the server does."""
-    if not settings.events:
+    if not settings.kv_events_endpoint:
         return [
             Source(each.dp_rank, each.endpoint, each.replay_endpoint, each.topic, each.doubt)
             for each in facts.sources
             if each.endpoint
         ]
-    replays = settings.replay or ("",) * len(settings.events)
+    replays = settings.kv_events_replay_endpoint or ("",) * len(settings.kv_events_endpoint)
     return [
         Source(rank, endpoint, replay)
-        for rank, (endpoint, replay) in enumerate(zip(settings.events, replays, strict=True))
+        for rank, (endpoint, replay) in enumerate(zip(settings.kv_events_endpoint, replays, strict=True))
     ]
 
 
@@ -75,7 +75,7 @@ async def gather_evidence(
     if not sources and facts.drained_events:
         raise ServerError(
             f"its events are handed out at {facts.drained_events} to one reader, from whom a check would take them; "
-            "what it publishes over ZMQ can be checked, give --events"
+            "what it publishes over ZMQ can be checked, give --kv-events-endpoint"
         )
     limits = PlanLimits(
         seed=f"{clock.wall_ms()}",

@@ -45,7 +45,7 @@ BASICS = (
     "engine",
     "events",
     "model",
-    "block_size",
+    "kv_block_size",
     "measure_timing",
     "as_json",
 )
@@ -158,7 +158,7 @@ def _keep(path: Path, data: bytes) -> None:
 
 
 def _show_timing(table: dict[str, Any], path: Path) -> None:
-    shown = TerminalTable([Heading("prefill tokens"), Heading("ms")], note=f"written to {path}; use it: --timing-table")
+    shown = TerminalTable([Heading("prefill tokens"), Heading("ms")], note=f"written to {path}; use it: --timing")
     for tokens, ms in table["prefill"]:
         shown.add(f"{tokens:,.0f}", f"{ms:,.2f}")
     decode = TerminalTable([Heading("used share"), Heading("ms a decode step")])

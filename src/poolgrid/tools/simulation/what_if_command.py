@@ -94,8 +94,9 @@ class Variant:
 def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> list[Variant]:
     """Return the recorded settings and every combination of the given ones; raises ``UsageError``."""
     recorded = stage.recorded_settings
-    weights = CostWeights(
-        **{name: float(recorded[name]) for name in CostWeights.__dataclass_fields__ if name in recorded}
+    weights = _scaled(
+        CostWeights(**{name: float(recorded[name]) for name in CostWeights.__dataclass_fields__ if name in recorded}),
+        float(recorded.get("overlap_weight", 1.0)),
     )
     policy = str(recorded.get("policy", "kv"))
     if policy not in SIMULATED_POLICIES:
@@ -124,16 +125,21 @@ def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> list[Variant
 
 
 def _with(variant: Variant, chosen: Mapping[str, float]) -> Variant:
-    weights = variant.weights
-    overlap = chosen.get("overlap_weight", 1.0)
     weights = replace(
+        _scaled(variant.weights, chosen.get("overlap_weight", 1.0)),
+        **{name: value for name, value in chosen.items() if name in CostWeights.__dataclass_fields__},
+    )
+    return replace(variant, weights=weights, temperature=chosen.get("temperature", variant.temperature))
+
+
+def _scaled(weights: CostWeights, overlap: float) -> CostWeights:
+    """Return weights with another credit for what is cached."""
+    return replace(
         weights,
         device_weight=weights.device_weight * overlap,
         host_weight=weights.host_weight * overlap,
         disk_weight=weights.disk_weight * overlap,
-        **{name: value for name, value in chosen.items() if name in CostWeights.__dataclass_fields__},
     )
-    return replace(variant, weights=weights, temperature=chosen.get("temperature", variant.temperature))
 
 
 def _words(text: str | None) -> list[str]:

@@ -132,7 +132,7 @@ def _replay(stream: RankStream, source: Source, replay: ReplayAnswer | None) -> 
                 Kind.REPLAY_MISSING,
                 place,
                 "no replay socket is known: a message that is lost, or said before the router came, is never known",
-                f"{REPLAY_REMEDY}, and --replay here",
+                f"{REPLAY_REMEDY}, and --kv-events-replay-endpoint here",
             )
         return
     if replay is None:
